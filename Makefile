@@ -79,7 +79,7 @@ test-portable: $(ENV)  ## the native suite under other instruction sets, numbers
 	$(TEST_ENV) $(RUN) -m ci.portable $(or $(RESULTS),build/results)/portable.json --rows "$(ROWS)" -n $(WORKERS) $(ARGS)
 
 test-trainers: $(ENV)  ## trainers with these operators, each in an environment of its own (NAME=trl)
-	$(RUN) -m tests.trainers.runs $(NAME) $(ARGS)
+	$(RUN) -m tests.trainers.runs.driver $(NAME) $(ARGS)
 
 test-liger: $(ENV)  ## Liger-Kernel's own tests with our import names (ARGS="--release liger-kernel": the newest)
 	$(TEST_ENV) $(RUN) -m tests.trainers.liger_suite build/liger $(ARGS)

@@ -1,352 +1,358 @@
-"""Check equal bits on a device and measure their cost: ``python -m benchmarks.bitwise``.
+"""What equal bits cost: ``python -m benchmarks.bitwise``.
 
-Under each setting of ``deterministic`` (none, ``True``, ``"rows"``), in one run:
+Under each setting of ``deterministic`` (none, ``True``, ``"rows"``), in turns:
 
 | part | what |
 |---|---|
-| check | every operator: do calls repeat, are rows independent, as its backend promises |
-| training | small models trained twice, 100 steps: equal digests of losses and parameters |
-| step | a whole step of Llama-3.2-1B; unpatched, under PyTorch's switch, with a peer's GEMM, too |
-| gemm | our GEMM with independent rows beside the library's and a peer's |
+| step | a whole step of Llama-3.2-1B; unpatched, and under PyTorch's switch, too |
 | time | every operator at its first bench sample |
 
-Every part runs in processes of its own, so that a fault of one operator ends no other. Checks run
-several at a time, which also compiles the kernels that are timed alone afterwards. A broken promise
-is listed; the run goes on and exits with 1.
-
-The peer is the package ``sgemm-bi``; without it, its rows say so. ``CUBLAS_WORKSPACE_CONFIG`` is
+Operators run in processes of some at a time, so that a fault of one ends no other. That promises
+hold is what the suite checks (``make test BACKEND=cuda``). ``CUBLAS_WORKSPACE_CONFIG`` is
 ``:4096:8`` for all, which on Hopper is what PyTorch takes anyway.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import queue
-import subprocess
+import statistics
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from benchmarks import store
+import torch
+from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent
-PARTS = ("check", "training", "step", "gemm", "time")
-CHECKS = 0.45  # of the budget, until which checks begin
-MARK = "row: "  # before a row on a child's standard output
+import liger_multi
+from benchmarks import harness, models, store
+from benchmarks.harness import added_bytes, device_of, milliseconds
+from liger_multi.bench import cases
+from liger_multi.bench.cases import Case, draw
+from liger_multi.bench.measure import Clock, Runner, host_us, interleave, memory_bytes, release
+from liger_multi.bench.providers import Provider
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.bitwise import MODES
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.op import OPS
+from liger_multi.dispatch.registry import REFERENCE, operators
+from liger_multi.errors import summary
+from liger_multi.patching import options as patch_options
+from liger_multi.patching import register_attention
+from liger_multi.testing import samples
+from liger_multi.testing.bitwise import SETTINGS, same_bits
+
 Row = dict[str, Any]
+NAMES = {mode: mode or "default" for mode in MODES}
+ONCE_MS = 2000.0  # a call that takes longer is called once
+CHUNK = 8  # operators of a process
 
 
-# --- in a process of its own ---
+# --- operators ---
 
 
-def work(part: str, names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of a part, name by name."""
-    import torch
-
-    from benchmarks import bitwise_models, bitwise_operators
-    from liger_multi.bench.measure import Clock
-
-    device = torch.device(options.device)
-    place = bitwise_operators.Place(device, torch.bfloat16, options.tiny, options.seconds)
-    clock = Clock(device) if part in ("time", "gemm") else None
-    parts: dict[str, Callable[[str], Iterator[Row]]] = {
-        "check": lambda name: bitwise_operators.check(name, place),
-        "training": lambda name: bitwise_models.training(name, place),
-        "step": lambda name: bitwise_models.step(place),
-        "gemm": lambda name: bitwise_operators.gemms(place, clock),  # type: ignore[arg-type]
-        "time": lambda name: bitwise_operators.timed(name, place, clock),  # type: ignore[arg-type]
-    }
-    for name in names:
-        if time.time() > options.until:
-            yield {"part": part, "name": name, "failure": "no time was left"}
-            continue
-        try:
-            yield from parts[part](name)
-        except Exception as failure:
-            text = bitwise_operators.first_line(failure)
-            yield {"part": part, "name": name, "failure": text}
-            if "CUDA error" in text:  # nothing more can run in this process
-                raise
-        if place.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def child(options: argparse.Namespace) -> int:
-    """Print the rows of a part, and a line when a name is done."""
-    for name in options.names:
-        for row in work(options.child, [name], options):
-            sys.stdout.write(MARK + json.dumps(row) + "\n")
-        sys.stdout.write(f"done: {name}\n")
-        sys.stdout.flush()
-    return 0
-
-
-# --- the processes ---
-
-
-class Jobs:
-    """Starts children, and collects what they print.
+@dataclass(frozen=True)
+class Place:
+    """Where and how large.
 
     Attributes:
-        options: The command line.
-        say: Told a part, a name and its rows as they come.
+        device: Of the tensors.
+        dtype: Of the floating-point inputs.
+        tiny: Whether samples and models are small, for a trial.
+        seconds: For timing one operator under all settings.
     """
 
-    def __init__(
-        self, options: argparse.Namespace, say: Callable[[str, str, list[Row]], None]
-    ) -> None:
-        self.options, self.say, self.lock = options, say, threading.Lock()
-
-    def several(self, jobs: Sequence[tuple[str, str]], workers: int) -> None:
-        """Run every part and name in several processes at a time; each process takes many names."""
-        waiting: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
-        for part in PARTS:
-            names = [name for of, name in jobs if of == part]
-            size = max(1, -(-len(names) // (workers * 2)))
-            for start in range(0, len(names), size):
-                waiting.put((part, names[start : start + size]))
-
-        def take() -> None:
-            while True:
-                try:
-                    part, names = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                self.run(part, names)
-
-        threads = [threading.Thread(target=take) for _ in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def run(self, part: str, names: Sequence[str]) -> None:
-        """One process for all names, and another one for the rest where it ended early."""
-        left = list(names)
-        while left:
-            before, last = len(left), self._once(part, left)
-            if len(left) == before and left:
-                failure = {"part": part, "name": left[0], "failure": f"the process ended: {last}"}
-                self._tell(part, left.pop(0), [failure])
-
-    def _once(self, part: str, left: list[str]) -> str:
-        """Run until the process ends; takes what is done from the list."""
-        options, rows = self.options, list[Row]()
-        command = [sys.executable, "-m", "benchmarks.bitwise", "--child", part, *left]
-        command += ["--device", options.device, "--seconds", str(options.seconds)]
-        command += ["--until", str(options.until)] + (["--tiny"] if options.tiny else [])
-        with subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            tail: list[str] = []
-            reader = threading.Thread(target=_keep_last, args=(process.stderr, tail))
-            reader.start()
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    rows.append(json.loads(line.removeprefix(MARK)))
-                elif line.startswith("done: "):
-                    self._tell(part, left.pop(0), rows)
-                    rows = []
-            reader.join()
-        if rows and left:  # it failed in the middle of a name, and said why
-            self._tell(part, left.pop(0), rows)
-        return tail[-1] if tail else f"exit code {process.returncode}"
-
-    def _tell(self, part: str, name: str, rows: list[Row]) -> None:
-        with self.lock:
-            self.say(part, name, rows)
+    device: torch.device
+    dtype: torch.dtype
+    tiny: bool
+    seconds: float
 
 
-def _keep_last(stream: Any, tail: list[str]) -> None:
-    for line in stream:
-        if line.strip():
-            tail[:] = [line.strip()[:200]]
+def case_of(op: str, place: Place) -> Case:
+    """The first bench sample; the first sample of a trial, and of what an accelerator lacks."""
+    chosen = liger_multi.explain(op, place.device, place.dtype).chosen(op)
+    if place.tiny or (chosen == REFERENCE and place.device.type != "cpu"):
+        return Case(op, samples.of(op)[0], {})
+    limits = (cases.CPU_BYTES, cases.CPU_OPERATIONS) if place.device.type == "cpu" else None
+    return cases.cases(op, "*", place.dtype, limits)[0]
 
 
-# --- what is shown ---
+def provider_of(case: Case, mode: str) -> Provider:
+    """Our operator under a setting."""
+    public = samples.function(case.op, case.sample.options)
+    return Provider(
+        NAMES[mode],
+        lambda **tensors: public(**tensors),
+        overwrites=bool(case.sample.options.get("inplace")),
+        scope=lambda: use(deterministic=SETTINGS[mode]),
+    )
 
 
-def line(part: str, name: str, rows: Sequence[Row]) -> str:
-    """One name in one line, compact."""
-    failures = sorted({row["failure"] for row in rows if "failure" in row})
-    if part == "check":
-        text = _checked(rows)
-    elif part == "training":
-        text = " ".join(f"equal={row.get('repeat')} loss {row.get('last_loss')}" for row in rows)
-    elif part == "time":
-        text = _ratios(rows)
-    else:
-        text = "\n" + "\n".join(f"    {_plain(row)}" for row in rows)
-        failures = []
-    return f"{part:8} {name:28} {text}" + "".join(f"\n    {said}" for said in failures)
+def inputs_of(case: Case, place: Place) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Inputs, and a gradient for every result: 1 for a scalar loss."""
+    tensors = draw(case.sample, place.device, place.dtype)
+    runner = Runner.make(provider_of(case, ""), tensors, ())
+    generator = torch.Generator(place.device).manual_seed(1)
+    with runner.provider.scope():
+        outputs = runner.forward(runner.prepare())
+    return tensors, tuple(
+        torch.randn(y.shape, generator=generator, device=place.device).to(y.dtype)
+        if y.ndim
+        else torch.ones_like(y)
+        for y in outputs
+    )
 
 
-def _checked(rows: Sequence[Row]) -> str:
-    """Letters for each direction and setting: R repeats, I independent rows; ``-`` has none."""
-    parts = []
-    for row in rows:
-        if "backend" not in row:
-            what = "refused" if "refused" in row else "failed"
-            parts.append(f"{row.get('direction', '?')[:1]}:{row.get('variant', '?')[:3]}={what}")
-            continue
-        marks = ""
-        for name, letter in (("repeat", "R"), ("rows", "I")):
-            held = row.get(name)
-            broken = name in row.get("broken", ())
-            marks += "-" if held is None else letter if held else f"({letter} broken)" * broken
-        parts.append(f"{row['direction'][:1]}:{row['variant'][:3]}={marks or 'none'}")
-    backends = sorted({row["backend"] for row in rows if "backend" in row})
-    return f"{' '.join(parts)} by {', '.join(backends) or 'nobody'}"
+def timed(op: str, place: Place, clock: Clock) -> Iterator[Row]:
+    """Time and memory of an operator under each setting, in turns."""
+    case = case_of(op, place)
+    launch._found.clear()
+    tensors, douts = inputs_of(case, place)
+    rows: dict[str, Row] = {}
+    runners: dict[str, tuple[Runner, int]] = {}
+    for mode in MODES:
+        name = NAMES[mode]
+        row = {"part": "time", "name": op, "shape": case.label, "variant": name}
+        rows[name] = row | {"family": OPS[op].family}
+        try:
+            runner = Runner.make(provider_of(case, mode), tensors, douts)
+            runner.both()  # compiles, and makes the workspaces of libraries
+            (ms,) = clock.marks([runner.both])
+            if ms > ONCE_MS:
+                rows[name] |= {"both_ms": ms, "both_spread_ms": 0.0, "calls": 1}
+                continue
+            rows[name]["extra_bytes"], rows[name]["peak_bytes"] = memory_bytes(
+                runner, 0, place.device
+            )
+            runners[name] = (runner, clock.flushes(host_us(runner, clock, 3)[1]))
+        except Exception as failure:
+            rows[name]["failure"] = summary(failure)
+    for name, times in interleave(runners, clock, place.seconds, 3).items():
+        rows[name] |= times.summary()
+    if "rows" in runners:
+        rows["rows"]["launches"] = other_launches()
+    yield from rows.values()
 
 
-def _ratios(rows: Sequence[Row]) -> str:
-    by = {row.get("variant"): row for row in rows if "both_ms" in row}
-    base = by.get("default")
-    if base is None:
-        return ""
-    parts = [f"{base['both_ms']:.3f} ms"]
-    for name in ("deterministic", "rows"):
-        if name in by:
-            ratios = [by[name][key] / base[key] for key in ("forward_ms", "both_ms")]
-            parts.append(f"{name} x {ratios[1]:.3f} (forward {ratios[0]:.3f})")
-    return ", ".join(parts)
+def other_launches() -> list[str]:
+    """Kernels whose launch configuration another one replaces under "rows"."""
+    known = launch._found
+    return sorted(
+        {
+            name
+            for (name, device, by_rows, *shape), config in known.items()
+            if by_rows and known.get((name, device, False, *shape), config) != config
+        }
+    )
 
 
-def _plain(row: Row) -> str:
-    shown = [f"{row['name']} {row.get('shape', '')} {row.get('variant', '')}:"]
-    if "failure" in row:
-        return f"{shown[0]} {row['failure']}"
-    for key, form in (
-        ("both_ms", "{:.3f} ms"),
-        ("both_spread_ms", "+-{:.3f}"),
-        ("tflops", "{:.0f} TFLOP/s"),
-        ("tokens_per_second", "{:.0f} tokens/s"),
-        ("loss", "loss {:.4f}"),
-        ("repeat", "repeat {}"),
-        ("rows", "rows {}"),
-        ("note", "({})"),
-    ):
-        if row.get(key) is not None:
-            shown.append(form.format(row[key]))
-    if row.get("extra_bytes"):
-        shown.append(f"{row['extra_bytes'] / 2**30:.2f} GiB more")
-    return " ".join(shown)
+# --- whole steps ---
+
+WHOLE, TINY = models.Run("llama-3.2-1b", 2, 4096, False), models.Run("tiny", 2, 32, False)
+
+WARM, STEPS = 2, 6
+Scope = Callable[[], AbstractContextManager[Any]]
 
 
-def broken(rows: Sequence[Row]) -> list[str]:
-    """Every promise that did not hold, by operator, direction, property and setting."""
-    broken_rows = [
-        f"{row['name']} {row['direction']} {name} under {row['variant']} by {row['backend']}"
-        for row in rows
-        if row["part"] == "check"
-        for name in row.get("broken", ())
-    ]
-    return broken_rows + [
-        f"training {row['name']}: two runs differ"
-        for row in rows
-        if row["part"] == "training" and row.get("repeat") is False
-    ]
+@dataclass
+class Variant:
+    """A model under a setting, with the times of its steps.
+
+    Attributes:
+        name: As the rows have it.
+        model: It may be that of other variants, too; only one of them steps at a time.
+        optimizer: Of the model.
+        scope: In force around every step.
+        note: What a reader has to know of it.
+        times: Milliseconds of every step.
+        row: What else was found.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scope: Scope
+    note: str = ""
+    times: list[float] = field(default_factory=list)
+    row: Row = field(default_factory=dict)
+
+
+def patched(run: models.Run, device: torch.device) -> tuple[nn.Module, str]:
+    """The model with all of our operators, and what it lacks."""
+    register_attention()
+    model = models.build(run, device)
+    model.set_attn_implementation("liger_multi")
+    if "linear" in patch_options.BUILT_IN:
+        liger_multi.patch(model, linear=True)
+        return model, ""
+    liger_multi.patch(model)
+    return model, "linear layers are the library's"
+
+
+@contextlib.contextmanager
+def torch_deterministic(fill: bool) -> Iterator[None]:
+    """PyTorch's own switch, with or without the filling of uninitialized memory."""
+    flags = torch.utils.deterministic
+    before = flags.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    flags.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        flags.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+
+
+def variants(run: models.Run, device: torch.device) -> Iterator[Variant]:
+    """Patched under each setting, unpatched, and unpatched under PyTorch's switch."""
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
+
+    model, note = patched(run, device)
+    optimizer = optimizer_of(model)
+    settings: dict[str, bool | str] = {"default": False, "deterministic": True, "rows": "rows"}
+    for name, value in settings.items():
+        yield Variant(name, model, optimizer, partial(use, deterministic=value), note)
+    baseline = models.build(run, device)
+    optimizer = optimizer_of(baseline)
+    yield Variant("baseline", baseline, optimizer, contextlib.nullcontext)
+    filled, unfilled = (partial(torch_deterministic, fill) for fill in (True, False))
+    note = "torch.use_deterministic_algorithms"
+    yield Variant("baseline-deterministic", baseline, optimizer, filled, note)
+    note += ", fill_uninitialized_memory off"
+    yield Variant("baseline-deterministic-unfilled", baseline, optimizer, unfilled, note)
+
+
+class Steps:
+    """Steps of several variants in turns, in one process."""
+
+    def __init__(self, run: models.Run, device: torch.device) -> None:
+        self.device = device
+        vocabulary = models.MODELS[run.model][1]["vocab_size"]
+        generator = torch.Generator(device).manual_seed(1)
+        shape = (run.batch, run.tokens)
+        self.ids = torch.randint(vocabulary, shape, generator=generator, device=device)
+
+    def gradients(self, one: Variant) -> list[Tensor]:
+        """The loss and all gradients of one forward and backward."""
+        with one.scope():
+            loss = one.model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
+        gradients = [p.grad for p in one.model.parameters() if p.grad is not None]
+        one.optimizer.zero_grad(set_to_none=True)
+        return [loss.detach(), *gradients]
+
+    def bits(self, one: Variant) -> Row:
+        """Whether loss and gradients repeat, and whether a sequence depends on the others."""
+        repeat = same_bits(self.gradients(one), self.gradients(one))
+        base: Any = one.model
+        with one.scope(), torch.no_grad():
+            whole = base.model(input_ids=self.ids).last_hidden_state
+            alone = [base.model(input_ids=ids[None]).last_hidden_state for ids in self.ids]
+        rows = all(same_bits(whole[i : i + 1], part) for i, part in enumerate(alone))
+        return {"repeat": repeat, "rows": rows}
+
+    def timed(self, one: Variant) -> None:
+        """One step, with its time, its loss and what it held beyond what was there."""
+
+        def step() -> None:
+            with one.scope():
+                loss: Tensor = one.model(input_ids=self.ids, labels=self.ids).loss
+                loss.backward()
+                one.optimizer.step()
+                one.optimizer.zero_grad(set_to_none=True)
+            one.row["loss"] = loss.detach().item()
+
+        def metered() -> None:
+            one.row["extra_bytes"] = added_bytes(step, self.device)
+
+        if self.device.type == "cpu":
+            one.times.append(milliseconds(step, self.device))
+        else:
+            one.times.append(milliseconds(metered, self.device))
+
+
+def step(place: Place) -> Iterator[Row]:
+    """Rows of the whole step: time, memory and bits of every variant."""
+    run = TINY if place.tiny else WHOLE
+    steps, every = Steps(run, place.device), list(variants(run, place.device))
+    warm, count = (1, 2) if place.tiny else (WARM, STEPS)
+    for turn in range(warm + count):
+        for one in every[:: 1 if turn % 2 == 0 else -1]:
+            steps.timed(one)
+    for one in every:
+        row: Row = {"part": "step", "name": run.model, "shape": f"{run.batch}x{run.tokens}"}
+        row |= {"variant": one.name} | ({"note": one.note} if one.note else {})
+        with contextlib.suppress(torch.OutOfMemoryError):
+            one.row |= steps.bits(one)
+        times = one.times[warm:]
+        median, spread = statistics.median(times), (max(times) - min(times)) / 2
+        row |= {"both_ms": median, "both_spread_ms": spread, "calls": len(times)}
+        yield row | {"tokens_per_second": run.batch * run.tokens / median * 1e3} | one.row
 
 
 # --- the command ---
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bitwise", description=__doc__)
-    parser.add_argument("--device", default="", help="by default the accelerator, or the CPU")
-    parser.add_argument("--tiny", action="store_true", help="small samples and models, for a trial")
-    parser.add_argument("--ops", default="*", help="operators, by patterns")
-    parser.add_argument("--parts", default=",".join(PARTS), help="by default all")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for timing one operator")
-    parser.add_argument(
-        "--budget", type=float, default=330, help="seconds; what is left is skipped"
-    )
-    parser.add_argument("--workers", type=int, default=0, help="processes that check at a time")
-    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
-    store.add_options(parser)
-    options = parser.parse_args(arguments)
-    wrong = sorted(set(options.parts.split(",")) - set(PARTS))
-    if wrong:
-        parser.error(f"unknown part {wrong[0]!r}; known: {', '.join(PARTS)}")
-    return options
+def work(ops: Sequence[str], place: Place) -> Iterator[Row]:
+    """Times of operators, one after the other; what one raises is a row."""
+    clock = Clock(place.device)
+    for op in ops:
+        try:
+            yield from timed(op, place, clock)
+        except Exception as failure:
+            yield {"part": "time", "name": op, "failure": summary(failure)}
+            if "CUDA error" in str(failure):  # nothing more can run in this process
+                return
+        release(place.device)
 
 
-def head(options: argparse.Namespace) -> Row:
-    """Where this was measured."""
-    import torch
-
-    from benchmarks import bitwise_operators
-
-    data = store.head("bitwise", options, torch.device(options.device)) | {"tiny": options.tiny}
-    data["versions"] |= bitwise_operators.versions()
-    return data
-
-
-def jobs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Every part that was asked for, with its names."""
-    from benchmarks.bitwise_models import RUNS
-    from liger_multi.bench.cases import select
-    from liger_multi.dispatch.registry import operators
-
-    ops = select("operator", options.ops, operators())
-    names = {"check": ops, "time": ops, "training": RUNS, "step": ["step"], "gemm": ["gemm"]}
-    return [(part, name) for part in options.parts.split(",") for name in names[part]]
+def shown(row: Row) -> str:
+    """A row in one line: names first, then what was measured."""
+    names = ("part", "name", "shape", "variant")
+    head = " ".join(str(row[key]) for key in names if key in row)
+    facts = {k: v for k, v in row.items() if k not in names and isinstance(v, str | float | bool)}
+    rest = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items())
+    return f"{head}: {', '.join(rest)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, train, time, print and keep; 1 where a promise was broken."""
+    """Time, print and keep."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    options = parse(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bitwise", description=__doc__)
+    parser.add_argument("--device", default="", help="by default the accelerator, or the CPU")
+    parser.add_argument("--tiny", action="store_true", help="small samples and models, for a trial")
+    parser.add_argument("--ops", default="*", help="operators, by patterns; none without any")
+    parser.add_argument("--no-step", action="store_true", help="operators alone")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for timing one operator")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    store.add_options(parser)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device or device_of())
+    place = Place(device, torch.bfloat16, options.tiny, options.seconds)
     if options.child:
-        return child(options)
-    import torch
-    from rich.console import Console
-    from rich.progress import Progress
-
-    if not options.device:
-        accelerator = torch.accelerator.current_accelerator()
-        options.device = accelerator.type if accelerator is not None else "cpu"
-    start = time.time()
-    options.until = start + CHECKS * options.budget
-    jobs, run = jobs_of(options), head(options)
-    rows: list[Row] = []
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("bits", total=len(jobs))
-
-        def say(part: str, name: str, new_rows: list[Row]) -> None:
-            rows.extend(new_rows)
-            progress.console.print(line(part, name, new_rows), markup=False, highlight=False)
-            progress.advance(task)
-
-        work = Jobs(options, say)
-        workers = options.workers or (6 if options.device == "cuda" else 1)
-        work.several([job for job in jobs if job[0] in ("check", "training")], workers)
-        again = [r["name"] for r in rows if "out of memory" in r.get("failure", "").lower()]
-        names = list(dict.fromkeys(n for part, n in jobs if part == "check" and n in again))
-        rows[:] = [r for r in rows if not (r["part"] == "check" and r["name"] in names)]
-        work.run("check", names)
-        options.until = start + options.budget
-        for part in ("step", "gemm", "time"):
-            work.run(part, [name for of, name in jobs if of == part])
-            store.keep({**run, "rows": rows}, options)
-    for said in broken(rows):
-        console.print(f"broken: {said}", markup=False)
-    for path in store.keep({**run, "rows": rows}, options):
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
-    return int(bool(broken(rows)))
+        print(json.dumps({"rows": list(work(options.child.split(","), place))}))
+        return 0
+    rows = [] if options.no_step else list(step(place))
+    ops = cases.select("operator", options.ops, operators()) if options.ops else []
+    head = store.head("bitwise", options, device) | {"tiny": options.tiny}
+    release(device)
+    for at in range(0, len(ops), CHUNK):
+        names = ",".join(ops[at : at + CHUNK])
+        command = ["--device", str(device), "--seconds", str(options.seconds), "--child", names]
+        done = harness.child("benchmarks.bitwise", *command, *["--tiny"] * options.tiny)
+        rows += done.get("rows", [{"part": "time", "name": names, **done}])
+        store.keep({**head, "rows": rows}, options)
+    print("\n".join(map(shown, rows)))
+    for path in store.keep({**head, "rows": rows}, options):
+        print(f"wrote {path}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Every provider trains the same weights on the same batches of Python's own sourc
 the norm of the gradient of every step are kept, and held against the bounds stated here.
 ``stock`` is Hugging Face's model, ``ours`` a patched one, ``liger`` one that Liger-Kernel patched,
 ``seed`` the same from other weights; ``control-N`` is ``stock``, disturbed by as much as rounding
-is (there are ``--controls`` of them). ``--models`` takes names of this module, or
-NAME:BATCHxTOKENS of a size in :data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture,
-also of a file (``--of``).
+is (there are ``--controls`` of them). ``float8`` has linear layers in FP8, whose rounding no bound
+allows. ``--models`` takes names of this module, or NAME:BATCHxTOKENS of a size in
+:data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture, also of a file (``--of``).
 
 A row of a result file names what was trained, and has the curves of every provider.
 """
@@ -18,7 +18,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import store
+from benchmarks import harness, store
 from liger_multi import pictures
 from liger_multi.memory.sizes import SIZES, config_of
 
@@ -177,8 +176,6 @@ def _panel(pair: Sequence[Any], model: str, rows: Sequence[Mapping[str, Any]]) -
 
 # --- cases ---
 
-ROOT = Path(__file__).parent.parent
-
 WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
 TINY: dict[str, Any] = {
     "vocab_size": 512,
@@ -254,6 +251,12 @@ def _ours(model: Any) -> None:
     liger_multi.patch(model, strict=True)
 
 
+def _float8(model: Any) -> None:
+    import liger_multi
+
+    liger_multi.patch(model, linear_float8={"smallest": 0})
+
+
 def _liger(model: Any) -> None:
     peer = importlib.import_module("liger_kernel.transformers")
     peer._apply_liger_kernel_to_instance(model=model)
@@ -293,6 +296,7 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
     "stock": lambda model: None,
     "ours": _ours,
     "liger": _liger,
+    "float8": _float8,
     "seed": lambda model: None,
     **BUGS,
 }
@@ -302,13 +306,13 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
 
 
 def text(case: Case) -> Tensor:
-    """Token ids, steps x batch x tokens; no network is asked."""
+    """Token ids of Python's own sources, steps x batch x tokens; no network is asked."""
     from liger_multi.demo import training
 
     count = case.steps * case.batch
     content = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
-    learnt = training.learn_tokenizer(content, case.vocabulary)
-    cut = training.blocks(content, learnt, count, case.tokens, 0).tokens
+    tokenizer = training.learn_tokenizer(content, case.vocabulary)
+    cut = training.blocks(content, tokenizer, count, case.tokens, 0).tokens
     return cut.view(case.steps, case.batch, case.tokens)
 
 
@@ -373,15 +377,14 @@ def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curve
 
 def child(case: Case, provider: str, file: Path, device: torch.device) -> Curves:
     """Train in a process of its own, since a peer patches modules of the whole process."""
-    command = [sys.executable, "-m", "benchmarks.convergence", "--child", json.dumps(asdict(case))]
-    command += ["--providers", provider, "--of", str(file), "--device", str(device)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if not done.returncode:
-        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    command = ["--child", json.dumps(asdict(case)), "--providers", provider]
+    command += ["--of", str(file), "--device", str(device)]
+    curves = harness.child("benchmarks.convergence", *command)
+    if "failure" not in curves:
+        return curves
     if provider != "liger":
-        raise RuntimeError(f"{case.model} {case.dtype} {provider}: {last[:300]}")
-    print(f"{case.model} {case.dtype} liger failed: {last[:300]}", flush=True)
+        raise RuntimeError(f"{case.model} {case.dtype} {provider}: {curves['failure']}")
+    print(f"{case.model} {case.dtype} liger failed: {curves['failure']}", flush=True)
     return {}
 
 

@@ -5,11 +5,7 @@ that it cannot do without (three of the head; one more, without gradients, where
 reference has a head too). Time and memory are measured as for the operators: interleaved rounds,
 and the peak without inputs, gradients, and an fp32 gradient of the weight.
 
-``python -m benchmarks.losses float8`` measures what an FP8 head gains and costs. Forward and
-backward of ``fused_linear_cross_entropy`` run with exact GEMMs, with logits in FP8, and with the
-gradient of hidden states in FP8 as well, side by side: median time, peak memory, and how far loss
-and gradients are from those of fp32. ``parts`` are the passes and GEMMs alone, each as large as it
-is in a step, which tells what the rest of a step takes.
+``float8_logits`` and ``float8`` are ours with GEMMs of the head in FP8.
 """
 
 from __future__ import annotations
@@ -19,9 +15,7 @@ import functools
 import importlib
 import importlib.util
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +27,7 @@ from torch import Tensor
 
 import liger_multi
 from benchmarks import store
+from benchmarks.harness import device_of
 from liger_multi import losses
 from liger_multi.bench.cases import error
 from liger_multi.bench.measure import (
@@ -45,8 +40,8 @@ from liger_multi.bench.measure import (
 )
 from liger_multi.bench.peers import TABLE
 from liger_multi.bench.providers import Provider
-from liger_multi.memory import measure
-from liger_multi.memory.measure import format_bytes, resolve_device
+from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.memory.measure import format_bytes
 from liger_multi.ops import fused_linear_cross_entropy
 
 ROOT = Path(__file__).parent.parent
@@ -99,6 +94,17 @@ def nll(hidden: Tensor, weight: Tensor, target: Tensor, **o: Any) -> Tensor:
     o.pop("keep", None)  # no logits stay
     loss: Any = fused_linear_cross_entropy(hidden, weight, target, **o)
     return loss  # type: ignore[no-any-return]
+
+
+def float8_nll(gemms: str) -> Loss:
+    """The same with GEMMs in FP8."""
+    scope = Configuration((parse({"head_gemms": gemms}, __name__),))
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        with within(scope):
+            return nll(hidden, weight, target)
+
+    return call
 
 
 def log_prob_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -480,6 +486,8 @@ CASES: dict[str, Case] = {
         {
             "log-prob": lambda: log_prob_nll,
             "lazy": lambda: lazy_nll,
+            "float8_logits": lambda: float8_nll("float8_logits"),
+            "float8": lambda: float8_nll("float8"),
             "liger": liger_nll,
             "liger-fp32": lambda: liger_nll(torch.float32),
             "trl": trl_nll,
@@ -631,7 +639,7 @@ def line(name: str, provider: str, row: Mapping[str, Any], floor_ms: float | Non
     )
 
 
-def whole_losses(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
@@ -640,7 +648,7 @@ def whole_losses(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     store.add_options(parser)
     options = parser.parse_args(arguments)
-    device = resolve_device(None)
+    device = device_of()
     text = options.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -659,142 +667,9 @@ def whole_losses(arguments: Sequence[str]) -> int:
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 
 
-# --- a head in FP8 ---
-
-HEAD_GEMMS = ("exact", "float8_logits", "float8")
-FLOAT8_SHAPES = (
-    (8192, 4096, 128256),
-    (16384, 2048, 151936),
-    (32768, 4096, 32000),
-    (8192, 896, 151936),
-)
-
-
-def _float8_step(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
-    hidden.grad = weight.grad = None
-    loss: Any = fused_linear_cross_entropy(hidden, weight, target)
-    loss.backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return [loss.detach(), hidden.grad, weight.grad]
-
-
-def _timed(run: Any, steps: int, device: torch.device) -> float:
-    times = []
-    for _ in range(steps):
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        start = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative distance of the loss, and of each gradient by its norm."""
     return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
-
-
-def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
-    """One shape: exact and in FP8."""
-    rows, width, classes = shape
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "device": device}
-    hidden = torch.randn(rows, width, **options).bfloat16().requires_grad_()
-    weight = (torch.randn(classes, width, **options) / width**0.5).bfloat16().requires_grad_()
-    target = torch.randint(classes, (rows,), **options)
-    few = min(rows, 1024)  # of which fp32 has the answer
-    part = hidden[:few].detach().float().requires_grad_(), weight.detach().float().requires_grad_()
-    exact = _float8_step(*part, target[:few])
-    row: dict[str, Any] = {"shape": list(shape)}
-    for products in HEAD_GEMMS:
-        liger_multi.configure({"head_gemms": products})
-        small = hidden[:few].detach().requires_grad_()
-        errors = _off(_float8_step(small, weight, target[:few]), exact)
-        for _ in range(2):
-            _float8_step(hidden, weight, target)
-        seconds = _timed(lambda: _float8_step(hidden, weight, target), steps, device)
-        with measure(device) as peak:
-            _float8_step(hidden, weight, target)
-        names = ("loss", "hidden_gradient", "weight_gradient")
-        row[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
-        row[products]["error"] = dict(zip(names, errors, strict=True))
-    liger_multi.configure(None)
-    hidden.grad = weight.grad = None
-    if device.type != "cpu":
-        row["parts"] = float8_parts(hidden.detach(), weight.detach(), steps)
-    return row
-
-
-def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
-    """Seconds of rounding and GEMMs alone; gradients of logits are those of all rows."""
-    from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
-    from liger_multi.reference.common.float8 import GRADIENT
-    from liger_multi.reference.cross_entropy.float8 import multiply
-
-    to, device = TritonRounding(), hidden.device
-    raw = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=device)
-    raw.uniform_(-1e-3, 1e-3)
-    h, g, (w, across) = to.rounded(hidden), to.rounded(raw, GRADIENT), to.both_ways(weight)
-    out = torch.empty_like(hidden)
-    calls: dict[str, Callable[[], Any]] = {
-        "round hidden": lambda: to.rounded(hidden),
-        "round weight": lambda: to.rounded(weight),
-        "round weight both ways": lambda: to.both_ways(weight),
-        "round gradient of logits": lambda: to.rounded(raw, GRADIENT),
-        "logits exact": lambda: torch.mm(hidden, weight.t(), out=raw),
-        "logits in 8 bits, fast sums": lambda: multiply(h, w, raw, fast=True),
-        "logits in 8 bits": lambda: multiply(h, w, raw),
-        "gradient exact": lambda: torch.mm(raw, weight, out=out),
-        "gradient in 8 bits": lambda: multiply(g, across, out),
-    }
-    row_parts = {}
-    for name, call in calls.items():
-        for _ in range(2):
-            call()
-        row_parts[name] = _timed(call, steps, device)
-    return row_parts
-
-
-def float8(arguments: Sequence[str]) -> int:
-    """Measure what an FP8 head gains and costs, print and keep."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.losses float8", description=float8.__doc__
-    )
-    parser.add_argument("--shapes", help="ROWSxWIDTHxCLASSES, with commas")
-    parser.add_argument("--steps", type=int, default=10)
-    store.add_options(parser)
-    options = parser.parse_args(arguments)
-    shapes = list(FLOAT8_SHAPES)
-    if options.shapes:
-        shapes = [tuple(map(int, text.split("x"))) for text in options.shapes.split(",")]  # type: ignore[misc]
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    data = store.head("float8", options, device) | {"rows": []}
-    for shape in shapes:
-        row = float8_row(shape, options.steps)
-        data["rows"].append(row)
-        exact = row["exact"]["seconds"]
-        for products in HEAD_GEMMS:
-            one = row[products]
-            errors = ", ".join(f"{n} {100 * e:.3f} %" for n, e in one["error"].items())
-            print(
-                f"{shape} {products}: {1e3 * one['seconds']:.2f} ms "
-                f"({one['seconds'] / exact:.3f}), {one['peak_bytes'] / 2**30:.2f} GiB; off by "
-                f"{errors}",
-                flush=True,
-            )
-        for name, seconds in row.get("parts", {}).items():
-            print(f"    {name}: {1e3 * seconds:.2f} ms", flush=True)
-        store.keep(data, options)
-    return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure whole losses, or the FP8 head."""
-    return store.run_command({"": whole_losses, "float8": float8}, arguments)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 A :class:`Case` is a training step: small ones for a CPU, real ones for an accelerator. On an
 accelerator every case trains some steps in its process and the allocator's peak is taken.
-``--store`` keeps one row a case with the estimate beside it, what the chunked loss leaves in the
-allocator over steps, and how it comes through a shortage. ``--cpu`` does the small cases by
-tracking storages, and ``--explain`` writes the estimates that ``docs/memory.md`` quotes; both need
-no accelerator.
+``--store`` keeps one row a case with the estimate beside it, and timelines of a step. ``--cpu``
+does the small cases by tracking storages, and ``--explain`` writes the estimates that
+``docs/memory.md`` quotes; both need no accelerator.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import argparse
 import contextlib
 import gc
 import json
-import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import store
-from liger_multi.bench import report
+from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps
 from liger_multi.memory import Estimate, estimate, measure, profile
 from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
@@ -167,8 +164,7 @@ class Case:
         """An optimizer and a function that trains one step and returns the loss."""
         device = next(model.parameters()).device
         trained = [p for p in model.parameters() if p.requires_grad]
-        options = {"foreach": False} if device.type == "cpu" else {"fused": True}
-        optimizer = torch.optim.AdamW(trained, lr=1e-5, **options)  # type: ignore[arg-type]
+        optimizer = adamw(trained, device)
         generator = torch.Generator(device).manual_seed(1)
         shape = (self.batch, self.sequence)
         count = model.config.vocab_size
@@ -230,7 +226,6 @@ ACCELERATOR = [*_SMALL_CARD, *_LARGE]
 
 # --- measuring ---
 
-ROOT = Path(__file__).parent.parent
 # model, batch, sequence, and how the training is spread
 STORIES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("qwen2-0.5b", 2, 128, {}),
@@ -271,62 +266,6 @@ def explained() -> list[dict[str, Any]]:
     return rows
 
 
-_QWEN: dict[str, Any] = {
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-}
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "0.8B": {
-        **_QWEN,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "9B": {
-        **_QWEN,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 32,
-        "tie_word_embeddings": False,
-    },
-}
-"""Models of the sizes of Qwen3.5, forward and backward of which were measured on an H200."""
-
-
-def hybrids(tokens: Sequence[int] = (8192, 32768, 131072)) -> Iterator[str]:
-    """Estimates for :data:`HYBRIDS` in bf16 without an optimizer; unpatched, the last take hours.
-
-    Args:
-        tokens: Lengths of the one row of a step.
-    """
-    import transformers
-
-    for name, sizes in HYBRIDS.items():
-        for length in tokens:
-            for patched in (True, False):
-                estimated = estimate(
-                    transformers.Qwen3_5TextConfig(**sizes),
-                    1,
-                    length,
-                    patched=patched,
-                    checkpointing=True,
-                    optimizer="none",
-                    capacity=141 * 10**9,
-                )
-                how = "patched" if patched else "unpatched"
-                peak = f"{estimated.peak_bytes / 2**30:.1f}"
-                yield f"{name} {length} checkpointing, {how}, peak [GiB]: {peak}"
-
-
 def on_cpu(case: Case) -> dict[str, Any]:
     """Measure a small case by tracking storages."""
     model = case.build("cpu")
@@ -340,39 +279,18 @@ def on_cpu(case: Case) -> dict[str, Any]:
 
 def on_device(case: Case, steps: int) -> dict[str, Any]:
     """Measure a case with the allocator of this process."""
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    module = torch.get_device_module(device)
-    if case.limit_gb is not None:
-        total = module.get_device_properties(0).total_memory
-        module.set_per_process_memory_fraction(case.limit_gb * 1e9 / total)
-    model = case.build(device)
-    _, step = case.step(model)
-    for _ in range(3):
-        step()
-    module.synchronize()
-    module.reset_peak_memory_stats()
-    before = module.memory_allocated()
-    loss = torch.zeros(())
-    for _ in range(steps):
-        loss = step()
-    module.synchronize()
-    stats = module.memory_stats()
-    return {
-        "measured_bytes": module.max_memory_allocated(),
-        "reserved_bytes": module.max_memory_reserved(),
-        "growth_bytes": module.memory_allocated() - before,
-        "alloc_retries": stats.get("num_alloc_retries", 0),
-        "loss": loss.item(),
-    }
+    device = device_of()
+    limit_memory(device, (case.limit_gb or 0) * 1e9)
+    _, step = case.step(case.build(device))
+    report = timed_steps(step, device, steps, 3)
+    return {"measured_bytes": report["peak_bytes"], "loss": report["loss"]}
 
 
 def profiled() -> dict[str, Any]:
     """Timelines of both models from the allocator's history, and how well they were named."""
     from liger_multi.memory import compare
 
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
+    device = device_of()
     profiles = []
     for patched in (False, True):
         case = Case("qwen2-0.5b", 8, 512, patched=patched)
@@ -390,71 +308,6 @@ def profiled() -> dict[str, Any]:
     return {"profiles": [p.as_data() for p in profiles], "text": str(compare(*profiles))}
 
 
-def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> dict[str, Any]:
-    """What the chunked loss leaves in the allocator over steps, and how it survives a shortage."""
-    from liger_multi import ops
-
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    module = torch.get_device_module(device)
-    hidden = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16) / width**0.5
-    weight.requires_grad_()
-    target = torch.randint(vocabulary, (rows,), device=device)
-
-    def step(chunk: int | str = "auto") -> torch.Tensor:
-        loss: Any = ops.fused_linear_cross_entropy(hidden, weight, target, chunk=chunk)
-        loss.backward()
-        hidden.grad = weight.grad = None
-        return loss.detach()  # type: ignore[no-any-return]
-
-    peaks = []
-    plain = step()
-    for _ in range(10):
-        step()
-        stats = module.memory_stats()
-        peaks.append(
-            {
-                "allocated": module.memory_allocated(),
-                "reserved": module.memory_reserved(),
-                "inactive_split": stats.get("inactive_split_bytes.all.current", 0),
-                "segments": stats.get("segment.all.current", 0),
-                "retries": stats.get("num_alloc_retries", 0),
-            }
-        )
-    module.empty_cache()
-    total = module.get_device_properties(0).total_memory
-    # everything but the logits of so many rows fits
-    room = module.memory_reserved() + 6 * vocabulary * width + 4 * rows * width
-    chunk = rows // 2
-    limit = room + chunk * vocabulary
-    module.set_per_process_memory_fraction(min(1.0, limit / total))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        short = step(chunk)
-    return {
-        "steps": peaks,
-        "shortage": {
-            "limit_bytes": limit,
-            "logits_bytes": chunk * vocabulary * 2,
-            "said": [str(w.message) for w in said],
-            "loss_difference": (short - plain).abs().item(),
-        },
-    }
-
-
-def child(*arguments: str) -> dict[str, Any]:
-    """One measurement in a process of its own; a failure is a row too."""
-    command = [sys.executable, "-m", "benchmarks.memory", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return json.loads(lines[-1])  # type: ignore[no-any-return]
-    memory = "out of memory" in done.stderr or "OutOfMemoryError" in done.stderr
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"failure": "out of memory" if memory else last[:300]}
-
-
 def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[str, Any]]:
     """Measured beside estimated, with progress on the screen."""
     from rich.console import Console
@@ -465,7 +318,9 @@ def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[st
         if device_type == "cpu":
             data = on_cpu(case)
         else:
-            data = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
+            data = child(
+                "benchmarks.memory", "--case", json.dumps(case.as_data()), "--steps", str(steps)
+            )
         guess = case.estimated(device_type).peak_bytes
         row = {"case": case.as_data(), **data, "estimated_bytes": guess}
         got = data.get("measured_bytes")
@@ -486,49 +341,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, estimate and write; 1 where an estimate is off by more than a tenth."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="the small cases, storages tracked")
-    parser.add_argument("--hybrids", action="store_true", help="print estimates of hybrid models")
     parser.add_argument("--explain", action="store_true", help="only the estimates of the page")
     parser.add_argument("--only", default="", help="cases whose name contains this, nothing else")
-    parser.add_argument("--parts", default="cases,reuse,profile", help="what to do")
+    parser.add_argument("--parts", default="cases,profile", help="what to do")
     parser.add_argument("--steps", type=int, default=3)
     store.add_options(parser)
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--part", choices=("reuse", "profile"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["profile"], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case or options.part:
         if options.case:
             data = on_device(Case(**json.loads(options.case)), options.steps)
         else:
-            data = reused() if options.part == "reuse" else profiled()
+            data = profiled()
         sys.stdout.write(json.dumps(data) + "\n")
         return 0
-    if options.hybrids:
-        for line in hybrids():
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-        return 0
-    head: dict[str, Any] = {"date": store.now(), "commit": options.commit}
-    head["versions"] = report.versions()
+    device = device_of(tiny=options.cpu)
+    head = store.head("memory", options, device)
     if options.explain:
-        run = {"kind": "memory-estimates", **head, "device": store.ESTIMATED, "rows": explained()}
-        said(store.keep(run, options))
+        run = {"kind": "memory-estimates", "device": store.ESTIMATED, "rows": explained()}
+        said(store.keep(head | run, options))
         return 0
-    device = torch.device("cpu")
-    if not options.cpu:
-        device = torch.accelerator.current_accelerator() or device
     cases = CPU if device.type == "cpu" else ACCELERATOR
-    head["device"] = report.device_facts(device)
     if device.type == "cpu":  # storages are counted, whatever processor runs
         head["device"] = {"name": "CPU, storages tracked"}
     parts = options.parts.split(",")
     chosen = [c for c in cases if options.only in str(c)] if "cases" in parts else []
     rows = rows_of(chosen, device.type, options.steps)
-    runs = [{"kind": "memory", **head, "rows": rows}]
-    if device.type != "cpu" and not options.only:
-        for part in sorted({"reuse", "profile"} & set(parts)):
-            data = child("--part", part)
-            own = data.get("profiles", [data])
-            runs.append({"kind": f"memory-{part}", **head, "rows": own})
+    runs = [{**head, "rows": rows}]
+    if device.type != "cpu" and not options.only and "profile" in parts:
+        done = child("benchmarks.memory", "--part", "profile")
+        runs.append({**head, "kind": "memory-profile", "rows": done.get("profiles", [done])})
     said(store.keep([run for run in runs if run["rows"]], options))
     return int(any(abs(row.get("error_percent", 0)) > 10 for row in rows))
 

@@ -5,6 +5,10 @@ modules of the whole process), which train some steps in turns: random weights a
 AdamW, SDPA attention, bf16. The loss of every variant stands beside its time, so that a fast wrong
 answer is seen.
 
+``--cards 8`` trains over several cards by FSDP2: batch and tokens are those of each card,
+parameters are fp32 and sharded, layers compute in bf16, gradients are reduced in fp32. A row has
+tokens a second of all cards together, and the highest peak of one card.
+
 ``host-time`` prints the host time of operators, and of steps of small models (:func:`host_time`).
 """
 
@@ -12,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import itertools
 import json
@@ -32,11 +35,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import store
+from benchmarks import harness, store
+from benchmarks.harness import Call, adamw, device_of, limit_memory, medians, timed_steps
+from liger_multi.bench.measure import release
 from liger_multi.memory.sizes import SIZES
 
 ROOT = Path(__file__).parent.parent
 
+# of the sizes of Qwen3.5
+_QWEN: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "0.8B": {
+        **_QWEN,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "9B": {
+        **_QWEN,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **SIZES,
     "tiny": (
@@ -49,6 +83,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "vocab_size": 512,
             "tie_word_embeddings": True,
+        },
+    ),
+    # the layers of Mamba-2 and attention of a Bamba of 24 layers
+    "bamba-24-layers": (
+        "Bamba",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "vocab_size": 128256,
+            "attn_layer_indices": [9, 18],
+            "max_position_embeddings": 262144,
         },
     ),
     "llama-4-layers": ("Llama", {**SIZES["llama-3.2-1b"][1], "num_hidden_layers": 4}),
@@ -115,8 +167,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS |= {f"qwen3.5-{name.lower()}": ("Qwen3_5", sizes) for name, sizes in HYBRIDS.items()}
 NAMES = {
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "Qwen2_5_VL": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
 }
 """Classes of a family that does not name them as most do."""
@@ -241,9 +295,7 @@ class Training:
 
     def __init__(self, run: Run, variant: str, limit_gb: float | None) -> None:
         self.run, self.variant, self.limit_gb = run, variant, limit_gb
-        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device(
-            "cpu"
-        )
+        self.device = device_of()
         self.model: Any = None
 
     def turn(self, steps: int) -> dict[str, Any]:
@@ -264,30 +316,22 @@ class Training:
 
     def train(self, steps: int) -> dict[str, Any]:
         """The same, without what follows a turn."""
-        device, module = self.device, torch.get_device_module(self.device)
-        if self.limit_gb is not None:
-            total = module.get_device_properties(0).total_memory
-            module.set_per_process_memory_fraction(self.limit_gb * 1e9 / total)
+        device = self.device
+        limit_memory(device, (self.limit_gb or 0) * 1e9)
         if self.model is None:
             self.model = VARIANTS[self.variant](build(self.run, device))
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        optimizer = adamw(self.model.parameters(), device)
         generator = torch.Generator(device).manual_seed(1)
-        times, loss = [], torch.zeros(())
-        for step in range(WARM_STEPS + steps):
-            batch = self.batch(generator)
-            if step == WARM_STEPS and device.type != "cpu":
-                module.reset_peak_memory_stats()
-            self.wait()
-            start = time.perf_counter()
-            loss = self.model(**batch).loss
+
+        def step() -> Tensor:
+            loss: Tensor = self.model(**self.batch(generator)).loss
             loss.backward()
             if steps:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            self.wait()
-            times.append(time.perf_counter() - start)
-        peak = module.max_memory_allocated() if device.type != "cpu" else None
-        return {"seconds": times[WARM_STEPS:], "peak_bytes": peak, "loss": loss.item()}
+            return loss.detach()
+
+        return timed_steps(step, device, steps, WARM_STEPS)
 
     def batch(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Random tokens, and pictures where the model sees them."""
@@ -301,14 +345,7 @@ class Training:
         """Free what the next process needs."""
         if failed or not compiled(self.variant):
             self.model = None
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
-
-    def wait(self) -> None:
-        """Until the device is idle."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        release(self.device)
 
 
 def child(run: Run, variant: str, limit_gb: float | None) -> None:
@@ -319,13 +356,54 @@ def child(run: Run, variant: str, limit_gb: float | None) -> None:
         sys.stdout.flush()
 
 
-class Worker:
-    """A process of its own for a run under one variant, and what its turns found."""
+class Turns:
+    """What the turns of a run under one variant found."""
 
-    def __init__(self, run: Run, variant: str, limit_gb: float | None) -> None:
-        self.run, self.variant = run, variant
+    def __init__(self, run: Run, variant: str, cards: int = 1) -> None:
+        self.run, self.variant, self.cards = run, variant, cards
         self.turns: list[dict[str, Any]] = []
         self.failure: str | None = None
+
+    def ask(self, steps: int) -> None:
+        """Begin a turn, where that can be done ahead of the answer."""
+
+    def answer(self) -> dict[str, Any]:
+        """What the turn found, once it has ended."""
+        return {}
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """One turn."""
+        self.ask(steps)
+        return self.answer()
+
+    def turn(self, steps: int) -> None:
+        """Measure some steps, unless an earlier turn failed."""
+        if self.failure is None:
+            start = time.perf_counter()
+            answer = self.measure(steps)
+            self.failure = answer.get("failure")
+            self.turns.append({**answer, "turn": time.perf_counter() - start})
+
+    @property
+    def spent(self) -> str:
+        """Seconds of every turn, building and warming up included."""
+        return ", ".join(f"{turn['turn']:.0f}" for turn in self.turns) + " s"
+
+    def result(self) -> dict[str, Any]:
+        """Medians of all turns; a failure is a row too."""
+        if self.failure is not None:
+            return {"failure": self.failure}
+        return medians(self.turns, self.cards * self.run.batch * self.run.tokens)
+
+    def end(self) -> None:
+        """Let processes go."""
+
+
+class Worker(Turns):
+    """A process of its own for a run under one variant."""
+
+    def __init__(self, run: Run, variant: str, limit_gb: float | None) -> None:
+        super().__init__(run, variant)
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         command = [sys.executable, "-m", "benchmarks.models", "--child", str(run), variant]
         command += [] if limit_gb is None else ["--limit-gb", str(limit_gb)]
@@ -352,15 +430,6 @@ class Worker:
         errors = [text for text in lines if re.match(r"[\w.]*Error\b", text)]
         return {"failure": (errors or lines)[-1][:200]}
 
-    def turn(self, steps: int) -> None:
-        """Measure some steps, unless an earlier turn failed."""
-        if self.failure is None:
-            start = time.perf_counter()
-            self.ask(steps)
-            answer = self.answer()
-            self.failure = answer.get("failure")
-            self.turns.append({**answer, "turn": time.perf_counter() - start})
-
     def end(self) -> None:
         """Let the process go."""
         assert self.process.stdin is not None
@@ -369,23 +438,76 @@ class Worker:
         self.process.wait()
         self.errors.close()
 
-    @property
-    def spent(self) -> str:
-        """Seconds of every turn, building and warming up included."""
-        return ", ".join(f"{turn['turn']:.0f}" for turn in self.turns) + " s"
 
-    def result(self) -> dict[str, Any]:
-        """Medians of all turns; a failure is a row too."""
-        if self.failure is not None or not self.turns:
-            return {"failure": self.failure or "no turn"}
-        times = [seconds for turn in self.turns for seconds in turn["seconds"]]
-        middle = statistics.median(times)
-        return {
-            "tokens_per_second": self.run.batch * self.run.tokens / middle,
-            "spread_percent": 100 * (max(times) - min(times)) / middle,
-            "peak_bytes": max(turn["peak_bytes"] or 0 for turn in self.turns) or None,
-            "loss": self.turns[0]["loss"],  # later, a compiled model is trained further
-        }
+# --- several cards ---
+
+
+def sharded(run: Run, variant: str, device: torch.device, mesh: Any) -> Any:
+    """The model of a variant in fp32, its layers and the rest sharded over the mesh."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = VARIANTS[variant](build(run, device, torch.float32))
+    half = torch.float32 if device.type == "cpu" else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def train_sharded(run: Run, variant: str, steps: int) -> dict[str, Any]:
+    """Seconds of every step, the peak of this card and the last loss; a step ends on all cards."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = device_of()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
+    model = sharded(run, variant, device, mesh)
+    optimizer = adamw(model.parameters(), device)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    vocabulary = MODELS[run.model][1]["vocab_size"]
+
+    def step() -> Tensor:
+        ids = torch.randint(vocabulary, (run.batch, run.tokens), generator=generator, device=device)
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return timed_steps(step, device, steps, WARM_STEPS, dist.barrier)
+
+
+def rank(arguments: Sequence[str]) -> int:
+    """One process of a turn over several cards; the first prints what all found."""
+    import torch.distributed as dist
+
+    name, variant, steps = arguments
+    try:
+        report = train_sharded(Run.parse(name), variant, int(steps))
+    except torch.OutOfMemoryError:
+        print(json.dumps({"failure": "out of memory"}), flush=True)
+        os._exit(1)  # the other cards wait for this one
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    if dist.get_rank() == 0:
+        peak = max(one["peak_bytes"] or 0 for one in reports)
+        print(json.dumps({**report, "peak_bytes": peak}), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+class Cards(Turns):
+    """The same over several cards, every turn in processes of its own, one a card."""
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """One turn; a failure is an answer too."""
+        command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.cards}"]
+        command += ["-m", "benchmarks.models", "rank", str(self.run), self.variant, str(steps)]
+        return harness.child(*command)
 
 
 def compiled(variant: str) -> bool:
@@ -393,7 +515,7 @@ def compiled(variant: str) -> bool:
     return variant.endswith("+compile")
 
 
-def in_turns(workers: Sequence[Worker], rounds: int, steps: int) -> Iterator[int]:
+def in_turns(workers: Sequence[Turns], rounds: int, steps: int) -> Iterator[int]:
     """Give every process its turns, one after the other; those that compile do so together."""
     compiling = [one for one in workers if compiled(one.variant)]
     for one in compiling:
@@ -432,6 +554,7 @@ def whole_models(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--limit-gb", type=float, help="memory that a process may take, in 1e9 bytes"
     )
+    parser.add_argument("--cards", type=int, default=1, help="over which parameters are sharded")
     store.add_options(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -451,21 +574,27 @@ def whole_models(arguments: Sequence[str]) -> int:
 
 def report(runs: list[Run], variants: list[str], options: argparse.Namespace) -> int:
     """Run everything, and print how it went; what is done is kept after every round."""
-    from liger_multi.bench import report as bench_report
-
     # all load their packages at once; the device's memory is taken at the first turn
-    workers = {run: [Worker(run, name, options.limit_gb) for name in variants] for run in runs}
-    head = {"kind": "models", "date": store.now(), "commit": options.commit}
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    several = options.cards > 1
+    workers: dict[Run, list[Turns]] = {
+        run: [
+            Cards(run, name, options.cards) if several else Worker(run, name, options.limit_gb)
+            for name in variants
+        ]
+        for run in runs
+    }
+    head = store.head("several-cards" if several else "models", options, device_of())
+    head |= {"limit_gb": options.limit_gb}
     rows: list[dict[str, Any]] = []
     paths: list[Path] = []
     for run, own in workers.items():
         for _ in in_turns(own, options.rounds, options.steps):
             results = {one.variant: one.result() for one in own}
-            new = [{"run": str(run), "variant": name, **row} for name, row in results.items()]
-            facts = bench_report.device_facts(device)
-            kept = {**head, "device": facts, "versions": bench_report.versions()}
-            paths = store.keep({**kept, "limit_gb": options.limit_gb, "rows": rows + new}, options)
+            places = {"cards": options.cards} if several else {}
+            new = [
+                {"run": str(run), **places, "variant": name, **row} for name, row in results.items()
+            ]
+            paths = store.keep({**head, "rows": rows + new}, options)
         rows += new
         for one in own:
             text = line(run, one.variant, results[one.variant], results.get("stock", {}))
@@ -480,7 +609,6 @@ def report(runs: list[Run], variants: list[str], options: argparse.Namespace) ->
 # --- host time ---
 
 BATCHES, CALLS = 200, 10
-Call = Callable[[], Any]
 
 
 def stub_launches() -> None:
@@ -601,8 +729,7 @@ class Trained:
         options = HOST_VARIANTS[name]
         if options is not None:
             liger_multi.patch(self.model, **options)
-        fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=fused)
+        self.optimizer = adamw(self.model.parameters(), device)
         self.times: list[tuple[float, ...]] = []
 
     def step(self, ids: Tensor, wait: Call) -> None:
@@ -664,7 +791,7 @@ def host_time(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variant", action="append", choices=HOST_VARIANTS)
     options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     import liger_multi
 
     if device.type == "cpu":
@@ -683,7 +810,8 @@ def host_time(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure whole models, or host time."""
-    return store.run_command({"": whole_models, "host-time": host_time}, arguments)
+    commands = {"": whole_models, "host-time": host_time, "rank": rank}
+    return store.run_command(commands, arguments)
 
 
 if __name__ == "__main__":

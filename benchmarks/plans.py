@@ -2,36 +2,27 @@
 
 For each of some models a plan is made for a part of this device's memory, and some of its
 candidates train a few steps, each in a process of its own that gets no more than that part: the
-best one, the slowest that fits, one of the middle, and those between while there is time. Peaks are
-compared with the allocator's, and the order of times with the measured one. What is known is
-written after every candidate. ``--write-plans F`` plans and stops, which needs no device;
-``--explain`` makes the plan that ``docs/planning.md`` shows.
-
-A :class:`Worker` starts a process, which imports everything and then waits for a candidate on its
-standard input: while one trains, the next has its imports behind it. Until the candidate comes no
-device is touched.
+best one, the slowest that fits, one of the middle, and those between. Peaks are compared with the
+allocator's, and the order of times with the measured one. ``--explain`` makes the plan that
+``docs/planning.md`` shows, which needs no device.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks import store
+from benchmarks import harness, store
+from benchmarks.harness import adamw, device_of, limit_memory, spread_percent, timed_steps
 from benchmarks.memory import LARGE_MOE
-from liger_multi.bench import report
 from liger_multi.memory import Settings, Space, TrainingPlan, apply, measure, plan
 from liger_multi.memory.planning import Candidate
 from liger_multi.memory.planning.cost import CARDS
@@ -40,7 +31,6 @@ from liger_multi.memory.sizes import config_of
 
 # --- one candidate in a process of its own ---
 
-ROOT = Path(__file__).parent.parent
 WARM = 2
 
 
@@ -95,122 +85,39 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
 
     from liger_multi.dispatch.config import parse_bytes
 
-    module = torch.get_device_module(device)
-    if device.type != "cpu":
-        total = module.get_device_properties(0).total_memory
-        module.set_per_process_memory_fraction(min(1.0, parse_bytes(case.memory, "memory") / total))
+    limit_memory(device, parse_bytes(case.memory, "memory"))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if settings.precision in ("bf16", "fp8") else torch.float32
     with device:
         model: Any = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
     model.tie_weights()
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = adamw(model.parameters(), device)
     shape = (settings.micro_batch, settings.sequence)
     ids = torch.randint(model.config.vocab_size, shape, device=device)
-    loss = torch.zeros(())
 
-    def step() -> float:
-        nonlocal loss
-        begin = time.perf_counter()
+    def step() -> Tensor:
         for _ in range(settings.accumulation):
-            with contextlib.ExitStack() as stack:
-                if settings.precision == "amp":
-                    stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
-                loss = model(input_ids=ids, labels=ids).loss
+            with torch.autocast(device.type, torch.bfloat16, settings.precision == "amp"):
+                loss: Tensor = model(input_ids=ids, labels=ids).loss
             loss.backward()
-            loss = loss.detach()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        module.synchronize()
-        return time.perf_counter() - begin
+        return loss.detach()
 
     with apply(settings, model):
-        begin = time.perf_counter()
-        for _ in range(WARM):
-            step()
-        warm = time.perf_counter() - begin
-        states = [t for s in optimizer.state.values() for t in s.values()]
+        report = timed_steps(step, device, steps, WARM)
         if device.type == "cpu":
+            states = [t for s in optimizer.state.values() for t in s.values()]
             with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
                 step()
-            measured = {"measured_bytes": peak.peak_bytes}
-            times = [step() for _ in range(steps)]
-        else:
-            module.reset_peak_memory_stats()
-            times = [step() for _ in range(steps)]
-            measured = {"measured_bytes": module.max_memory_allocated()}
-            measured["reserved_bytes"] = module.max_memory_reserved()
-    middle = statistics.median(times)
+            report["peak_bytes"] = peak.peak_bytes
     return {
-        **measured,
-        "measured_seconds": middle,
-        "spread_percent": 100 * (max(times) - min(times)) / middle,
-        "warm_seconds": warm,
-        "loss": loss.item(),
+        "measured_bytes": report["peak_bytes"],
+        "measured_seconds": statistics.median(report["seconds"]),
+        "spread_percent": spread_percent(report["seconds"]),
+        "loss": report["loss"],
     }
-
-
-class Worker:
-    """A process that waits for one candidate.
-
-    Args:
-        device: Device type.
-        command: What is started instead, for tests.
-    """
-
-    def __init__(self, device: str, command: Sequence[str] | None = None) -> None:
-        command_line = command or (sys.executable, "-m", "benchmarks.plans", "--worker", device)
-        self._process = subprocess.Popen(
-            command_line,
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**ENVIRONMENT, **os.environ},
-        )
-
-    def run(self, case: Case, settings: Settings, steps: int, limit: float) -> dict[str, Any]:
-        """What was measured, or ``failure``; after ``limit`` seconds the process is ended."""
-        request = json.dumps([vars(case), settings.as_data(), steps])
-        begin = time.monotonic()
-        try:
-            out, errors = self._process.communicate(request + "\n", timeout=max(1.0, limit))
-        except subprocess.TimeoutExpired:
-            self.end()
-            return {"failure": f"no end within {limit:.0f} s"}
-        lines = [line for line in out.splitlines() if line.startswith("{")]
-        if self._process.returncode == 0 and lines:
-            return {**json.loads(lines[-1]), "process_seconds": time.monotonic() - begin}
-        if self._process.returncode < 0:
-            return {"failure": f"ended by signal {-self._process.returncode}"}
-        said = [line for line in errors.strip().splitlines() if line] or ["no output"]
-        memory = [line for line in said if "OutOfMemoryError" in line]
-        if memory:
-            return {"failure": "out of memory", "said": memory[-1][:500]}
-        return {"failure": said[-1][:300], "said": "\n".join(said[-12:])[:3000]}
-
-    def end(self) -> None:
-        """End the process, whatever it does."""
-        self._process.kill()
-        self._process.communicate()
-
-
-def wait_and_train(device: str) -> int:
-    """Import, wait, train, print one line of JSON."""
-    import transformers.modeling_utils  # noqa: F401
-
-    import liger_multi.nn
-    import liger_multi.patching  # noqa: F401
-
-    line = sys.stdin.readline()
-    if line.strip():
-        case, settings, steps = json.loads(line)
-        parsed_settings = Settings.from_data(settings)
-        measured = executed(Case(**case), parsed_settings, steps, torch.device(device))
-        sys.stdout.write(json.dumps(measured) + "\n")
-    return 0
 
 
 # --- all candidates of a plan ---
@@ -226,19 +133,6 @@ CASES = (
     Case("qwen2.5-7b", 4096, 4, "72GiB"),
     Case("moe-1b", 2048, 16, "16GiB"),
 )
-
-
-def planned(case: Case, card: str, device: str = "cuda") -> dict[str, Any]:
-    """A case and its candidates that fit, the fastest first, as plain data."""
-    begin = time.perf_counter()
-    plan = case.plan(card, device)
-    return {
-        "case": vars(case),
-        "plan_seconds": time.perf_counter() - begin,
-        "ways": len(plan.candidates),
-        "fit": len(plan.fitting),
-        "candidates": [one.as_data() for one in plan.fitting],
-    }
 
 
 def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
@@ -263,55 +157,21 @@ def in_order(rows: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def execute(
-    plans: Sequence[dict[str, Any]],
-    worker: Callable[[], Worker],
-    options: argparse.Namespace,
-    write: Callable[[list[dict[str, Any]]], None],
-) -> list[dict[str, Any]]:
-    """Run candidates in rounds over the cases, so that little time means fewer of each.
-
-    Args:
-        plans: Of :func:`planned`.
-        worker: Starts a process; one is always waiting.
-        options: ``steps``, ``most``, ``limit`` and ``until`` (of ``time.monotonic``).
-        write: Called with the rows after every candidate.
-    """
-    rows: list[dict[str, Any]] = []
-    picks: list[list[Candidate]] = []
-    for data in plans:
-        row = {name: value for name, value in data.items() if name != "candidates"}
-        rows.append({**row, "runs": [], "order_agrees": True})
-        fitting = [Candidate.from_data(one) for one in data["candidates"]]
-        picks.append(chosen(fitting, options.most))
-    queue = [
-        (i, own[n]) for n in range(options.most) for i, own in enumerate(picks) if n < len(own)
-    ]
-    waiting = worker() if queue else None
-    for place, (i, one) in enumerate(queue):
-        left = options.until - time.monotonic()
-        assert waiting is not None
-        if left < min(15.0, options.limit):
-            print(f"{len(queue) - place} candidates are left: the time is over", flush=True)
-            break
-        current, waiting = waiting, worker() if place + 1 < len(queue) else None
-        run: dict[str, Any] = {
-            "settings": one.settings.as_data(),
-            "name": str(one.settings),
-            "predicted_bytes": one.peak_bytes,
-            "predicted_seconds": one.seconds,
-        }
-        case = Case(**rows[i]["case"])
-        run |= current.run(case, one.settings, options.steps, min(options.limit, left))
+def execute(case: Case, plan: TrainingPlan, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of a case: some of its candidates, each trained in a process of its own."""
+    runs: list[dict[str, Any]] = []
+    for one in chosen(plan.fitting, options.most):
+        request = json.dumps([vars(case), one.settings.as_data(), options.steps])
+        command = ["benchmarks.plans", "--child", request, "--device", options.device]
+        run: dict[str, Any] = {"settings": one.settings.as_data(), "name": str(one.settings)}
+        run |= {"predicted_bytes": one.peak_bytes, "predicted_seconds": one.seconds}
+        run |= harness.child(*command, environment=ENVIRONMENT)
         if "measured_bytes" in run:
             run["error_percent"] = 100 * (one.peak_bytes / run["measured_bytes"] - 1)
-        rows[i]["runs"].append(run)
-        rows[i]["order_agrees"] = in_order(rows[i]["runs"])
-        write(rows)
+        runs.append(run)
         print(f"{case}: {shown(one, run)}", flush=True)
-    if waiting is not None:
-        waiting.end()
-    return rows
+    head = {"case": vars(case), "ways": len(plan.candidates), "fit": len(plan.fitting)}
+    return {**head, "runs": runs, "order_agrees": in_order(runs)}
 
 
 def shown(one: Candidate, run: dict[str, Any]) -> str:
@@ -319,8 +179,7 @@ def shown(one: Candidate, run: dict[str, Any]) -> str:
     said, got = run.get("failure", ""), run.get("measured_bytes")
     if got:
         said = f"{got / 2**30:.2f} GiB ({run['error_percent']:+.1f} %), "
-        said += f"{run['measured_seconds']:.3f} s (told {one.seconds:.3f}), "
-        said += f"loss {run['loss']:.3f}, process {run['process_seconds']:.0f} s"
+        said += f"{run['measured_seconds']:.3f} s (told {one.seconds:.3f}), loss {run['loss']:.3f}"
     size = f"{one.settings.micro_batch} x {one.settings.accumulation}"
     return f"{one.settings}, {size}: {one.peak_bytes / 2**30:.2f} GiB told; {said}"
 
@@ -332,70 +191,36 @@ def explained() -> TrainingPlan:
     return plan(config, "h100", 4, 16, 8192, space=space)
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ``until`` is when the time is over."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan, execute and write; 1 where a peak is off by more than a tenth, or a run failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--card", default="h200", choices=CARDS, help="whose rates are used")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--most", type=int, default=5, help="candidates of a case")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds of a candidate")
-    parser.add_argument("--seconds", type=float, default=500.0, help="of everything")
-    parser.add_argument("--device", help="device type; cpu tracks storages and limits nothing")
-    parser.add_argument("--plans", type=Path, help="what --write-plans wrote, instead of planning")
-    parser.add_argument("--write-plans", type=Path, help="plan into this file, nothing else")
+    parser.add_argument("--device", default=str(device_of()), help="cpu tracks storages")
     parser.add_argument("--explain", action="store_true", help="the plan of the page, nothing else")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     store.add_options(parser)
-    parser.add_argument("--worker", metavar="DEVICE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.until = time.monotonic() + options.seconds
-    return options
-
-
-def plans_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Read plans, or make them."""
-    if options.plans is not None:
-        known = json.loads(options.plans.read_text(encoding="utf-8"))["plans"]
-        return [one for one in known if options.only in str(Case(**one["case"]))]
-    plans = []
-    for case in CASES:
-        if options.only in str(case):
-            plans.append(planned(case, options.card, options.device or "cuda"))
-            ways, seconds = (plans[-1][name] for name in ("ways", "plan_seconds"))
-            fit = f"{plans[-1]['fit']} of {ways} ways fit"
-            print(f"{case}: {fit}, planned in {seconds:.0f} s", flush=True)
-    return plans
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan, execute and write; 1 where a peak is off by more than a tenth, or a run failed."""
-    options = parsed(arguments)
-    if options.worker is not None:
-        return wait_and_train(options.worker)
+    device = torch.device(options.device)
+    if options.child:
+        case, settings, steps = json.loads(options.child)
+        print(json.dumps(executed(Case(**case), Settings.from_data(settings), steps, device)))
+        return 0
     if options.explain:
         example = explained()
         whole = example.as_data()
-        run = {"kind": "plan-example", "date": store.now(), "commit": options.commit}
-        run |= {"device": store.ESTIMATED, "versions": report.versions()}
+        run = store.head("plan-example", options, device) | {"device": store.ESTIMATED}
         store.keep({**run, "rows": whole.pop("candidates"), "plan": whole}, options)
         print(example)
         return 0
-    data: dict[str, Any] = {"kind": "plans", "date": store.now(), "commit": options.commit}
-    data |= {"versions": report.versions(), "card": options.card}
-    if options.write_plans is not None:
-        data["plans"] = plans_of(options)
-        options.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        return 0
-    accelerator = torch.accelerator.current_accelerator() if options.device is None else None
-    if accelerator is None and options.device is None:
-        raise SystemExit("plans are executed on an accelerator, and there is none")
-    device = accelerator or torch.device(options.device)
-    data["device"] = report.device_facts(device)
-
-    def write(rows: list[dict[str, Any]]) -> None:
-        store.keep({**data, "rows": rows}, options)
-
-    rows = execute(plans_of(options), lambda: Worker(device.type), options, write)
+    head = store.head("plans", options, device) | {"card": options.card}
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        if options.only in str(case):
+            rows.append(execute(case, case.plan(options.card, device.type), options))
+            store.keep({**head, "rows": rows}, options)
     runs = [run for row in rows for run in row["runs"]]
     bad = [run for run in runs if abs(run.get("error_percent", 100)) > 10]
     agreed = sum(row["order_agrees"] for row in rows)

@@ -9,8 +9,7 @@ estimated peaks of the same rows and needs no accelerator.
 checkpointing on; ``stock``, ``liger`` (its own patch), ``ours`` (patch, tiled loss and tiled MLP,
 each layer's input kept only). Every provider runs in a process of its own. The search starts at the
 length that the estimate says fits, and halves the interval between the longest that trained and the
-shortest that did not, each try one whole step. ``--limit-gb`` sets a smaller card, ``--draw`` makes
-a picture of result files.
+shortest that did not, each try one whole step. ``--limit-gb`` sets a smaller card.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import liger_multi
-from benchmarks import store
-from benchmarks.models import MODELS, ROOT, Run, build
-from liger_multi.bench import report
+from benchmarks import harness, store
+from benchmarks.harness import adamw, device_of, limit_memory, spread_percent, timed_steps
+from benchmarks.models import MODELS, Run, build
+from liger_multi.bench.measure import release
 from liger_multi.memory import (
     POLICIES,
     apply_recompute,
@@ -80,47 +78,28 @@ VARIANTS: dict[str, Callable[[Any, Run], list[Any]]] = {
 def measured(model: Any, optimizer: Any, run: Run, steps: int) -> dict[str, Any]:
     """Median step, and the allocator's peak."""
     device = next(model.parameters()).device
-    module = torch.get_device_module(device)
     generator = torch.Generator(device).manual_seed(1)
     shape = (run.batch, run.tokens)
     ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=device)
-    times, loss = [], torch.zeros(())
-    for step in range(WARM + steps):
-        if device.type != "cpu":
-            module.synchronize()
-            if step == WARM:
-                module.reset_peak_memory_stats()
-        start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if device.type != "cpu":
-            module.synchronize()
-        times.append(time.perf_counter() - start)
-    kept = times[WARM:]
-    return {
-        "step_seconds": statistics.median(kept),
-        "spread_percent": 100 * (max(kept) - min(kept)) / statistics.median(kept),
-        "peak_bytes": module.max_memory_allocated() if device.type != "cpu" else None,
-        "loss": loss.item(),
-    }
+        return loss.detach()
 
-
-def predicted(model: Any, run: Run) -> dict[str, Any]:
-    """The estimated peak."""
-    estimated = estimate(model, run.batch, run.tokens, optimizer="adamw")
-    return {"estimated_bytes": estimated.peak_bytes}
+    report = timed_steps(step, device, steps, WARM)
+    times = report.pop("seconds")
+    spread = spread_percent(times)
+    return {"step_seconds": statistics.median(times), "spread_percent": spread, **report}
 
 
 def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[dict[str, Any]]:
     """Every variant, unpatched and patched; estimates only where no steps are asked for."""
-    device = torch.device("meta")
-    if steps is not None:
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.device("meta") if steps is None else device_of()
     model = build(run, device)
-    fused = {"fused": True} if device.type == "cuda" else {"foreach": False}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)  # type: ignore[arg-type]
+    optimizer = adamw(model.parameters(), device)
     for patched in (False, True):
         if patched:
             liger_multi.patch(model)
@@ -131,7 +110,8 @@ def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[di
                 handles = VARIANTS[name](model, run)
                 row["offloaded_bytes"] = 0
                 if steps is None:
-                    row |= predicted(model, run)
+                    guess = estimate(model, run.batch, run.tokens, optimizer="adamw")
+                    row["estimated_bytes"] = guess.peak_bytes
                 else:
                     row |= measured(model, optimizer, run, steps)
                 offloads = [getattr(one, "offloaded_bytes", 0) for one in handles]
@@ -143,9 +123,8 @@ def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[di
                 one.remove()
             model.gradient_checkpointing_disable()
             optimizer.zero_grad(set_to_none=True)
-            gc.collect()
-            if device.type not in ("cpu", "meta"):
-                torch.get_device_module(device).empty_cache()
+            if device.type != "meta":
+                release(device)
             yield row
 
 
@@ -177,11 +156,10 @@ def policies(arguments: Sequence[str]) -> int:
     wrong = [name for name in variants if name not in VARIANTS]
     if wrong:
         parser.error(f"unknown variant {wrong[0]!r}; known: {', '.join(VARIANTS)}")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    head: dict[str, Any] = {"kind": "recompute-estimates" if options.predict else "recompute"}
-    head |= {"date": store.now(), "commit": options.commit}
-    head["device"] = store.ESTIMATED if options.predict else report.device_facts(device)
-    head["versions"] = report.versions()
+    device = device_of()
+    head = store.head("recompute", options, device)
+    if options.predict:
+        head |= {"kind": "recompute-estimates", "device": store.ESTIMATED}
     rows: list[dict[str, Any]] = []
     for text in options.runs:
         first: dict[str, Any] = {}
@@ -292,19 +270,17 @@ def search(
 def measure_longest(model_name: str, provider: str, options: argparse.Namespace) -> dict[str, Any]:
     """Search in this process."""
     began = time.monotonic()
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     module = torch.get_device_module(device)
     room = int((options.limit_gb or 0) * 1e9)
+    limit_memory(device, room)
     if device.type != "cpu":
-        total = module.get_device_properties(0).total_memory
-        if room:
-            module.set_per_process_memory_fraction(min(1.0, room / total))
-        room = min(room or total, module.mem_get_info()[0])
+        free, total = module.mem_get_info()
+        room = min(room or total, free)
     guess = options.start or foretold(model_name, provider, room)
     model = build(Run(model_name, 1, options.most, False), device)
     PROVIDERS[provider](model)
-    fused = {"fused": True} if device.type == "cuda" else {"foreach": False}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)  # type: ignore[arg-type]
+    optimizer = adamw(model.parameters(), device)
     tries: list[dict[str, Any]] = []
 
     def step(tokens: int) -> float:
@@ -345,20 +321,14 @@ def measure_longest(model_name: str, provider: str, options: argparse.Namespace)
 
 def child(model: str, provider: str, options: argparse.Namespace) -> dict[str, Any]:
     """The same in a process of its own; a failure is a row too."""
-    command = [sys.executable, "-m", "benchmarks.recompute", "longest", "--child"]
-    command += ["--model", model, "--provider", provider, "--seconds", str(options.seconds)]
+    command = ["benchmarks.recompute", "longest", "--child", "--model", model]
+    command += ["--provider", provider, "--seconds", str(options.seconds)]
     command += ["--resolution", str(options.resolution), "--most", str(options.most)]
     for name in ("limit_gb", "start"):
         if getattr(options, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return json.loads(lines[-1])  # type: ignore[no-any-return]
-    return {"failure": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return harness.child(*command, environment=environment)
 
 
 def longest(arguments: Sequence[str]) -> int:
@@ -385,7 +355,7 @@ def longest(arguments: Sequence[str]) -> int:
     if options.child:
         print(json.dumps(measure_longest(options.model, providers[0], options)))
         return 0
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     data = store.head("longest", options, device)
     data |= {"limit_gb": options.limit_gb, "rows": []}
     for provider in providers:

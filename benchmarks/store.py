@@ -65,8 +65,6 @@ KINDS = {
     "linear-float8": Kind(("part", "name", "shape"), "variant", ("bf16",)),
     "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
-    "sparse-layers": Kind(("tokens",), "variant", ("ours", "stock")),
-    "rotated-norms": Kind(("layer",), "variant", ("apart", "together")),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
     "memory": Kind(("case",)),
@@ -157,7 +155,7 @@ def _loaded(path: Path, *_: int) -> list[Run]:
 
 def read(run_type: str, folder: Path | None = None) -> list[Run]:
     """The runs of one kind in all files, the oldest first."""
-    paths = [p for p in sorted((folder or RESULTS).glob("*.json")) if _has_runs(p)]
+    paths = [p for p in sorted((folder or RESULTS).glob("*.json")) if p != results.KEPT]
     runs = [run for path in paths for run in load(path) if run["kind"] == run_type]
     return sorted(runs, key=moment)
 
@@ -172,10 +170,6 @@ def newest_of(run_type: str, path: Path) -> Run:
     if not runs:
         raise ValueError(f"{path} has no run of kind {run_type!r}")
     return max(runs, key=moment)
-
-
-def _has_runs(path: Path) -> bool:
-    return not path.name.startswith("suite-")
 
 
 def rows(run_type: str, folder: Path | None = None) -> list[tuple[Run, dict[str, Any]]]:

@@ -3,7 +3,7 @@
 ``make test BACKEND=cuda RESULTS=build/results`` writes ``cuda.json`` there (and ``cuda.xml`` in the
 form of JUnit). Without a backend there are three files: ``native``, ``interpreted`` and
 ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table; ``--keep NAME`` merges
-them into ``benchmarks/results/suite-NAME.json``, which has the newest result of every part. A part
+them into ``benchmarks/results/suites.json``, which has the newest result of every part. A part
 that the machine cannot run leaves its reason (:mod:`ci.suite`), which the table then says.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-KEPT = ROOT / "benchmarks" / "results"
+KEPT = ROOT / "benchmarks" / "results" / "suites.json"
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
@@ -162,16 +162,17 @@ def newest_first(results: Iterable[Result]) -> list[Result]:
 # --- results that the repository keeps ---
 
 
-def kept(folder: Path = KEPT) -> list[Result]:
+def kept(path: Path = KEPT) -> list[Result]:
     """Every result that the repository keeps, the newest first."""
-    return newest_first(one for path in sorted(folder.glob("suite-*.json")) for one in _load(path))
+    return newest_first(one for results in suites(path).values() for one in results)
 
 
-def _load(path: Path) -> list[Result]:
+def suites(path: Path) -> dict[str, list[Result]]:
+    """The results of a file by the name of their suite."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return [Result(**one) for one in data["results"]]
-    except (KeyError, TypeError, ValueError) as error:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {name: [Result(**one) for one in results] for name, results in data.items()}
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no file of suite results: {error!r}") from error
 
 
@@ -186,15 +187,16 @@ def newest(results: Iterable[Result]) -> list[Result]:
     return chosen
 
 
-def keep(name: str, results: Iterable[Result], folder: Path = KEPT) -> Path:
-    """Merge results into the file of a suite, a line each; what did not run is left out."""
-    path = folder / f"suite-{name}.json"
-    old = _load(path) if path.exists() else []
-    ran = [one for one in results if one.ran]
-    lines = [f" {json.dumps(asdict(one), ensure_ascii=False)}" for one in newest([*ran, *old])]
+def keep(name: str, results: Iterable[Result], path: Path = KEPT) -> None:
+    """Merge results into those of a suite, a line each; what did not run is left out."""
+    known = suites(path)
+    known[name] = newest([*(one for one in results if one.ran), *known.get(name, [])])
+    blocks = []
+    for suite, ours in sorted(known.items()):
+        lines = ",\n".join(f"  {json.dumps(asdict(one), ensure_ascii=False)}" for one in ours)
+        blocks.append(f" {json.dumps(suite)}: [\n{lines}\n ]")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text('{"results": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
-    return path
+    path.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
 
 
 def table(results: Sequence[Result]) -> str:
@@ -215,14 +217,15 @@ def main() -> int:
     """Print results, or keep them; 1 where there is no result."""
     parser = argparse.ArgumentParser(description="Results of the suite.")
     parser.add_argument("path", type=Path, nargs="?", help="folder, or file; default: the kept")
-    parser.add_argument("--keep", metavar="NAME", help="merge into benchmarks/results/suite-NAME")
+    parser.add_argument("--keep", metavar="NAME", help="merge into benchmarks/results by this name")
     options = parser.parse_args()
     if options.keep and options.path is None:
         parser.error("--keep wants a folder")
     results = kept() if options.path is None else read(options.path)
     print(table(results) if results else f"no results below {options.path or KEPT}")
     if results and options.keep:
-        print(f"merged into {keep(options.keep, results)}")
+        keep(options.keep, results)
+        print(f"merged into {KEPT}")
     return 0 if results else 1
 
 

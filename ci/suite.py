@@ -33,8 +33,8 @@ COMPILED = "tests/kernels/test_static.py"
 ASCEND = ("tests/kernels/test_npu.py", "tests/kernels/test_npu_kernels.py", "tests/ops/test_ops.py")
 NO_TESTS = 5
 """The exit status of pytest where further arguments select no test."""
-ASCEND_SHARE = 6
-"""`make test` runs every sixth sample on the simulated NPU, `make test-npu` all that are fast."""
+ASCEND_SHARE = 12
+"""`make test` runs every twelfth sample on the simulated NPU, `make test-npu` all that are fast."""
 
 
 @dataclass(frozen=True)

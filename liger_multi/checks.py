@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -29,6 +30,22 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta":
         return meta_autocast.get()
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextlib.contextmanager
+def _autocast_of_meta(dtype: torch.dtype | None) -> Iterator[None]:
+    token = meta_autocast.set(dtype)
+    try:
+        yield
+    finally:
+        meta_autocast.reset(token)
+
+
+def autocast(device_type: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to a dtype, or none, on a device; PyTorch refuses to have any of meta tensors."""
+    if device_type == "meta":
+        return _autocast_of_meta(dtype)
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 def in_checkpoint() -> bool:

@@ -7,12 +7,17 @@ are, on replicas with given hidden states.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from liger_multi.dispatch.op import inline_ops
+from liger_multi.testing.tolerance import excess
 
 # --- gradients ---
 
@@ -27,10 +32,93 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_same_loss(
+    ours: Any, expected: Any, leaves: Any, dtype: torch.dtype = torch.float32, wide: Any = None
+) -> None:
+    """A loss and its gradients are those of another one, perhaps in fp32 on the same numbers."""
+    mine, theirs = ([x for x in xs if x is not None] for xs in (leaves, wide or leaves))
+    actual = torch.autograd.grad(ours, mine, retain_graph=True)
+    exact = torch.autograd.grad(expected, theirs, retain_graph=True)
+    assert excess(ours.detach(), expected.detach(), dtype) <= 1
+    for x, y in zip(actual, exact, strict=True):
+        assert excess(x, y, dtype) <= 1
+
+
 def largest(tensor: torch.Tensor) -> float:
     """The largest finite magnitude; 0 for an empty tensor."""
     finite = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def saved(
+    call: Callable[[], Any], but: Iterable[torch.Tensor] = ()
+) -> tuple[Any, list[torch.Tensor]]:
+    """The result of a call, and what autograd keeps for it: one tensor of each storage.
+
+    ``but`` are tensors of the caller, which are kept in any case.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = call()
+    own = {tensor.untyped_storage().data_ptr() for tensor in but}
+    return result, [tensor for place, tensor in tensors.items() if place not in own]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors that share none."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class Operations(TorchDispatchMode):
+    """Records operations of PyTorch, those inside of operators as well.
+
+    Attributes:
+        calls: Function, arguments and result of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
+
+    def __enter__(self) -> Any:
+        self._inside = inline_ops()
+        self._inside.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inside.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, result))
+        return result
+
+    def names(self) -> list[str]:
+        """The operations without overloads, in order."""
+        return [func.overloadpacket.__name__ for func, _, _ in self.calls]
+
+    def reads(self) -> list[str]:
+        """The operations that wait for a device: numbers that are read, and indices by masks."""
+        waits = {"_local_scalar_dense", "nonzero"}
+        by_mask = [
+            any(m is not None and m.dtype == torch.bool for m in args[1])
+            for func, args, _ in self.calls
+            if func is torch.ops.aten.index.Tensor
+        ]
+        return [n for n in self.names() if n in waits] + ["index"] * sum(by_mask)
+
+    def tensors(self, *functions: Any) -> list[torch.Tensor]:
+        """Results of these functions, or of all."""
+        results = [
+            out for f, _, out in self.calls if not functions or f.overloadpacket in functions
+        ]
+        return [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
 
 
 def resolution(expected: Iterable[torch.Tensor], eps: float) -> float:

@@ -114,9 +114,9 @@ def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:
 
 # --- what `make test` runs, and parts ---
 
-EVERY = 7
-"""`make test` runs the first and every seventh case of a test with parameters: a prime number, so
-that the cases it meets vary in every parameter. The others are slow."""
+EVERY = 13
+"""`make test` runs the first and every thirteenth case of a test with parameters. A prime number
+makes these cases vary in every parameter. The others are slow."""
 
 COMPLETE = frozenset({"tests/dispatch/test_dispatch.py::test_generated_code_equals_slow_path"})
 """Tests whose cases are all fast: each is a decision about another operator, within a second."""

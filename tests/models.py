@@ -6,6 +6,7 @@ Tiny data, tokenizers and arguments for tests with trainers.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from packaging import version
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.arguments import cache_parameter, caches
 from liger_multi.dispatch.op import inline_ops
+from liger_multi.patching import patch
+from liger_multi.patching.swap import Patched, swapped
 from tests.comparing import assert_same_gradients, gradients, resolution
 
 transformers = pytest.importorskip("transformers")
@@ -183,11 +187,19 @@ def build(
 
 
 def pair(
-    model_type: str = "llama", device: Any = "cpu", dtype: Any = torch.float32, **config: Any
+    model_type: str = "llama",
+    device: Any = "cpu",
+    dtype: Any = torch.float32,
+    *,
+    patching: dict[str, Any] | None = None,
+    **config: Any,
 ) -> tuple[Any, Any]:
-    """Two equal models, neither patched."""
+    """Two equal models; the second one is patched with these options, or is not where None."""
     stock = build(model_type, **config).to(device=device, dtype=dtype)
-    return stock, copy.deepcopy(stock)
+    ours = copy.deepcopy(stock)
+    if patching is not None:
+        patch(ours, **patching)
+    return stock, ours
 
 
 def batch(
@@ -313,6 +325,50 @@ class FusedCalls:
             return stock(*args, **kwargs)
 
         monkeypatch.setattr(ops, "fused_linear_cross_entropy", counted)
+
+
+def patched_ops(model: Any) -> dict[str, int]:
+    """How many modules each operator replaces; options of the model's own loss are no operator."""
+    ops = Counter(swapped(m).op for m in model.modules() if isinstance(m, Patched))
+    return {op: n for op, n in sorted(ops.items()) if op != "loss options"}
+
+
+def recorded(monkeypatch: Any, owner: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    """The calls of a function that still runs: arguments and keywords of each."""
+    calls, function = [], getattr(owner, name)
+
+    @functools.wraps(function)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, spy)
+    return calls
+
+
+def adapters(
+    model: Any,
+    targets: Any = (),
+    *,
+    seed: int = 3,
+    std: float = 0.1,
+    name: str = "default",
+    **config: Any,
+) -> Any:
+    """The model in PEFT, with LoRA on layers of these names that adds something."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": list(targets), **config}
+    return filled(peft.get_peft_model(model, peft.LoraConfig(**config), adapter_name=name), std)
+
+
+def filled(model: Any, std: float = 0.1) -> Any:
+    """The model with random second factors of its adapters, which begin as zeros."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=std)
+    return model
 
 
 class Calls(Counter[str]):
@@ -476,3 +532,53 @@ def arguments(tmp_path, **more):
         "lr_scheduler_type": "constant",
         **more,
     }
+
+
+# --- tiny modules that tests patch, and variants of them with another method ---
+
+
+class Holder(nn.Module):
+    """A model of one module and no output embedding."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.inner = module
+
+
+class Mlp(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, act=None, bias=True):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(12, 16, bias=bias) for _ in range(2))
+        self.down_proj = nn.Linear(16, 12, bias=bias)
+        self.act_fn = nn.SiLU() if act is None else act
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Norm(nn.Module):
+    """An RMSNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(12) + 0.5), 1e-6
+
+    def forward(self, x):
+        r = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() * r).to(x.dtype)
+
+
+def variant(base, forward, **attributes):
+    """A module of a subclass with another forward, and attributes of its own; tensors are buffers.
+
+    ``forward`` gets the module and its arguments, and may call that of ``base``.
+    """
+    module = type(f"Other{base.__name__}", (base,), {"forward": forward})()
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            module.register_buffer(name, value)
+        else:
+            setattr(module, name, value)
+    return module

@@ -1,5 +1,10 @@
 """NVIDIA: launch tables over the shared Triton kernels."""
 
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
 import torch
 
 from liger_multi.dispatch.backend import Backend, DeviceInfo
@@ -36,7 +41,22 @@ def _device_info(device: torch.device) -> DeviceInfo:
 
 
 def _describe() -> dict[str, str]:
-    return {"CUDA of PyTorch": torch.version.cuda or "none"}
+    facts = {"CUDA of PyTorch": torch.version.cuda or "none"}
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        facts["driver"] = _number(r"Module\s+([\d.]+)", driver.read_text(encoding="utf-8"))
+    spec = importlib.util.find_spec("triton")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        tool = Path(folder) / "backends" / "nvidia" / "bin" / "ptxas"
+        if tool.exists():
+            said = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
+            facts["ptxas"] = _number(r"V([\d.]+)", said)
+    return facts
+
+
+def _number(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else "unknown"
 
 
 BACKEND = Backend(

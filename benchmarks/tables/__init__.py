@@ -1,5 +1,14 @@
 """Tables of pages, made of ``benchmarks/results``; :mod:`ci.docs` puts them between markers."""
 
+from collections.abc import Iterable, Sequence
+
+
+def table(heads: Sequence[str], lines: Iterable[Iterable[str]]) -> list[str]:
+    """Rows in Markdown."""
+    every = [list(heads), ["---"] * len(heads), *map(list, lines)]
+    return [f"| {' | '.join(cells)} |" for cells in every]
+
+
 OPERATOR_FAMILIES = {
     "cross_entropy": "LM head and cross entropy",
     "divergences": "divergences",

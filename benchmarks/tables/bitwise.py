@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
-from benchmarks.tables import OPERATOR_FAMILIES
+from benchmarks.tables import OPERATOR_FAMILIES, table
 
 SETTINGS = ("deterministic", "rows")
 TARGETS = {
@@ -70,11 +70,6 @@ def _shown(value: float | None, form: str = "{:.2f}") -> str:
     return "-" if value is None else form.format(value)
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    table = [list(head), ["---"] * len(head), *lines]
-    return [f"| {' | '.join(cells)} |" for cells in table]
-
-
 def _said(groups: Iterable[Group]) -> str:
     """When and where rows were measured."""
     runs = {id(run): run for group in groups for run, _ in group.values()}
@@ -98,7 +93,7 @@ def families() -> list[str]:
     lines = []
     for groups in by_device.values():
         said = f"Forward and backward over the default ({_said(groups)}):"
-        lines += [said, "", *_table(head, _by_family(groups)), ""]
+        lines += [said, "", *table(head, _by_family(groups)), ""]
     return lines or UNMEASURED
 
 
@@ -171,7 +166,7 @@ def steps() -> list[str]:
         }
         said = f"{name}, {shape} tokens, forward, backward and AdamW, bf16 ({_said([group])})"
         said += f"; {'; '.join(sorted(notes))}" if notes else ""
-        text += [f"{said}:", "", *_table(head, lines), ""]
+        text += [f"{said}:", "", *table(head, lines), ""]
         text += [f'Target of `"rows"`: at most `{STEP:.2f}` times the default.', ""]
     return text or UNMEASURED
 
@@ -193,7 +188,7 @@ def trained() -> list[str]:
     if not lines:
         return UNMEASURED
     head = ["Trained twice under `deterministic=True`", "", "device", "equal bits"]
-    return [*_table(head, lines), ""]
+    return [*table(head, lines), ""]
 
 
 def costs() -> list[str]:

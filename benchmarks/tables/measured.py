@@ -1,7 +1,7 @@
 """Tables of measured numbers: memory, plans, recomputation, FP8 heads, LoRA, examples, curves.
 
 They are made of what ``python -m benchmarks.memory``, ``benchmarks.plans``,
-``benchmarks.recompute``, ``benchmarks.losses``, ``benchmarks.lora``, ``benchmarks.examples`` and
+``benchmarks.recompute``, ``benchmarks.examples`` and
 ``benchmarks.convergence`` write.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
+from benchmarks.tables import table
 
 # --- rows of operators ---
 
@@ -401,12 +402,6 @@ def measured(run: Mapping[str, Any]) -> str:
     return f"{store.device(run)}, {versions}, {run['date'][:10]}, commit {run['commit']}:"
 
 
-def _rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    every = [list(heads), *map(list, lines)]
-    every.insert(1, ["---"] * len(every[0]))
-    return [f"| {' | '.join(cells)} |" for cells in every]
-
-
 def float8_heads() -> list[str]:
     """Time, peak and errors of the loss on an LM head, by the GEMMs that run in FP8."""
     run = store.read("float8")[-1]
@@ -429,7 +424,7 @@ def float8_heads() -> list[str]:
         parts.append([shape, *(f"{ratio:.2f}" for ratio in ratios), rounding])
     heads_of_parts = ["parts of the loss", "GEMM of logits, FP8 / exact"]
     heads_of_parts += ["GEMM of the gradient, FP8 / exact", "rounding the gradient of logits, ms"]
-    tables = [*_rows(heads, lines), "", *_rows(heads_of_parts, parts)]
+    tables = [*table(heads, lines), "", *table(heads_of_parts, parts)]
     return [measured(run), "", *tables]
 
 
@@ -453,7 +448,7 @@ def lora_layers() -> list[str]:
         ratio = rows["ours"]["milliseconds"] / rows["stock"]["milliseconds"]
         lines.append([*cells, f"{ratio:.2f}"])
     heads = ["Part, adapters", "PEFT, ms", "added, MiB", "ours, ms", "added, MiB", "ours / PEFT"]
-    return [measured(runs[-1]), "", *_rows(heads, lines)]
+    return [measured(runs[-1]), "", *table(heads, lines)]
 
 
 # --- by the names of their markers ---

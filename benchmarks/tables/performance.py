@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
+from benchmarks.tables import measured, table
+from liger_multi.dispatch import registry
+from liger_multi.testing import samples
 
 Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
@@ -101,15 +104,9 @@ def provenance(runs: Iterable[Run]) -> str:
     return f"Measured on {'. On '.join(lines)}."
 
 
-def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Rows in Markdown."""
-    every = [list(heads), ["---"] * len(heads), *map(list, lines)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
-
-
 def block(runs: Sequence[Run], heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table below its provenance; empty where nothing was measured."""
-    return f"{provenance(runs)}\n\n{table(heads, lines)}" if lines else ""
+    return "\n".join([provenance(runs), "", *table(heads, lines)]) if lines else ""
 
 
 def number(row: Mapping[str, Any] | None, unit: str) -> str:
@@ -256,14 +253,9 @@ HEADS = {
 
 def heads() -> str:
     """The fused linear cross entropy beside peers; each peer's time is of its newest run."""
-    from benchmarks.tables import measured
-
-    op = "fused_linear_cross_entropy"
-    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    newest_rows = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     lines, used = [], []
-    for (name, sample), rows in sorted(newest_rows.items()):
-        if name != op or "ours" not in rows:
+    for (op, sample), rows in operators_measured().items():
+        if op != "fused_linear_cross_entropy":
             continue
         used += [rows[who].data for who in HEADS if who in rows]
         cells = [sample]
@@ -325,15 +317,12 @@ def _within(row: Mapping[str, Any] | None) -> str:
 
 def experts() -> str:
     """Experts of Qwen3-30B-A3B beside grouped GEMMs of PyTorch, Liger-Kernel and transformers."""
-    from benchmarks.tables import measured
-
-    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    newest_rows = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     who = {"torch": "PyTorch", "liger": "Liger", "transformers-grouped": "transformers"}
     lines, used = [], []
-    for (op, sample), rows in sorted(newest_rows.items(), key=lambda item: _tokens(item[0][1])):
-        if op != "fused_moe" or "ours" not in rows:
-            continue
+    moe = [
+        (sample, rows) for (op, sample), rows in operators_measured().items() if op == "fused_moe"
+    ]
+    for sample, rows in sorted(moe, key=lambda item: _tokens(item[0])):
         used += [rows[name].data for name in ("ours", *who) if name in rows]
         cells = [sample.partition("x")[0], number(rows["ours"].row, "ms")]
         for name in who:
@@ -351,6 +340,99 @@ def experts() -> str:
 def _tokens(sample: str) -> int:
     first = sample.partition("x")[0]
     return int(first) if first.isdigit() else 0
+
+
+# --- operators beside their peers ---
+
+COLUMNS = {
+    "Liger": ("liger",),
+    "Liger CuTe": ("liger-hopper", "liger-cute"),
+    "QuACK": ("quack",),
+    "PyTorch": ("aten", "torch", "transformers", "reference"),
+    "`compile`": ("compile", "flex"),
+}
+"""Columns of peers, and the providers of each: the first that has a time stands there, or else the
+first that was run."""
+BESIDE = ("Liger", "PyTorch")
+"""Peers whose memory and error stand there too."""
+WORDS = {"out of memory": "memory"}
+
+
+def _operator_time(one: measured.Row | None) -> str:
+    if one is None:
+        return "-"
+    time = one.row.get("both_ms")
+    return f"{time:#.3g}".rstrip(".") if time else WORDS.get(one.row["status"], one.row["status"])
+
+
+def _timeless(one: measured.Row) -> bool:
+    return not one.row.get("both_ms")
+
+
+def _memory(one: measured.Row | None) -> str:
+    peak = None if one is None else one.row.get("peak_bytes")
+    return "-" if peak is None else f"{peak / 2**30:.2f}"
+
+
+def _error(one: measured.Row | None) -> str:
+    error = None if one is None else (one.row.get("error") or {}).get("tolerances")
+    return "-" if error is None else f"{float(error):.2f}"
+
+
+def operator_line(op: str, sample: str, rows: Mapping[str, measured.Row]) -> list[str]:
+    """Ours and the peers of one sample."""
+    ours = rows["ours"]
+    peers = {
+        head: next(iter(sorted(filter(None, map(rows.get, names)), key=_timeless)), None)
+        for head, names in COLUMNS.items()
+    }
+    ratios = [
+        one.ours["both_ms"] / one.row["both_ms"]
+        for one in peers.values()
+        if one is not None and one.row.get("both_ms") and one.ours.get("both_ms")
+    ]
+    reached = peak(ours)
+    others = [ours, *(peers[head] for head in BESIDE)]
+    return [
+        f"`{op}`",
+        sample,
+        _operator_time(ours),
+        "-" if reached is None else f"{reached:.0f}",
+        *map(_operator_time, peers.values()),
+        f"{max(ratios):.2f}" if ratios else "-",
+        *map(_memory, others),
+        *map(_error, others),
+    ]
+
+
+def operators_measured() -> dict[tuple[str, str], dict[str, measured.Row]]:
+    """The newest rows of every operator and sample of which there is one of ours."""
+    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
+    newest_rows = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    return {key: rows for key, rows in sorted(newest_rows.items()) if "ours" in rows}
+
+
+def peak(ours: measured.Row) -> float | None:
+    """Percent of what the least bytes or operations allow, forward and backward."""
+    percent: float | None = (ours.row.get("percent_of_peak") or {}).get("both")
+    return percent
+
+
+def operators() -> str:
+    """The newest rows of every operator."""
+    newest_rows = operators_measured()
+    heads = ["operator", "shape", "ours, ms", "% of peak", *COLUMNS, "ours / best"]
+    heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
+    lines = [operator_line(op, name, rows) for (op, name), rows in newest_rows.items()]
+    if not newest_rows:
+        return ""
+    used = [one.data for rows in newest_rows.values() for one in rows.values()]
+    lacking = sorted(
+        {samples.public(op) for op in registry.operators()} - {op for op, _ in newest_rows}
+    )
+    names = ", ".join(f"`{op}`" for op in lacking)
+    text = block(used, heads, lines)
+    return f"{text}\n\nNot measured: {names}." if names else text
 
 
 # --- README ---
@@ -410,4 +492,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "heads": heads,
     "losses": losses,
     "experts": experts,
+    "operators-h100": operators,
 }

@@ -1,4 +1,4 @@
-"""The tables of ``docs/traces.md``, of what ``benchmarks.traces`` printed on every card."""
+"""The tables of ``docs/steps.md``, of what ``benchmarks.traces`` printed on every card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from benchmarks import store
+from benchmarks import store, tables
 from benchmarks.traces import plain
 
 NUMBER = r"\s*([\d.]+|nan)"
@@ -126,14 +126,14 @@ def rows(table: Table, lines: Iterable[str]) -> list[list[str]]:
 
 def block(name: str) -> str:
     """The table of the newest notes of every card."""
-    table, parts = TABLES[name], []
+    known, parts = TABLES[name], []
     newest: dict[str, Mapping[str, Any]] = {
-        store.device(run): run for run in store.read("notes") if run["name"] == table.notes
+        store.device(run): run for run in store.read("notes") if run["name"] == known.notes
     }
     for card, run in newest.items():
-        table_rows = [list(table.heads), ["---"] * len(table.heads), *rows(table, run["rows"])]
         said = f"{card}, {run['date'][:10]}, commit {run['commit']}:"
-        parts.append("\n".join([said, "", *(f"| {' | '.join(cells)} |" for cells in table_rows)]))
+        lines = tables.table(known.heads, rows(known, run["rows"]))
+        parts.append("\n".join([said, "", *lines]))
     return "\n\n".join(parts)
 
 

@@ -247,8 +247,11 @@ def build(case: StaticCase, target: Target, variant: Variant) -> Any:
     return triton.compile(source, target=target.gpu, options=dict(case.options))
 
 
-def lower(case: StaticCase, target: Target) -> None:
-    """Take a case through Triton's front end alone, which finds what no interpreter minds."""
+def lower(case: StaticCase, target: Target) -> str:
+    """Take a case through Triton's front end and its own simplification, and return that form.
+
+    It finds what no interpreter minds. :mod:`ci.static.patterns` reads the text.
+    """
     source = ASTSource(case.kernel, case.signature, case.constants, {})
     backend = make_backend(target.gpu)
     options = backend.parse_options(dict(case.options))
@@ -256,7 +259,10 @@ def lower(case: StaticCase, target: Target) -> None:
     ir.load_dialects(context)
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
-    source.make_ir(target.gpu, options, functions, backend.get_module_map(), context)
+    module = source.make_ir(target.gpu, options, functions, backend.get_module_map(), context)
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, source.language)
+    return str(stages["ttir"](module, {}))
 
 
 def report(case: StaticCase, target: Target, variant: Variant = Variant()) -> Code:

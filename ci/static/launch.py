@@ -29,6 +29,7 @@ from ci.static import TARGETS, StaticCase, static_cases
 from ci.static.code import CORES, Code
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.backend import DeviceInfo
+from liger_multi.dispatch.launch import forced
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "static model, not measured"
@@ -74,20 +75,6 @@ def asked(info: DeviceInfo, calls: Mapping[str, Call]) -> list[Asked]:
         launch._config = real
     unique = {(a.key, tuple(a.shape.items())): a for a in reversed(questions)}
     return list(unique.values())[::-1]
-
-
-class forced:  # noqa: N801  a context
-    """Launch tables that say this and nothing else."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self.entries = {k: ({"when": {}, "config": dict(v)},) for k, v in entries.items()}
-
-    def __enter__(self) -> None:
-        self.real = launch.table
-        launch.table = lambda backend, arch: self.entries  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        launch.table = self.real
 
 
 def neighbors(info: DeviceInfo, formula_config: Any) -> Iterator[dict[str, int]]:

@@ -5,8 +5,8 @@ of a kernel and all that the compiler was told, a line each in ``.cache/static/<
 they are written down as they come, so a run that was stopped goes on where it was, and one after a
 change compiles what the change touched.
 
-``ci/baseline/<target>.txt`` keeps what the suite compiles, one line a launch: a review sees what a
-change costs. A file says which Triton compiled it, and of which source the lines of a kernel are
+``ci/baseline.txt`` keeps what the suite compiles, a line for each kernel and target: a review sees
+what a change costs. It says which Triton compiled it, and of which source the lines of a kernel are
 made, so that the suite finds stale ones without compiling anything.
 """
 
@@ -112,10 +112,10 @@ def suite(arch: str) -> tuple[tuple[StaticCase, Variant], ...]:
     It is the launch that the committed table has, so that a new sample changes no other line; of a
     new kernel it is the one in the middle.
     """
-    pairs = []
+    pairs, blocks = [], kept()
     for name in dict.fromkeys(case.name for case in launches(arch)):
         own = [case for case in launches(arch) if case.name == name]
-        label = label_of(blocks_of(arch).get(name, ()))
+        label = label_of(blocks.get(name, ()), arch)
         chosen = next((case for case in own if case.label == label), own[len(own) // 2])
         pairs.append((chosen, Variant()))
         if arch in SUITE_VARIANTS:
@@ -326,7 +326,8 @@ def rows_of(
 
 # --- the table ---
 
-BASELINE = ROOT / "ci" / "baseline"
+BASELINE = ROOT / "ci" / "baseline.txt"
+ARCH = 8
 LABEL = 48  # width of what made a launch, in a line of the baseline
 BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
 
@@ -513,48 +514,43 @@ def _short(row: Row) -> str:
 
 
 def block(name: str, rows: Sequence[Row]) -> list[str]:
-    """The lines of one kernel in the baseline of a target: its source, then a line a launch."""
-    launches: dict[tuple[str, str], list[Row]] = {}
+    """The lines of one kernel in the baseline: its source, then a line a target and launch."""
+    launches: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        launches.setdefault((row.case.label, row.case.identity), []).append(row)
+        launches.setdefault((row.arch, row.case.label, row.case.identity), []).append(row)
     out = [f"{name} {sources(name)}"]
-    for (label, _), (first, *others) in launches.items():
-        out.append("; ".join([f"  {label + ' ':<{LABEL}}{line(first)}", *map(_short, others)]))
+    for (arch, label, _), (first, *others) in launches.items():
+        facts = "; ".join([line(first), *map(_short, others)])
+        out.append(f"  {arch:<{ARCH}}{label + ' ':<{LABEL}}{facts}")
     return out
 
 
-def page(arch: str, blocks: Mapping[str, Sequence[str]]) -> str:
-    """The baseline of a target, of the lines of its kernels."""
-    out = [f"# {arch}, triton {triton.__version__}: made by `make static ARGS=--write`"]
+def page(blocks: Mapping[str, Sequence[str]]) -> str:
+    """The baseline, of the lines of its kernels."""
+    out = [f"# triton {triton.__version__}: made by `make static ARGS=--write`"]
     for name in sorted(blocks):
         out += ["", *blocks[name]]
     return "\n".join(out) + "\n"
 
 
-def label_of(lines: Sequence[str]) -> str:
-    """What made the launch of a block of the baseline; empty without one."""
-    match = re.match(r"  (\S.*?) +\d+ threads ", lines[1]) if len(lines) > 1 else None
+def label_of(lines: Sequence[str], arch: str) -> str:
+    """What made the launch of a kernel on a target; empty without one."""
+    matches = (re.match(rf"  {arch} +(\S.*?) +\d+ threads ", text) for text in lines)
+    return next((match[1] for match in matches if match), "")
+
+
+def kept() -> dict[str, list[str]]:
+    """The lines of every kernel in the kept baseline."""
+    text = BASELINE.read_text(encoding="utf-8") if BASELINE.exists() else ""
+    parts = [part.strip("\n").split("\n") for part in text.split("\n\n")[1:]]
+    return {lines[0].partition(" ")[0]: lines for lines in parts}
+
+
+def compiled_by() -> str:
+    """The Triton that compiled the kept baseline; empty without one."""
+    text = BASELINE.read_text("utf-8") if BASELINE.exists() else ""
+    match = re.match(r"# triton (\S+): ", text)
     return match[1] if match else ""
-
-
-def blocks_of(arch: str) -> dict[str, list[str]]:
-    """The lines of every kernel in the kept baseline of a target."""
-    blocks: dict[str, list[str]] = {}
-    path = BASELINE / f"{arch}.txt"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for part in text.split("\n\n")[1:]:
-        lines = part.strip("\n").split("\n")
-        blocks[lines[0].partition(" ")[0]] = lines
-    return blocks
-
-
-def compiled_by(arch: str) -> str:
-    """The Triton that compiled the kept baseline of a target; empty without one."""
-    path = BASELINE / f"{arch}.txt"
-    said = (
-        re.match(rf"# {arch}, triton (\S+): ", path.read_text("utf-8")) if path.exists() else None
-    )
-    return said[1] if said else ""
 
 
 @functools.cache
@@ -576,17 +572,15 @@ def sources(name: str) -> str:
 
 def stale() -> dict[str, str]:
     """Kernels whose baseline is absent or of another source, and baselines of no kernel."""
-    reasons: dict[str, str] = {}
-    for arch in TARGETS:
-        kept = blocks_of(arch)
-        for name in sorted(kernels()):
-            if name not in kept:
-                reasons[name] = f"absent for {arch}"
-            elif kept[name][0] != f"{name} {sources(name)}":
-                reasons[name] = f"of another source or other launches for {arch}"
-        reasons |= dict.fromkeys(kept.keys() - kernels(), "of a kernel that is no more")
-    targets = {path.stem for path in BASELINE.glob("*.txt")} - set(TARGETS)
-    return reasons | dict.fromkeys(targets, "of a target that is no more")
+    blocks, reasons = kept(), dict[str, str]()
+    for name in sorted(kernels()):
+        lines = blocks.get(name, [""])
+        absent = [arch for arch in TARGETS if not label_of(lines, arch)]
+        if absent:
+            reasons[name] = f"absent for {', '.join(absent)}"
+        elif lines[0] != f"{name} {sources(name)}":
+            reasons[name] = "of another source or other launches"
+    return reasons | dict.fromkeys(blocks.keys() - kernels(), "of a kernel that is no more")
 
 
 def write_baseline(rows: Sequence[Row]) -> None:
@@ -595,27 +589,16 @@ def write_baseline(rows: Sequence[Row]) -> None:
     Raises:
         ValueError: Lines that stay were compiled by another Triton.
     """
-    BASELINE.mkdir(exist_ok=True)
     names = {row.case.name for row in rows}
-    for arch in TARGETS:
-        own = [row for row in rows if row.arch == arch]
-        kept = {n: b for n, b in blocks_of(arch).items() if n in kernels() and n not in names}
-        if kept and compiled_by(arch) != triton.__version__:
-            raise ValueError(
-                f"{arch}.txt is of triton {compiled_by(arch)}, this is {triton.__version__}: "
-                "write every kernel, without --kernel"
-            )
-        blocks = {name: block(name, [r for r in own if r.case.name == name]) for name in names}
-        path = BASELINE / f"{arch}.txt"
-        old = path.read_text(encoding="utf-8") if path.exists() else ""
-        new = page(arch, {**kept, **blocks})
-        if old != new:
-            path.write_text(new, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
-    for path in BASELINE.glob("*.txt"):
-        if path.stem not in TARGETS:
-            path.unlink()
-            print(f"removed {path.relative_to(ROOT)}")
+    stay = {n: b for n, b in kept().items() if n in kernels() and n not in names}
+    if stay and compiled_by() != triton.__version__:
+        raise ValueError(
+            f"{BASELINE.name} is of triton {compiled_by()}, this is {triton.__version__}: "
+            "write every kernel, without --kernel"
+        )
+    blocks = {name: block(name, [r for r in rows if r.case.name == name]) for name in names}
+    BASELINE.write_text(page({**stay, **blocks}), encoding="utf-8")
+    print(f"wrote {BASELINE.relative_to(ROOT)}")
 
 
 def write_table(arch: str) -> str:
@@ -655,7 +638,7 @@ def _options() -> argparse.Namespace:
         action="store_true",
         help="every launch in every variant (hours of a core; stopped, it goes on where it was)",
     )
-    parser.add_argument("--write", action="store_true", help="rewrite ci/baseline")
+    parser.add_argument("--write", action="store_true", help="rewrite ci/baseline.txt")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
     parser.add_argument(
@@ -676,7 +659,7 @@ def _options() -> argparse.Namespace:
     some = options.full or options.part != (1, 1) or options.target
     if options.write and some:
         parser.error(
-            "ci/baseline has what the suite compiles, for all targets: without --full, "
+            "ci/baseline.txt has what the suite compiles, for all targets: without --full, "
             "--part and --target"
         )
     return options

@@ -304,52 +304,6 @@ ATTENTION_PEERS: dict[str, dict[str, Formula]] = {
 # --- peers ---
 
 
-def _rms_norm_aten(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _fused_add_rms_norm_aten(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.rms_norm(total, x.shape[-1:], weight, eps), total
-
-
-def _layer_norm_aten(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def _group_norm_aten(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    return F.group_norm(x, num_groups, weight, bias, eps)
-
-
-def _cross_entropy_aten(
-    logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
-) -> Tensor:
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
-
-
-def _linear_cross_entropy_aten(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Tensor:
-    logits = F.linear(hidden, weight, bias)
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
-
-
 def _token_log_prob_aten(
     logits: Tensor, target: Tensor, *, outputs: tuple[str, ...] = ("log_prob",)
 ) -> Any:
@@ -437,50 +391,23 @@ def missing(op: str) -> str | None:
     return None
 
 
-def _transformers_delta_rule(op: str) -> Formula:
-    def call(
+def _delta_rule(op: str, fla: str) -> dict[str, Formula]:
+    """A delta rule of fla-core, and that of transformers, which wants as many key heads."""
+
+    def of_transformers(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, qk_l2norm: bool = False
     ) -> Tensor:
         many = v.shape[2] // q.shape[2]
         q, k = (x if many == 1 else x.repeat_interleave(many, 2) for x in (q, k))
         by = _modeling(*_SCANNED_BY[op])
-        output: Tensor = by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]
-        return output
+        return by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]  # type: ignore[no-any-return]
 
-    return call
-
-
-def _transformers_ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_softplus: bool = False,
-) -> Tensor:
-    by = _modeling(*_SCANNED_BY["ssd_scan"])
-    output: Tensor = by(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
-    return output
-
-
-def _transformers_selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    z: Tensor,
-    delta_bias: Tensor,
-    delta_softplus: bool = False,
-) -> Tensor:
-    by, rows = _modeling(*_SCANNED_BY["selective_scan"]), (u.mT, delta.mT, A, B.mT, C.mT)
-    output: Tensor = by(*rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus)
-    return output.mT
+    return {
+        "fla": lambda q, k, v, g, beta, *, qk_l2norm=False: _of("fla.ops", fla)(
+            q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm
+        )[0],
+        "transformers": of_transformers,
+    }
 
 
 _SCANNED_BY = {
@@ -490,54 +417,12 @@ _SCANNED_BY = {
     "ssd_scan": ("mamba2", "mamba2_chunk_scan"),
 }
 """Modeling files and their functions."""
-SCANS: dict[str, Formula] = {
-    "gated_delta_rule": _transformers_delta_rule("gated_delta_rule"),
-    "kimi_delta_attention": _transformers_delta_rule("kimi_delta_attention"),
-    "selective_scan": _transformers_selective_scan,
-    "ssd_scan": _transformers_ssd_scan,
-}
 
 
-def _within(chunk: str) -> Formula:
-    """Ours with less memory for a chunk of logits."""
-
-    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return ops.fused_linear_cross_entropy(hidden, weight, target, chunk=chunk)
-
-    return call
-
-
-def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = F.linear_cross_entropy(hidden, weight, target)
-    return loss
-
-
-def _cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    peer = importlib.import_module("cut_cross_entropy")
-    loss: Tensor = peer.linear_cross_entropy(hidden, weight, target)
-    return loss
-
-
-def _quack(name: str) -> Any:
-    """A function of QuACK, by its module and name."""
+def _of(package: str, name: str) -> Any:
+    """A function of another package, by its module and name."""
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(f"quack.{module}"), function)
-
-
-def _quack_rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
-) -> Tensor:
-    output: Tensor = _quack("rmsnorm:rmsnorm")(x, weight, eps=eps, weight_offset=offset)
-    return output
-
-
-def _quack_fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor] = _quack("rmsnorm:rmsnorm")(
-        x, weight, residual=residual, eps=eps, prenorm=True
-    )
-    return outputs
+    return getattr(importlib.import_module(f"{package}.{module}"), function)
 
 
 class _QuackLayerNorm(torch.autograd.Function):
@@ -547,7 +432,7 @@ class _QuackLayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """The result, with what backward reads kept."""
         wide = weight.float()
-        call = _quack("rmsnorm:layernorm_fwd")
+        call = _of("quack", "rmsnorm:layernorm_fwd")
         y, rstd, mean = call(x, wide, bias.float(), eps, return_rstd=True, return_mean=True)
         ctx.save_for_backward(x, wide, rstd, mean)
         ctx.dtypes = weight.dtype, bias.dtype
@@ -557,33 +442,12 @@ class _QuackLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Gradients of x, weight and bias."""
         x, wide, rstd, mean = ctx.saved_tensors
-        dx, dweight, dbias = _quack("rmsnorm:layernorm_bwd")(x, wide, dy, rstd, mean)
+        dx, dweight, dbias = _of("quack", "rmsnorm:layernorm_bwd")(x, wide, dy, rstd, mean)
         return dx, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None
 
 
-def _quack_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    apply: Any = _QuackLayerNorm.apply
-    output: Tensor = apply(x, weight, bias, eps)
-    return output
-
-
-def _quack_softmax(x: Tensor) -> Tensor:
-    output: Tensor = _quack("softmax:softmax")(x)
-    return output
-
-
-def _quack_cross_entropy(inplace: bool) -> Formula:
-    def call(logits: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = _quack("cross_entropy:cross_entropy")(
-            logits, target, inplace_backward=inplace
-        )
-        return loss
-
-    return call
-
-
 def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    call = _quack("linear_cross_entropy:chunked_linear_cross_entropy")
+    call = _of("quack", "linear_cross_entropy:chunked_linear_cross_entropy")
     # 0.6.5 refuses GEMMs with as many rows as columns, which its 4096 rows make of 4096 channels
     rows = {"chunk_size": 8192} if hidden.shape[-1] == 4096 else {}
     loss: Tensor = call(hidden, weight, target, **rows)
@@ -610,10 +474,8 @@ class _Products(torch.autograd.Function):
         return logits @ weight, logits.mT @ hidden
 
 
-def _products(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    apply: Any = _Products.apply
-    output: Tensor = apply(hidden, weight)
-    return output
+def _apply(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 def _log_prob_products(
@@ -624,7 +486,7 @@ def _log_prob_products(
     temperature: float = 1.0,
     outputs: tuple[str, ...] = ("log_prob",),
 ) -> Any:
-    log_prob = _products(hidden, weight, target).expand(target.shape)
+    log_prob = _apply(_Products, hidden, weight).expand(target.shape)
     return (log_prob,) * len(outputs) if len(outputs) > 1 else log_prob
 
 
@@ -646,46 +508,110 @@ class _PairProducts(torch.autograd.Function):
         return logits @ weight, logits.mT @ hidden, None, None
 
 
-def _pair_products(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor
-) -> Tensor:
-    apply: Any = _PairProducts.apply
-    output: Tensor = apply(hidden, weight, teacher_hidden, teacher_weight)
-    return output
-
-
 EXPERTS = {
     "transformers-grouped": "grouped_mm",
     "transformers-batched": "batched_mm",
     "transformers-loop": "eager",
 }
 """Implementations of experts in transformers, by provider."""
+_PAIR_PRODUCTS: dict[str, Formula] = {
+    "products": lambda hidden, weight, teacher_hidden, teacher_weight, target: _apply(
+        _PairProducts, hidden, weight, teacher_hidden, teacher_weight
+    )
+}
+_INPLACE = {"cross_entropy": False, "cross_entropy_inplace": True}
 _PEERS: dict[str, dict[str, Formula]] = {
     **ATTENTION_PEERS,
-    **{op: {"transformers": formula} for op, formula in SCANS.items()},
-    "cross_entropy": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(False)},
-    "cross_entropy_inplace": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(True)},
-    "fused_add_rms_norm": {"aten": _fused_add_rms_norm_aten, "quack": _quack_fused_add_rms_norm},
-    "fused_linear_cross_entropy": {
-        "ours-512MiB": _within("512MiB"),
-        "aten": _linear_cross_entropy_aten,
-        "torch-fused": _torch_fused,
-        "cce": _cut_cross_entropy,
-        "quack": _quack_linear_cross_entropy,
-        "products": _products,
+    **{
+        op: {
+            "aten": lambda logits, target, *, ignore_index=-100, reduction="mean": F.cross_entropy(
+                logits, target, ignore_index=ignore_index, reduction=reduction
+            ),
+            "quack": lambda logits, target, inplace=inplace: _of(
+                "quack", "cross_entropy:cross_entropy"
+            )(logits, target, inplace_backward=inplace),
+        }
+        for op, inplace in _INPLACE.items()
     },
-    "fused_linear_jsd": {"products": _pair_products},
-    "fused_linear_kl_div": {"products": _pair_products},
+    "causal_conv1d": {
+        "fla": lambda x, weight, *, activation=None: _of(
+            "fla.modules", "causal_conv1d:causal_conv1d"
+        )(x, weight, activation=activation)[0]
+    },
+    "fused_add_rms_norm": {
+        "aten": lambda x, residual, weight=None, eps=1e-6: (
+            F.rms_norm(total := x + residual, x.shape[-1:], weight, eps),
+            total,
+        ),
+        "quack": lambda x, residual, weight=None, eps=1e-6: _of("quack", "rmsnorm:rmsnorm")(
+            x, weight, residual=residual, eps=eps, prenorm=True
+        ),
+    },
+    "fused_linear_cross_entropy": {
+        "ours-512MiB": lambda hidden, weight, target: ops.fused_linear_cross_entropy(
+            hidden, weight, target, chunk="512MiB"
+        ),
+        "aten": lambda hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean": (
+            F.cross_entropy(
+                F.linear(hidden, weight, bias),
+                target,
+                ignore_index=ignore_index,
+                reduction=reduction,
+            )
+        ),
+        "torch-fused": lambda hidden, weight, target: F.linear_cross_entropy(
+            hidden, weight, target
+        ),
+        "cce": lambda hidden, weight, target: importlib.import_module(
+            "cut_cross_entropy"
+        ).linear_cross_entropy(hidden, weight, target),
+        "quack": _quack_linear_cross_entropy,
+        "products": lambda hidden, weight, target: _apply(_Products, hidden, weight),
+    },
+    "fused_linear_jsd": _PAIR_PRODUCTS,
+    "fused_linear_kl_div": _PAIR_PRODUCTS,
     "fused_linear_log_prob": {"aten": _linear_log_prob_aten, "products": _log_prob_products},
-    "fused_linear_tvd": {"products": _pair_products},
+    "fused_linear_tvd": _PAIR_PRODUCTS,
     "fused_moe": {name: _transformers_moe(by) for name, by in EXPERTS.items()},
-    "group_norm": {"aten": _group_norm_aten},
+    "gated_delta_rule": _delta_rule("gated_delta_rule", "gated_delta_rule:chunk_gated_delta_rule"),
+    "group_norm": {
+        "aten": lambda x, num_groups, weight=None, bias=None, eps=1e-5: F.group_norm(
+            x, num_groups, weight, bias, eps
+        )
+    },
+    "kimi_delta_attention": _delta_rule("kimi_delta_attention", "kda:chunk_kda"),
     "kl_div": {"aten": _kl_aten},
     "kl_div_inplace": {"aten": _kl_aten},
-    "layer_norm": {"aten": _layer_norm_aten, "quack": _quack_layer_norm},
-    "rms_norm": {"aten": _rms_norm_aten, "quack": _quack_rms_norm},
+    "layer_norm": {
+        "aten": lambda x, weight=None, bias=None, eps=1e-5: F.layer_norm(
+            x, x.shape[-1:], weight, bias, eps
+        ),
+        "quack": lambda x, weight, bias, eps=1e-5: _apply(_QuackLayerNorm, x, weight, bias, eps),
+    },
+    "rms_norm": {
+        "aten": lambda x, weight=None, eps=1e-6: F.rms_norm(x, x.shape[-1:], weight, eps),
+        "quack": lambda x, weight=None, eps=1e-6, *, offset=0.0: _of("quack", "rmsnorm:rmsnorm")(
+            x, weight, eps=eps, weight_offset=offset
+        ),
+    },
     "selective_log_softmax": {"aten": _selective_aten},
-    "softmax": {"quack": _quack_softmax},
+    "selective_scan": {
+        "transformers": lambda u, delta, A, B, C, *, D, z, delta_bias, delta_softplus=False: (
+            _modeling(*_SCANNED_BY["selective_scan"])(
+                *(u.mT, delta.mT, A, B.mT, C.mT),
+                D=D,
+                z=z.mT,
+                delta_bias=delta_bias,
+                delta_softplus=delta_softplus,
+            ).mT
+        )
+    },
+    "softmax": {"quack": lambda x: _of("quack", "softmax:softmax")(x)},
+    "ssd_scan": {
+        "transformers": lambda x, dt, A, B, C, *, D, dt_bias, dt_softplus=False: _modeling(
+            *_SCANNED_BY["ssd_scan"]
+        )(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    },
     "token_log_prob": {"aten": _token_log_prob_aten},
 }
 TABLE: dict[str, dict[str, Formula]] = {
@@ -695,6 +621,7 @@ TABLE: dict[str, dict[str, Formula]] = {
 FLOORS = ("products",)
 PACKAGES = {
     "cce": "cut_cross_entropy",
+    "fla": "fla",
     "quack": "quack",
     **dict.fromkeys((*EXPERTS, "transformers"), "transformers"),
 }

@@ -21,6 +21,7 @@ import torch
 from liger_multi import _torch_private
 from liger_multi._tested import untested
 from liger_multi.cli import checking
+from liger_multi.dispatch.config import in_quarantine
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
 
@@ -82,7 +83,13 @@ def collect() -> dict[str, Any]:
     probes.ask("patching", lambda: importlib.import_module("liger_multi.patching"), None)
     facts["findings"] = probes.ask("findings", lambda: findings(facts["operators"]), [])
     facts["findings"] += [
-        {"kind": "note", "text": text} for text in (*untested(facts["versions"]), *_switched_off())
+        {"kind": "note", "text": text}
+        for text in (
+            *untested(facts["versions"]),
+            *_switched_off(),
+            *probes.ask("quarantine", in_quarantine, []),
+            *probes.ask("launch tables", lambda: unproved(facts), []),
+        )
     ]
     facts["findings"] += [
         {"kind": "problem", "text": f"{k}: {v}"} for k, v in probes.failures.items()
@@ -189,11 +196,34 @@ def configuration() -> list[dict[str, Any]]:
             entry["chunk_bytes"] = format_bytes(layer.chunk_bytes)
         if layer.head_gemms is not None:
             entry["head_gemms"] = layer.head_gemms
+        if layer.quarantine is not None:
+            for section, ops in layer.quarantine.ops.items():
+                entry |= {f"{op} on {section} (quarantine)": ", ".join(o) for op, o in ops.items()}
         records.append(entry)
     origin = (
         "everything else" if records else f"no configure() call, {ENVIRONMENT_VARIABLE} is not set"
     )
     return [*records, {"source": f"built in ({origin})", "default": "auto"}]
+
+
+def unproved(facts: dict[str, Any]) -> list[str]:
+    """Accelerators whose launch numbers nobody proved with this Triton."""
+    from liger_multi.dispatch.launch import device_info, proved_with
+
+    sentences, triton = [], facts["versions"].get("triton", "")
+    for entry in facts["devices"]:
+        device = torch.device(entry["device"])
+        if device.type == "cpu" or not triton[:1].isdigit():
+            continue
+        info = device_info(device)
+        known = proved_with(info).get("triton", ())
+        if not any(f"{triton}.".startswith(f"{version}.") for version in known):
+            others = f" (with {', '.join(known)})" if known else ""
+            sentences.append(
+                f"launch numbers of {info.arch} were not proved with Triton {triton}{others}: "
+                "run `liger-multi verify`"
+            )
+    return list(dict.fromkeys(sentences))
 
 
 def _explained() -> list[dict[str, Any]]:

@@ -8,19 +8,20 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import bisect, checking, doctor, plan
+from liger_multi.cli import bisect, checking, doctor, plan, verify
 from liger_multi.demo import command as demo
-from liger_multi.demo import command as memory_demo
 from liger_multi.dtypes import long_name
 from liger_multi.errors import LigerMultiError
 from liger_multi.page import Page
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
+Declare = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,71 +97,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = checking.Parser(prog="liger-multi", description="One patch call, any accelerator.")
     parser.add_argument("--version", action="version", version=f"liger-multi {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (text, declare, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        declare(command)
+        if run is not None:
+            command.set_defaults(run=run)
+    return parser
 
-    text = "versions, devices, configuration, and which backend each operator uses"
-    command = commands.add_parser("doctor", help=text, description=text)
-    checking.add_json(command)
-    command.add_argument(
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    checking.add_json(parser)
+    parser.add_argument(
         "--verbose", action="store_true", help="every candidate of every operator, and why"
     )
-    command.set_defaults(run=doctor.run)
 
-    text = "say which backend an operator would use, and why not the others"
-    command = commands.add_parser("explain", help=text, description=text)
-    command.add_argument("op", nargs="?", metavar="OP", help="name of an operator (default: all)")
-    command.add_argument(
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", nargs="?", metavar="OP", help="name of an operator (default: all)")
+    parser.add_argument(
         "--device", help="a device or device type (default: the CPU and every accelerator)"
     )
-    command.add_argument(
+    parser.add_argument(
         "--dtype",
         type=checking.dtype,
         choices=DTYPES,
         help="dtype of the tensors (default: fp32 on a CPU, else bf16)",
     )
-    checking.add_json(command)
-    command.set_defaults(run=_explain)
+    checking.add_json(parser)
 
-    text = "time, memory and error of the operators on this machine, beside plain PyTorch"
-    command = commands.add_parser("bench", help=text, description=text)
-    bench.add_command(command)
-    command.set_defaults(run=bench.run)
 
-    text = "the first operator that differs between two configurations, and by how many ulps"
-    command = commands.add_parser("bisect", help=text, description=text)
-    bisect.add_arguments(command)
-    command.set_defaults(run=bisect.run)
-
-    text = "work with configuration files"
-    command = commands.add_parser("config", help=text, description=text)
-    actions = command.add_subparsers(title="actions", metavar="ACTION", required=True)
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     text = "check a configuration file without using it"
     action = actions.add_parser("check", help=text, description=text)
     action.add_argument("file", metavar="FILE", type=checking.path)
     checking.add_json(action)
     action.set_defaults(run=_check)
-
-    text = (
-        "train small Hugging Face models unpatched and patched, and compare loss, memory and speed"
-    )
-    command = commands.add_parser("demo", help=text, description=text)
-    demo.add_arguments(command)
-    command.set_defaults(run=demo.run)
-
-    text = "where the memory of one training step goes, unpatched and patched"
-    command = commands.add_parser("memory-demo", help=text, description=text)
-    memory_demo.add_memory_arguments(command)
-    command.set_defaults(run=memory_demo.run_memory)
-
-    text = "how much memory training a model will need on each device"
-    command = commands.add_parser("estimate", help=text, description=text)
-    plan.add_estimate_arguments(command)
-    command.set_defaults(run=plan.run_estimate)
-
-    text = "the fastest way to train a model that fits, and ready files for it"
-    command = commands.add_parser("plan", help=text, description=text)
-    plan.add_plan_arguments(command)
-    command.set_defaults(run=plan.run_plan)
-    return parser
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -196,3 +168,54 @@ def _check(arguments: argparse.Namespace) -> int:
     if fails:
         page.show()
     return 0
+
+
+COMMANDS: dict[str, tuple[str, Declare, Run | None]] = {
+    "doctor": (
+        "versions, devices, configuration, and which backend each operator uses",
+        _doctor_arguments,
+        doctor.run,
+    ),
+    "explain": (
+        "say which backend an operator would use, and why not the others",
+        _explain_arguments,
+        _explain,
+    ),
+    "verify": (
+        "which operators are right on this machine, and a quarantine of those that are not",
+        verify.add_arguments,
+        verify.run,
+    ),
+    "bench": (
+        "time, memory and error of the operators on this machine, beside plain PyTorch",
+        bench.add_command,
+        bench.run,
+    ),
+    "bisect": (
+        "the first operator that differs between two configurations, and by how many ulps",
+        bisect.add_arguments,
+        bisect.run,
+    ),
+    "config": ("work with configuration files", _config_arguments, None),
+    "demo": (
+        "train small Hugging Face models unpatched and patched, and compare loss, memory and speed",
+        demo.add_arguments,
+        demo.run,
+    ),
+    "memory-demo": (
+        "where the memory of one training step goes, unpatched and patched",
+        demo.add_memory_arguments,
+        demo.run_memory,
+    ),
+    "estimate": (
+        "how much memory training a model will need on each device",
+        plan.add_estimate_arguments,
+        plan.run_estimate,
+    ),
+    "plan": (
+        "the fastest way to train a model that fits, and ready files for it",
+        plan.add_plan_arguments,
+        plan.run_plan,
+    ),
+}
+"""Every command: what it does, what declares its arguments, and what runs it."""

@@ -92,16 +92,21 @@ class _Layer(nn.Module):
     has_backward = True
 
 
+def _normed(module: nn.Module, x: Tensor, *gate: Tensor | None) -> Tensor:
+    """The operator, or what the class of a norm does by itself."""
+    settings, behind = _settled(module, _norm), gate[0] if gate else None
+    operands = norms.operands(module, x, behind, settings) if settings else None
+    if operands is None:
+        return type(module).forward(module, x, *gate)  # type: ignore[no-any-return]
+    return norms.apply_norm(module, x, behind, operands, settings)
+
+
 class RMSNorm(_Layer):
     """Every norm that is marked by this name, each with its own places of rounding."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The operator, or what the module does by itself."""
-        settings = _settled(self, _norm)
-        operands = norms.operands(self, hidden_states, None, settings) if settings else None
-        if operands is None:
-            return type(self).forward(self, hidden_states)
-        return norms.apply_norm(self, hidden_states, None, operands, settings)
+        return _normed(self, hidden_states)
 
 
 class RMSNormGated(_Layer):
@@ -109,11 +114,7 @@ class RMSNormGated(_Layer):
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """The operator, or what the module does by itself."""
-        settings = _settled(self, _norm)
-        operands = norms.operands(self, hidden_states, gate, settings) if settings else None
-        if operands is None:
-            return type(self).forward(self, hidden_states, gate)
-        return norms.apply_norm(self, hidden_states, gate, operands, settings)
+        return _normed(self, hidden_states, gate)
 
 
 class GatedMLP(_Layer):

@@ -17,6 +17,16 @@ The form of a configuration, in YAML or as a mapping::
     devices:
       cuda:                             # narrows what stands above for one device type
         ops: {swiglu: reference}
+      cuda/sm90/bfloat16:               # and for an architecture, a dtype, or both
+        ops: {geglu: reference}
+    quarantine:                         # written by `liger-multi verify --quarantine`
+      since: "2026-11-28"
+      made_with: "NVIDIA H100, driver 570.86, torch 2.11.0, triton 3.6.0, ptxas 12.8"
+      ops:
+        cuda/sm90: {"tvd": reference}
+
+A quarantine takes precedence over defaults and patterns of every source, and over operators that
+its own file names. A stronger source that names the operator itself is followed.
 
 A key without a value (null) is as good as absent; a choice (``default``, an operator) has one.
 """
@@ -38,16 +48,20 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from liger_multi._torch_private import is_stashed, stash_in_thread, stashed
 from liger_multi.documents import read_yaml
+from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import ConfigurationError, shown, unknown
 
 # --- the form of a configuration ---
 
 AUTO = ("auto",)
-KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms", "deterministic")
+KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms", "deterministic", "quarantine")
 HEAD_GEMMS = ("exact", "float8", "float8_logits")
 SECTION_KEYS = ("default", "ops")
+QUARANTINE_KEYS = ("since", "made_with", "ops")
 _UNITS = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", 1)
@@ -57,47 +71,93 @@ _UNITS = {"": 1, "b": 1} | {
 """Units of bytes in lower case: ``GB`` and ``G`` are 10**9, ``GiB`` and ``Gi`` are 2**30."""
 LEAST_MEMORY = 2**20  # of a device or a host: fewer bytes are a number whose unit was forgotten
 _BYTES = re.compile(r"\s*([0-9]{1,19})(\.[0-9]{1,19})?\s*([a-z]*)\s*", re.ASCII)
+_ARCH = re.compile(r"[a-z0-9_]{1,32}")
+_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 _PATTERN = re.compile(r"[a-z0-9_*?\[\]!-]{1,128}")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backends to try for one operator; ``pinned`` when a single name was given."""
+    """The backends to try for one operator.
+
+    Attributes:
+        order: Their names.
+        pinned: A single name was given.
+        source: Who says so.
+        named: The operator was named itself, not by a pattern or a default.
+    """
 
     order: tuple[str, ...]
     pinned: bool
     source: str
+    named: bool = False
+
+
+Named = Mapping[str, tuple[str, ...]]
+"""Backends by operator or pattern."""
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Operators that `liger-multi verify` keeps from kernels that were wrong.
+
+    Attributes:
+        since: When it was written.
+        made_with: The device and versions that it was written for.
+        ops: Backends by section and operator.
+    """
+
+    since: str
+    made_with: str
+    ops: Mapping[str, Named]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one source says: operator patterns per device (``""`` is any device)."""
+    """What one source says: operator patterns per section (``""`` is any device)."""
 
     source: str
-    ops: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
-    default: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ops: Mapping[str, Named] = field(default_factory=dict)
+    default: Named = field(default_factory=dict)
     chunk_bytes: int | None = None
     head_gemms: str | None = None
     deterministic: str | None = None
+    quarantine: Quarantine | None = None
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for layers that say the same; patterns count in their order."""
-        ops = tuple((device, tuple(named.items())) for device, named in self.ops.items())
-        default = tuple(self.default.items())
-        return self.source, ops, default, self.chunk_bytes, self.head_gemms, self.deterministic
+        switches = self.chunk_bytes, self.head_gemms, self.deterministic
+        return self.source, repr((self.ops, self.default, self.quarantine)), *switches
 
-    def choice(self, op: str, device: str) -> Choice | None:
-        """What this layer says of ``op`` on ``device``; the device's section goes first."""
-        for section in (device, ""):
+    @functools.cached_property
+    def narrow(self) -> bool:
+        """Whether a section is of an architecture or a dtype."""
+        kept = self.quarantine.ops if self.quarantine else {}
+        return any("/" in section for section in (*self.ops, *self.default, *kept))
+
+    def choice(self, op: str, sections: Iterable[str]) -> Choice | None:
+        """What this layer says of ``op`` in sections, the narrowest first."""
+        for section in sections:
             patterns = self.ops.get(section, {})
             matches = [p for p in patterns if p == op] or [
                 p for p in patterns if fnmatch.fnmatchcase(op, p)
             ]
             order = patterns[matches[0]] if matches else self.default.get(section)
             if order is not None:
-                return Choice(order, len(order) == 1 and order != AUTO, self.source)
+                return self._choice(order, op in patterns)
         return None
+
+    def kept_from(self, op: str, sections: Iterable[str]) -> Choice | None:
+        """What the quarantine of this layer says of ``op``."""
+        for section in sections if self.quarantine else ():
+            order = self.quarantine.ops.get(section, {}).get(op)  # type: ignore[union-attr]
+            if order is not None:
+                return self._choice(order, True)
+        return None
+
+    def _choice(self, order: tuple[str, ...], named: bool) -> Choice:
+        return Choice(order, len(order) == 1 and order != AUTO, self.source, named)
 
 
 def load(path: str | os.PathLike[str]) -> Layer:
@@ -113,22 +173,14 @@ def parse(content: Any, source: str) -> Layer:
     _expect(devices, Mapping, f"devices in {source}", "a mapping of device types")
     sections: dict[str, Any] = {"": {k: settings[k] for k in SECTION_KEYS if k in settings}}
     for device, section in devices.items():
-        where = f"devices.{_device(device, source)} in {source}"
+        name = _device(device, source)
         content = {} if section is None else section
-        sections[device] = _section(content, SECTION_KEYS, where, "key of")
+        sections[name] = _section(content, SECTION_KEYS, f"devices.{name} in {source}", "key of")
     ops: dict[str, dict[str, tuple[str, ...]]] = {}
     default: dict[str, tuple[str, ...]] = {}
     for device, section in sections.items():
-        named = section.get("ops", {})
         where = f"ops of devices.{device} in {source}" if device else f"ops in {source}"
-        _expect(named, Mapping, where, "a mapping of operator names to backends")
-        patterns = {_pattern(op, source): (op, value) for op, value in named.items()}
-        # `~` says nothing, as where a merge key brought what this file leaves to others
-        ops[device] = {
-            pattern: _order(value, op, source)
-            for pattern, (op, value) in patterns.items()
-            if value is not None
-        }
+        ops[device] = _named(section.get("ops", {}), where, source)
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
     size = parse_bytes(settings["chunk_bytes"], source) if "chunk_bytes" in settings else None
@@ -138,7 +190,37 @@ def parse(content: Any, source: str) -> Layer:
     mode = settings.get("deterministic")
     if mode is not None:
         mode = parse_deterministic(mode, source)
-    return Layer(source, ops, default, size, gemms, mode)
+    quarantine = settings.get("quarantine")
+    if quarantine is not None:
+        quarantine = _quarantine(quarantine, source)
+    return Layer(source, ops, default, size, gemms, mode, quarantine)
+
+
+def _named(content: Any, where: str, source: str) -> dict[str, tuple[str, ...]]:
+    """Operators or patterns with their backends."""
+    _expect(content, Mapping, where, "a mapping of operator names to backends")
+    patterns = {_pattern(op, source): (op, value) for op, value in content.items()}
+    # `~` says nothing, as where a merge key brought what this file leaves to others
+    return {
+        pattern: _order(value, op, source)
+        for pattern, (op, value) in patterns.items()
+        if value is not None
+    }
+
+
+def _quarantine(content: Any, source: str) -> Quarantine:
+    where = f"quarantine in {source}"
+    settings = _section(content, QUARANTINE_KEYS, where, "key of")
+    texts = [settings.get(name, "") for name in QUARANTINE_KEYS[:2]]
+    for name, text in zip(QUARANTINE_KEYS, texts, strict=False):
+        _expect(text, str, f"{name} of {where}", "text")
+    sections = settings.get("ops", {})
+    _expect(sections, Mapping, f"ops of {where}", "a mapping of sections such as cpu/float32")
+    ops = {
+        _device(name, source): _named({} if named is None else named, f"{name} of {where}", source)
+        for name, named in sections.items()
+    }
+    return Quarantine(texts[0], texts[1], ops)
 
 
 def parse_deterministic(value: Any, source: str) -> str:
@@ -207,9 +289,36 @@ def _name(name: object, label: str, known: Iterable[str]) -> str:
 
 
 def _device(name: object, source: str) -> str:
+    """The name of a section: a device type, perhaps with an architecture and a dtype behind it."""
     from liger_multi.dispatch.registry import device_type
 
-    return device_type(name, f"device type in {source}")
+    first, *parts = name.split("/") if isinstance(name, str) else (name,)
+    device = device_type(first, f"device type in {source}")
+    dtypes = [part for part in map(short_name, parts) if part in _DTYPES]
+    archs = [part for part in parts if short_name(part) not in _DTYPES]
+    if len(dtypes) > 1 or len(archs) > 1 or not all(map(_ARCH.fullmatch, archs)):
+        raise ConfigurationError(
+            f"a section of devices in {source} must be a device type, and may name an architecture "
+            f"and a dtype, such as cpu/float32; got {shown(name)}"
+        )
+    return "/".join([device, *archs, *map(long_name, dtypes)])
+
+
+def sections_of(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """The sections that hold for tensors of a device and dtype, the narrowest first."""
+    from liger_multi.dispatch.launch import device_info
+
+    type_name, dtype_name = device.type, str(dtype).removeprefix("torch.")
+    try:
+        arch = device_info(device).arch
+    except ConfigurationError:  # a device that no backend serves
+        return f"{type_name}/{dtype_name}", type_name, ""
+    narrow = (
+        f"{type_name}/{arch}/{dtype_name}",
+        f"{type_name}/{arch}",
+        f"{type_name}/{dtype_name}",
+    )
+    return *narrow, type_name, ""
 
 
 def _pattern(op: object, source: str) -> str:
@@ -285,13 +394,25 @@ class Configuration:
         self._scopes: dict[Key, Configuration] = {}
         self._moved: tuple[Configuration, Configuration] | None = None
 
-    def choice(self, op: str, device: str) -> Choice:
-        """The backends to try for ``op`` on tensors of ``device``."""
-        for layer in self.layers:
-            choice = layer.choice(op, device)
-            if choice is not None:
-                return choice
-        return Choice(AUTO, False, "default")
+    def choice(self, op: str, device: torch.device, dtype: torch.dtype) -> Choice:
+        """The backends to try for ``op`` on tensors of a device and dtype."""
+        narrow = any(layer.narrow for layer in self.layers)
+        return self.choice_in(op, sections_of(device, dtype) if narrow else (device.type, ""))
+
+    def choice_in(self, op: str, sections: tuple[str, ...]) -> Choice:
+        """The same in sections; a quarantine goes before all but who names the operator."""
+        choices = [(layer.choice(op, sections), layer) for layer in self.layers]
+        for choice, layer in choices if self.quarantined else ():
+            kept = layer.kept_from(op, sections)
+            if kept is not None or (choice is not None and choice.named):
+                return kept or choice  # type: ignore[return-value]
+        default = Choice(AUTO, False, "default")
+        return next((choice for choice, _ in choices if choice is not None), default)
+
+    @functools.cached_property
+    def quarantined(self) -> tuple[tuple[str, Quarantine], ...]:
+        """The quarantines in force, with their sources."""
+        return tuple((x.source, x.quarantine) for x in self.layers if x.quarantine is not None)
 
     @functools.cached_property
     def chunk_bytes(self) -> int:
@@ -485,6 +606,30 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
     _base = configuration
     _of_process.deterministic = configuration.deterministic
     return configuration
+
+
+def in_quarantine(ops: Iterable[str] | None = None) -> list[str]:
+    """A sentence for each quarantine in force: what it keeps from which backend, and since when.
+
+    Args:
+        ops: The operators of interest; None for all. Quarantines of others are passed by.
+    """
+    wanted, sentences = None if ops is None else set(ops), []
+    for source, quarantine in current().quarantined:
+        sent = [
+            f"{op} on {section} runs on {', '.join(order)}"
+            for section, named in quarantine.ops.items()
+            for op, order in named.items()
+            if wanted is None or op in wanted
+        ]
+        if sent:
+            made = f" (written for {quarantine.made_with})" if quarantine.made_with else ""
+            since = f" since {quarantine.since}" if quarantine.since else ""
+            sentences.append(
+                f"quarantine{since}{made}, from {source}: {'; '.join(sent)}; "
+                "`liger-multi verify` says what may be lifted"
+            )
+    return sentences
 
 
 def forget() -> None:

@@ -91,7 +91,7 @@ def _absent(device: torch.device) -> str | None:
 def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) -> list[Row]:
     prim: Any = OPS[op].fwd if direction == "forward" else OPS[op].bwd
     config = current()
-    choice = config.choice(op, device.type)
+    choice = config.choice(op, device, dtype)
     tried = candidates(prim, config, device, dtype)
     others = [
         candidate(n, prim, device, dtype) for n in backends() if n not in {c.name for c in tried}

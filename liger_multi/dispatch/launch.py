@@ -11,8 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.resources
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -27,6 +26,8 @@ __all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 Config = TypeVar("Config")
 INTERPRETER = DeviceInfo("interpreter", "cpu", 32, 1024, 65536, 2)
 _simulated: list[DeviceInfo] = []
+_forced: list[Mapping[str, Any]] = []
+_observers: list[list[str]] = []
 any_rows: ContextVar[bool] = ContextVar("liger_multi_any_rows", default=False)
 """Whether entries that hold for some numbers of rows are left out: they order a row's sums."""
 
@@ -39,6 +40,30 @@ def simulate(info: DeviceInfo) -> Iterator[None]:
         yield
     finally:
         _simulated.pop()
+
+
+@contextlib.contextmanager
+def forced(entries: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
+    """Launch tables that have these numbers for every shape, by kernel, and nothing else."""
+    _forced.append({k: ({"when": {}, "config": dict(v)},) for k, v in entries.items()})
+    _found.clear()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        _found.clear()
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[list[str]]:
+    """Collect the names of kernels that ask for launch configurations within a block."""
+    names: list[str] = []
+    _observers.append(names)
+    _found.clear()
+    try:
+        yield names
+    finally:
+        _observers.remove(names)
 
 
 def device_info(device: torch.device) -> DeviceInfo:
@@ -103,6 +128,8 @@ def launch_config(
 
 
 def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
+    for names in _observers:
+        names.append(name)
     config = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
     warps = getattr(config, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
@@ -113,7 +140,7 @@ def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dic
 def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     """What a device's launch table says of kernel ``name`` and a shape; empty for the formula."""
     known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
-    entries = table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
+    entries = _forced[-1] if _forced else table_of(info)
     for entry in entries.get(name, ()):
         if any_rows.get() and "rows" in entry["when"]:
             continue
@@ -123,13 +150,24 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     return {}
 
 
-@functools.cache
-def table(backend: str, arch: str) -> Mapping[str, Any]:
-    """The checked entries of ``backends/<backend>/launch/<arch>.yaml``; empty without a file.
+def table_of(info: DeviceInfo) -> Mapping[str, Any]:
+    """The entries that apply to a device."""
+    return table(info.backend, info.arch) or table(info.backend, info.table or info.arch)
 
-    What the file says of its ``device``, a warp size and the least on-chip memory, is a condition
-    of every entry: the same name with other limits is another device.
+
+def proved_with(info: DeviceInfo) -> Mapping[str, Sequence[str]]:
+    """The compilers that the entries of a device's table were measured and checked with, by name.
+
+    Empty where nobody did, and where there is no table.
     """
+    names = (info.arch, info.table or info.arch)
+    contents = (_content(info.backend, name) for name in names)
+    content = next((c for c in contents if c.get("entries")), {})
+    return {name: tuple(versions) for name, versions in (content.get("proved") or {}).items()}
+
+
+def _content(backend: str, arch: str) -> Mapping[str, Any]:
+    """What ``backends/<backend>/launch/<arch>.yaml`` holds; empty without a file."""
     from liger_multi.dispatch.registry import packages
 
     if backend not in packages():
@@ -138,15 +176,29 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
+    for section, known in _SECTIONS.items():
+        for key in content.get(section) or {}:
+            if key not in known:
+                raise ConfigurationError(unknown(f"key of {section} in {file}", key, known))
+    return {**content, "file": str(file)}
+
+
+_SECTIONS = {"device": ("warp_size", "shared_bytes"), "proved": ("triton", "ptxas")}
+
+
+@functools.cache
+def table(backend: str, arch: str) -> Mapping[str, Any]:
+    """The checked entries of ``backends/<backend>/launch/<arch>.yaml``; empty without a file.
+
+    What the file says of its ``device``, a warp size and the least on-chip memory, is a condition
+    of every entry: the same name with other limits is another device.
+    """
+    content = _content(backend, arch)
     device = dict(content.get("device") or {})
-    for key in device:
-        if key not in ("warp_size", "shared_bytes"):
-            known = ("warp_size", "shared_bytes")
-            raise ConfigurationError(unknown(f"limit of the device in {file}", key, known))
     limits = {"warp_size": (device.get("warp_size", 1), device.get("warp_size", 2**31))}
     limits["shared_bytes"] = (device.get("shared_bytes", 0), 2**31)
     return {
-        name: tuple(_entry(e, name, os.fspath(str(file)), limits) for e in entries)
+        name: tuple(_entry(e, name, content["file"], limits) for e in entries)
         for name, entries in (content.get("entries") or {}).items()
     }
 

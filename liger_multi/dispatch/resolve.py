@@ -140,7 +140,7 @@ def candidates(
     mode: str | None = None,
 ) -> list[Candidate]:
     """Every backend that the configuration lets try this direction, in order."""
-    choice = config.choice(prim.op.name, device.type)
+    choice = config.choice(prim.op.name, device, dtype)
     order: Iterable[str] = choice.order
     if choice.order == AUTO:
         order = [*(record.name for record in serving(device.type)), REFERENCE]
@@ -168,7 +168,7 @@ class Dispatch:
         mode: str,
     ) -> None:
         self.prim, self.device, self.dtype = prim, device, dtype
-        self.choice: Choice = config.choice(prim.op.name, device.type)
+        self.choice: Choice = config.choice(prim.op.name, device, dtype)
         self.mode, self.candidates = mode, candidates(prim, config, device, dtype, mode)
         self.usable = [c for c in self.candidates if c.call is not None]
         self.logged: set[str] = set()
@@ -270,8 +270,9 @@ def by_rows() -> bool:
 def automatic(op: str) -> bool:
     """Whether its reference may be traced: nobody pinned a backend."""
     for layer in current().layers:
-        for device in {"", *layer.ops, *layer.default}:
-            choice = layer.choice(op, device)
-            if choice is not None and choice.order != AUTO:
+        kept = layer.quarantine.ops if layer.quarantine else {}
+        for section in {"", *layer.ops, *layer.default, *kept}:
+            said = (layer.choice(op, (section, "")), layer.kept_from(op, (section,)))
+            if any(choice is not None and choice.order != AUTO for choice in said):
                 return False
     return True

@@ -407,7 +407,7 @@ def _by_autograd(
     hidden, weight, target, bias, ignore_index = args[:5]
 
     def block(x: Tensor, w: Tensor, b: Tensor | None, rows: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with checks.autocast(x.device.type, None):
             return function(curved(linear_of_mode(x, w, b), head), teacher(rows))
 
     compiling = torch.compiler.is_compiling()

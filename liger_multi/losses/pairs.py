@@ -101,30 +101,34 @@ def with_nll_targets(target: Tensor, nll_target: Tensor, ignore_index: int) -> T
     return torch.cat((torch.where(prompt_only, nll_target, chosen), rejected))
 
 
-def chosen_nll(
-    log_prob: Tensor,
-    again: Callable[[Tensor], Tensor],
+def pair_tokens(
+    name: str,
+    policy: Source,
     target: Tensor,
-    nll_target: Tensor,
+    nll_target: Tensor | None,
+    metrics: tuple[str, ...],
     ignore_index: int,
-) -> Tensor:
-    """The mean NLL of ``nll_target``.
+) -> tuple[LogProbOutput, Tensor]:
+    """Statistics of tokens, and the mean NLL of the chosen answers or of ``nll_target``.
 
-    Args:
-        log_prob: Of :func:`with_nll_targets`.
-        again: Log-probabilities of other targets, for tokens whose two targets differ.
-        target: Targets of the pairs.
-        nll_target: Those of the NLL, of the chosen rows.
-        ignore_index: Targets that cost nothing.
+    Where ``nll_target`` has a token that ``target`` ignores, the statistics have it too. Tokens
+    whose two targets differ are computed once more.
     """
-    chosen, requested = target.chunk(2)[0], nll_target != ignore_index
-    chosen_log_prob = log_prob.chunk(2)[0]
+    every = target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
+    own = policy_tokens(name, policy, every, metrics, ignore_index)
+    assert own.log_prob is not None
+    chosen, log_prob = target.chunk(2)[0], own.log_prob.chunk(2)[0]
+    if nll_target is None:
+        return own, -masked_mean(log_prob, chosen != ignore_index)
+    requested = nll_target != ignore_index
     other = requested & (chosen != ignore_index) & (nll_target != chosen)
     if torch.compiler.is_compiling() or bool(other.any()):  # in most trainers they are the same
         rest = torch.full_like(target, ignore_index)
         rest[: len(chosen)] = torch.where(other, nll_target, ignore_index)
-        chosen_log_prob = torch.where(other, again(rest).chunk(2)[0], chosen_log_prob)
-    return -masked_mean(chosen_log_prob, requested)
+        again = policy_tokens(name, policy, rest, (), ignore_index).log_prob
+        assert again is not None
+        log_prob = torch.where(other, again.chunk(2)[0], log_prob)
+    return own, -masked_mean(log_prob, requested)
 
 
 def sequences(

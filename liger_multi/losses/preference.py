@@ -20,7 +20,6 @@ from liger_multi.losses.pairs import (
     EXTRA,
     Pairs,
     PreferenceMetrics,
-    chosen_nll,
     delta,
     halves_of,
     logistic,
@@ -28,32 +27,16 @@ from liger_multi.losses.pairs import (
     mean_delta,
     pair_mask,
     pair_metrics,
+    pair_tokens,
     paired,
     policy_tokens,
     reference_sums,
     sequences,
-    with_nll_targets,
 )
 from liger_multi.losses.shared import Options, counted, masked_mean
 from liger_multi.losses.sources import IGNORED, Source, log_square_sum
 
 # --- formulas: pairs and options to a loss a pair ---
-
-
-def _sigmoid(p: Pairs, o: Any) -> Any:
-    return logistic(o.beta * delta(p), o.label_smoothing)
-
-
-def _sigmoid_norm(p: Pairs, o: Any) -> Any:
-    return logistic(o.beta * mean_delta(p), o.label_smoothing)
-
-
-def _hinge(p: Pairs, o: Any) -> Any:
-    return torch.relu(1 - o.beta * delta(p))
-
-
-def _ipo(p: Pairs, o: Any) -> Any:
-    return (mean_delta(p) - 1 / (2 * o.beta)).square()
 
 
 def _exo_pair(p: Pairs, o: Any) -> Any:
@@ -72,10 +55,6 @@ def _robust(p: Pairs, o: Any) -> Any:
     return ((1 - e) * logistic(x) - e * logistic(-x)) / (1 - 2 * e)
 
 
-def _bco_pair(p: Pairs, o: Any) -> Any:
-    return logistic(o.beta * p.chosen) + logistic(-o.beta * p.rejected)
-
-
 def _sppo_hard(p: Pairs, o: Any) -> Any:
     half = 0.5 / o.beta
     return (p.chosen - half).square() + (p.rejected + half).square()
@@ -92,22 +71,10 @@ def _aot_unpaired(p: Pairs, o: Any) -> Any:
     return logistic(o.beta * gap, o.label_smoothing)
 
 
-def _apo_zero(p: Pairs, o: Any) -> Any:
-    return torch.sigmoid(-o.beta * p.chosen) + torch.sigmoid(o.beta * p.rejected)
-
-
-def _apo_down(p: Pairs, o: Any) -> Any:
-    return torch.sigmoid(o.beta * p.chosen) + torch.sigmoid(o.beta * (p.rejected - p.chosen))
-
-
 def _discopop(p: Pairs, o: Any) -> Any:
     x = o.beta * delta(p)
     mix = torch.sigmoid(x / o.discopop_tau)
     return (1 - mix) * logistic(x) + mix * torch.exp(-x)
-
-
-def _sft(p: Pairs, o: Any) -> Any:
-    return p.nll.expand(p.chosen.shape)
 
 
 class Formula(NamedTuple):
@@ -121,21 +88,54 @@ class Formula(NamedTuple):
 
 
 DPO: dict[str, Formula] = {
-    "sigmoid": Formula(_sigmoid, "DPO, arXiv:2305.18290; smoothed cDPO", True, True),
-    "sigmoid_norm": Formula(_sigmoid_norm, "DPO of mean scores, arXiv:2405.14734", True, True),
-    "hinge": Formula(_hinge, "SLiC, arXiv:2305.10425", False, True),
-    "ipo": Formula(_ipo, "IPO, arXiv:2310.12036 eq. 17, scores a token", False, True),
+    "sigmoid": Formula(
+        lambda p, o: logistic(o.beta * delta(p), o.label_smoothing),
+        "DPO, arXiv:2305.18290; smoothed cDPO",
+        True,
+        True,
+    ),
+    "sigmoid_norm": Formula(
+        lambda p, o: logistic(o.beta * mean_delta(p), o.label_smoothing),
+        "DPO of mean scores, arXiv:2405.14734",
+        True,
+        True,
+    ),
+    "hinge": Formula(
+        lambda p, o: torch.relu(1 - o.beta * delta(p)), "SLiC, arXiv:2305.10425", False, True
+    ),
+    "ipo": Formula(
+        lambda p, o: (mean_delta(p) - 1 / (2 * o.beta)).square(),
+        "IPO, arXiv:2310.12036 eq. 17, scores a token",
+        False,
+        True,
+    ),
     "exo_pair": Formula(_exo_pair, "EXO, arXiv:2402.00856 eq. 16", True, True),
     "nca_pair": Formula(_nca_pair, "NCA, arXiv:2402.05369"),
     "robust": Formula(_robust, "Robust DPO, arXiv:2403.00409", True, True),
-    "bco_pair": Formula(_bco_pair, "BCO, arXiv:2404.04656"),
+    "bco_pair": Formula(
+        lambda p, o: logistic(o.beta * p.chosen) + logistic(-o.beta * p.rejected),
+        "BCO, arXiv:2404.04656",
+    ),
     "sppo_hard": Formula(_sppo_hard, "SPPO, arXiv:2405.00675 eq. 4.7"),
     "aot": Formula(_aot, "AOT, arXiv:2406.05882", True, paired=False),
     "aot_unpaired": Formula(_aot_unpaired, "AOT, arXiv:2406.05882", True, paired=False),
-    "apo_zero": Formula(_apo_zero, "APO, arXiv:2408.06266 eq. 7"),
-    "apo_down": Formula(_apo_down, "APO, arXiv:2408.06266 eq. 8"),
+    "apo_zero": Formula(
+        lambda p, o: torch.sigmoid(-o.beta * p.chosen) + torch.sigmoid(o.beta * p.rejected),
+        "APO, arXiv:2408.06266 eq. 7",
+    ),
+    "apo_down": Formula(
+        lambda p, o: (
+            torch.sigmoid(o.beta * p.chosen) + torch.sigmoid(o.beta * (p.rejected - p.chosen))
+        ),
+        "APO, arXiv:2408.06266 eq. 8",
+    ),
     "discopop": Formula(_discopop, "DiscoPOP, arXiv:2406.08414 eq. 5", False, True),
-    "sft": Formula(_sft, "negative log-likelihood of the chosen tokens", False, True),
+    "sft": Formula(
+        lambda p, o: p.nll.expand(p.chosen.shape),
+        "negative log-likelihood of the chosen tokens",
+        False,
+        True,
+    ),
 }
 
 
@@ -266,9 +266,8 @@ def dpo_loss(
     mask = pair_mask("DPO", target, ignore_index)
     # first, so that its logits are gone when the policy's come, which may stay
     before = _reference("DPO", reference, target, mask, o, ignore_index)
-    own = policy_tokens("DPO", policy, target, o.metrics, ignore_index)
+    own, nll = pair_tokens("DPO", policy, target, None, o.metrics, ignore_index)
     sums = sequences(own.log_prob, mask, o.tail, o.length_normalized)
-    nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])  # type: ignore[union-attr]
     pairs = paired(sums, before, mask, nll, lambda t: SCORES[o.divergence](t, o))
     factor: Tensor | float = 1.0
     if o.weighting:
@@ -426,7 +425,7 @@ def cpo_loss(
         options: As :class:`CPOOptions`.
     """
     o = CPOOptions.of(**options)
-    mask, every = pair_mask("CPO", target, ignore_index), target
+    mask = pair_mask("CPO", target, ignore_index)
     if nll_target is not None:
         half = target.chunk(2)[0]
         checks.ids("CPO", "nll_target", nll_target)
@@ -435,19 +434,8 @@ def cpo_loss(
                 f"CPO: nll_target must have shape {tuple(half.shape)}, that of the chosen rows, "
                 f"got {checks.describe(nll_target)}"
             )
-        every = with_nll_targets(target, nll_target, ignore_index)
-    own = policy_tokens("CPO", policy, every, o.metrics, ignore_index)
+    own, nll = pair_tokens("CPO", policy, target, nll_target, o.metrics, ignore_index)
     assert own.log_prob is not None
-
-    def again(rest: Tensor) -> Tensor:
-        log_prob = policy_tokens("CPO", policy, rest, (), ignore_index).log_prob
-        assert log_prob is not None
-        return log_prob
-
-    if nll_target is None:
-        nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])
-    else:
-        nll = chosen_nll(own.log_prob, again, target, nll_target, ignore_index)
     formula = CPO[o.loss_type]
     mean = formula.mean if o.length_normalized is None else o.length_normalized
     sums = sequences(torch.where(mask, own.log_prob, 0), mask, None, mean)

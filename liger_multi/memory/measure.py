@@ -181,6 +181,8 @@ def measure(
     Yields:
         The :class:`Peak`, filled in when the block ends, also when it raises.
     """
+    from liger_multi.dispatch.op import inline_ops
+
     if width is not None and width < 1:
         raise ValueError(f"width must be a positive length of an axis or None, got {width!r}")
     where = resolve_device(device)
@@ -190,7 +192,7 @@ def measure(
         if on_cpu or width is not None:
             watch = _Watch(where, width, known if on_cpu else ())
             stack.callback(watch.report, peak, on_cpu)
-            stack.enter_context(_inline_ops())
+            stack.enter_context(inline_ops())  # as plain Python, so that the watch sees them
             stack.enter_context(watch)
         if not on_cpu:
             stack.enter_context(_allocator(where, peak))
@@ -243,13 +245,6 @@ def _allocator(device: torch.device, peak: Peak) -> Iterator[None]:
         module.synchronize(device)
         peak.peak_bytes = module.max_memory_allocated(device)
         peak.end_bytes = module.memory_allocated(device)
-
-
-def _inline_ops() -> contextlib.AbstractContextManager[None]:
-    """Run our operators as plain Python, so that the watch sees what they allocate."""
-    from liger_multi.dispatch.op import inline_ops
-
-    return inline_ops()
 
 
 class _Watch(StorageMode):

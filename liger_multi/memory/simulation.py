@@ -26,7 +26,7 @@ from liger_multi._torch_private import (
     reference_counts,
     run_backward,
 )
-from liger_multi.checks import meta_autocast
+from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.meta_kernels import CHUNKED, SCRATCH, around_kernels
@@ -109,10 +109,10 @@ class MetaImplementations(TorchFunctionMode):
     """Answer for ``F.scaled_dot_product_attention``, and cast for products as autocast does."""
 
     def __init__(
-        self, recorder: Recorder, target: str, autocast: torch.dtype | None = None
+        self, recorder: Recorder, target: str, autocast_to: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self._recorder, self._target, self._autocast = recorder, target, autocast
+        self._recorder, self._target, self._autocast = recorder, target, autocast_to
         self.casts: dict[int, Tensor] = {}
 
     def _cast(self, value: Any) -> Any:
@@ -128,7 +128,7 @@ class MetaImplementations(TorchFunctionMode):
         """Everything else passes."""
         if kwargs is None:
             kwargs = {}
-        if self._autocast is not None and func in _PRODUCTS:
+        if autocast_dtype("meta") is not None and func in _PRODUCTS:
             args = tuple(self._cast(a) for a in args)
             kwargs = {name: self._cast(a) for name, a in kwargs.items()}
         if func is nn.functional.scaled_dot_product_attention:
@@ -253,11 +253,8 @@ class Simulation(Recorder):
         model = cast(Any, self._model)
         with self.surroundings():
             loss = self.forward(lambda: model(input_ids=ids, labels=ids).loss)
-            token = meta_autocast.set(self._autocast)  # of what is computed again
-            try:
+            with autocast("meta", self._autocast):  # of what is computed again
                 backward(loss)
-            finally:
-                meta_autocast.reset(token)
             self._stepping = True
             scratch = torch.empty(optimizer_bytes, dtype=torch.uint8, device="meta")
             del scratch
@@ -283,11 +280,10 @@ class Simulation(Recorder):
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """``call()`` as under the autocast of this step."""
-        token = meta_autocast.set(self._autocast)
         try:
-            return call()
+            with autocast("meta", self._autocast):
+                return call()
         finally:
-            meta_autocast.reset(token)
             self._casts.clear()
 
     @classmethod

@@ -310,20 +310,13 @@ class _Surroundings:
     def __init__(self, x: Tensor, random: bool) -> None:
         device_type = x.device.type
         self.device_type, self.random = device_type, random
-        self.autocast = None
-        if device_type != "meta":  # which has none
-            self.autocast = (
-                torch.get_autocast_dtype(device_type),
-                torch.is_autocast_enabled(device_type),
-            )
+        self.autocast_dtype = checks.autocast_dtype(device_type)
         if random:
             self.state = torch.get_rng_state()
             self.devices, self.states = get_device_states(x)
 
     def __enter__(self) -> None:
-        self.cast: Any = contextlib.nullcontext()
-        if self.autocast is not None:
-            self.cast = torch.autocast(self.device_type, *self.autocast)
+        self.cast = checks.autocast(self.device_type, self.autocast_dtype)
         self.cast.__enter__()
         if self.random:
             accelerator = "cuda" if self.device_type == "cpu" else self.device_type

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_multi.dispatch.config import in_quarantine
 from liger_multi.patching.watch import Executed, executed, serves
 
 
@@ -126,7 +127,11 @@ class PatchReport:
         lines += _aligned([_HEADER, *self.rows()]) if self.entries else [nothing]
         if self.skipped:
             lines += ["skipped", *_aligned([_SKIPPED, *self.skipped_rows()])]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.quarantine()])
+
+    def quarantine(self) -> list[str]:
+        """What `liger-multi verify` keeps operators of this report from, where that is in force."""
+        return in_quarantine({entry.op for entry in self.entries})
 
     def __rich__(self) -> Any:
         """A rich renderable; only rich calls this."""
@@ -145,6 +150,7 @@ class PatchReport:
         parts: list[Any] = [table(f"{self.call} {self.target}", _HEADER, self.rows())]
         if self.skipped:
             parts.append(table("skipped", _SKIPPED, self.skipped_rows()))
+        parts += map(Text, self.quarantine())
         return Group(*parts)
 
 

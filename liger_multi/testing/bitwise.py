@@ -25,7 +25,7 @@ from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.resolve import plan_for
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import BackendUnavailableError
-from liger_multi.testing.checks import Order, call, grads, outputs
+from liger_multi.testing.checks import Order, call, grads, inputs, outputs
 from liger_multi.testing.samples import Sample
 
 SETTINGS: dict[str, bool | str] = {"": False, "deterministic": True, "rows": "rows"}
@@ -114,7 +114,7 @@ def calls_of(
     op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order
 ) -> list[Call]:
     """The calls of forward and backward that a sample leads to."""
-    tensors = sample.make(device, dtype)
+    tensors = inputs(sample, device, dtype)
     with recorded() as recorded_calls:
         result, _ = outputs(call(op, tensors, sample.options, **{op: order}))
         generator = torch.Generator().manual_seed(1)
@@ -160,7 +160,7 @@ def check_recompute(
 
 
 def check_rows(op_call: Call, mode: str) -> None:
-    """Rows in other orders, alone, in other numbers, and beside other rows.
+    """Rows in other orders, alone, in other numbers, beside other rows, and beside one of NaN.
 
     A mean divides by the number of rows: its gradients are not looked at.
     """
@@ -169,7 +169,21 @@ def check_rows(op_call: Call, mode: str) -> None:
     rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
     if not rows.count or (counted and prim.direction == "backward"):
         return
-    whole = op_call.run(mode, selected(rows, op_call, torch.arange(rows.count)))
+    args = selected(rows, op_call, torch.arange(rows.count))
+    whole = op_call.run(mode, args)
+
+    def compare(index: Tensor, actual: Sequence[Any], own: Tensor, what: str) -> None:
+        """Rows ``index`` of the whole result with rows ``own`` of another one."""
+        for name, every, part in zip((*prim.returns, *prim.mutates), whole, actual, strict=True):
+            axis = rows.axis(name, every)
+            if axis is None or every.shape[axis] != rows.count:
+                continue
+            if counted and name in prim.mutates:
+                continue
+            sides = (every, index), (part, own)
+            expected, got = (t.index_select(axis, i.to(t.device)) for t, i in sides)
+            _require(op_call, mode, "rows", (expected,), (got,), f"{name} of {what}")
+
     last, generator = rows.count - 1, torch.Generator().manual_seed(2)
     some = torch.randint(
         rows.count, (67 if _row_size(rows, named) < 512 else 5,), generator=generator
@@ -178,15 +192,21 @@ def check_rows(op_call: Call, mode: str) -> None:
     for chosen in ([0], [last], [last, 0], [0, last, 0], backwards, some.tolist()):
         index = torch.tensor(chosen)
         actual = op_call.run(mode, selected(rows, op_call, index))
-        names = (*prim.returns, *prim.mutates)
-        for name, every, part in zip(names, whole, actual, strict=True):
-            axis = rows.axis(name, every)
-            if axis is None or every.shape[axis] != rows.count:
-                continue
-            if counted and name in prim.mutates:
-                continue
-            expected = every.index_select(axis, index.to(every.device))
-            _require(op_call, mode, "rows", (expected,), (part,), f"{name} of rows {chosen[:8]}")
+        compare(index, actual, torch.arange(len(chosen)), f"rows {chosen[:8]}")
+    others = torch.arange(1, rows.count)
+    compare(others, op_call.run(mode, _with_nan(rows, op_call, args)), others, "rows beside NaN")
+
+
+def _with_nan(rows: RowAxes, op_call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with NaN in the first row of whatever has rows."""
+    changed = []
+    for name, value, arg in zip(op_call.prim.params, op_call.args, args, strict=True):
+        flat, axis = rows.flat(name, value)
+        if flat is not None and arg.is_floating_point():
+            first = torch.zeros(1, dtype=torch.int64, device=arg.device)
+            arg = arg.index_fill(axis, first, float("nan"))
+        changed.append(arg)
+    return tuple(changed)
 
 
 def _row_size(rows: RowAxes, named: Mapping[str, Any]) -> int:

@@ -6,23 +6,28 @@ Outputs and gradients are compared with the tolerances of :mod:`liger_multi.test
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from liger_multi import ops
+from liger_multi.dispatch.bitwise import several
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, operators, unavailable
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import BackendUnavailableError, unknown
 from liger_multi.testing import samples
 from liger_multi.testing.formulas import FORMULAS
+from liger_multi.testing.poison import guarded, overwritten
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.tolerance import excess
 
@@ -71,6 +76,50 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Named = Mapping[str, Tensor]
 Order = str | Sequence[str]
 """A backend, or backends in the order in which they are asked."""
+
+
+class WrongResultError(AssertionError):
+    """A result that differs from the formula by more than the tolerance.
+
+    Attributes:
+        worst: The largest error in units of the tolerance.
+    """
+
+    def __init__(self, message: str, worst: float) -> None:
+        super().__init__(message)
+        self.worst = worst
+
+
+def inputs(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a sample between guards (:mod:`liger_multi.testing.poison`)."""
+    return {name: guarded(t) for name, t in sample.make(device, dtype).items()}
+
+
+@contextlib.contextmanager
+def by_the_rules() -> Iterator[None]:
+    """Compare shape and dtype of what backends return with the operator's rule, within a block.
+
+    Autograd would cast a gradient of another dtype without a word.
+
+    Raises:
+        AssertionError: They differ; the message names the output.
+    """
+    original = Primitive.call
+
+    def call_and_compare(prim: Primitive, *args: Any) -> Any:
+        result = original(prim, *args)
+        meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in args]
+        for name, got, rule in zip(
+            prim.returns, several(result), several(prim.fake(*meta)), strict=True
+        ):
+            same = (got.dtype, got.shape) == (rule.dtype, rule.shape)
+            where = f"{prim.op.name}.{prim.direction} returns {name} as"
+            said = f"{where} {got.dtype} {tuple(got.shape)}, not {rule.dtype} {tuple(rule.shape)}"
+            _require(same or not rule.numel(), said)
+        return result
+
+    with mock.patch.object(Primitive, "call", call_and_compare):
+        yield
 
 
 def call(op: str, tensors: Named, options: Mapping[str, Any], **order: Order) -> Any:
@@ -217,7 +266,7 @@ def _code_errors(op: str, result: Any, tensors: Named, sample: Sample) -> dict[s
 
 def _run_backward_by(op: str, backend: Order, result: Named) -> None:
     """Let another backend run backward: forward recorded the configuration it was called in."""
-    node: Any = next(iter(result.values())).grad_fn
+    node: Any = next((t.grad_fn for t in result.values()), None)
     while node is not None and not hasattr(node, "configuration"):
         node = node.next_functions[0][0] if node.next_functions else None
     if node is not None:
@@ -232,7 +281,7 @@ def compare(
     forward: Order,
     backward: Order | None = None,
     used: tuple[str, ...] | None = None,
-) -> None:
+) -> dict[str, float]:
     """Compare one call and its gradients with the formula in fp64.
 
     Args:
@@ -244,13 +293,31 @@ def compare(
         backward: The backend that runs backward; that of forward where None.
         used: Outputs that get an upstream gradient; all where None.
 
+    Returns:
+        The errors of outputs and gradients in units of the tolerance.
+
     Raises:
-        AssertionError: An output or gradient is wrong, or an input was written to. The message has
-            the errors in units of the tolerance.
+        AssertionError: An output or gradient is wrong or has another shape or dtype, or an input,
+            or memory beside it, was written to. The message has the errors in units of the
+            tolerance.
         BackendUnavailableError: A backend refused the call; the message has its reason.
     """
+    with by_the_rules():
+        return _compared(op, sample, dtype, device, forward, backward, used)
+
+
+def _compared(
+    op: str,
+    sample: Sample,
+    dtype: torch.dtype,
+    device: torch.device,
+    forward: Order,
+    backward: Order | None,
+    used: tuple[str, ...] | None,
+) -> dict[str, float]:
+    """What :func:`compare` does under the rules."""
     right = exact(op, sample.name, dtype, device)
-    tensors = sample.make(device, dtype)
+    tensors = inputs(sample, device, dtype)
     before = {n: t.detach().clone() for n, t in tensors.items()}
     output = call(op, tensors, sample.options, **{op: forward})
     result, others = outputs(output)
@@ -272,11 +339,14 @@ def compare(
     used_upstream = {n: up if n in used else None for n, up in right.upstream.items()}
     gradients = grads(result, tensors, used_upstream)
     errors |= _gradient_errors(gradients, right.gradients(used), tensors, dtype)
-    within = all(error <= 1 for error in errors.values())  # no NaN is
-    _require(within, f"errors in units of the tolerance: {errors}")
+    worst = max(errors.values(), default=0.0)
+    if not all(error <= 1 for error in errors.values()):  # no NaN is
+        raise WrongResultError(f"errors in units of the tolerance: {errors}", worst)
     for name, tensor in tensors.items():
         unchanged = torch.equal(tensor.detach(), before[name])
         _require(unchanged, f"{name} of the caller was written to")
+        _require(not overwritten(tensor), f"memory beside {name} of the caller was written to")
+    return errors
 
 
 # --- what a backend has to be compared in ---

@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -252,24 +253,33 @@ def _switches():
     )
 
 
-@pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
-def test_threads_leave_the_process_as_it_was(held):
-    """The second thread took the first one's setting for the caller's, and restored that."""
-    before, inside, leave = _switches(), threading.Event(), threading.Event()
+@contextlib.contextmanager
+def _entered_by_a_thread(context):
+    """Another thread enters the context before this block, and leaves it after the block."""
+    inside, leave = threading.Event(), threading.Event()
 
     def stay():
-        with held:
+        with context:
             inside.set()
             leave.wait(30)
 
-    with held:
-        other = threading.Thread(target=stay)
-        other.start()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(stay)
         assert inside.wait(30)
-        changed = _switches()
-    assert _switches() == changed != before
-    leave.set()
-    other.join()
+        yield
+        leave.set()
+        other.result()
+
+
+@pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
+def test_threads_leave_the_process_as_it_was(held):
+    """The second thread took the first one's setting for the caller's, and restored that."""
+    before = _switches()
+    with contextlib.ExitStack() as other:
+        with held:
+            other.enter_context(_entered_by_a_thread(held))
+            changed = _switches()
+        assert _switches() == changed != before
     assert _switches() == before
     with pytest.raises(RuntimeError, match="stop"), held, held:
         raise RuntimeError("stop")
@@ -434,20 +444,10 @@ def test_the_setting_of_another_thread_recompiles_nothing():
     torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
-    x, inside, leave = torch.randn(4, 16), threading.Event(), threading.Event()
-
-    def other():
-        with liger_multi.use(deterministic="rows"):
-            inside.set()
-            leave.wait(30)
-
+    x = torch.randn(4, 16)
     compiled(x)
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert inside.wait(30)
-    compiled(x)
-    leave.set()
-    thread.join()
+    with _entered_by_a_thread(liger_multi.use(deterministic="rows")):
+        compiled(x)
     assert len(graphs) == 1
 
 

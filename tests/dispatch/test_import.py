@@ -109,6 +109,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
     [
@@ -141,6 +142,7 @@ def test_importing_loads_nothing_optional_and_touches_no_driver():
     assert python(code) == "False MainThread"
 
 
+@pytest.mark.slow
 def test_lazy_modules_load_nothing_optional():
     use = """
 import liger_multi
@@ -158,6 +160,7 @@ def test_the_first_calls_without_a_device_load_nothing_optional():
     assert python(BEFORE + TRAIN + ADDED + "print('ran')", **NO_DEVICES) == "ran"
 
 
+@pytest.mark.slow
 def test_every_operator_runs_with_optional_packages_hidden():
     bound = """
 try:
@@ -171,6 +174,7 @@ except liger_multi.errors.BackendUnavailableError as error:
     assert "rms_norm" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["operators", "patched model"])
 def test_offline_with_a_read_only_home(tmp_path, what):
     if what == "patched model":
@@ -234,6 +238,7 @@ for name in ({folder!r}, {module!r}):
         assert repr(folder) in line
 
 
+@pytest.mark.slow
 def test_public_names_and_dir():
     code = """
 import sys, liger_multi

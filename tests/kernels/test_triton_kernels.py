@@ -537,14 +537,30 @@ def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
     return kernels_twice[0], run(scan_reference, torch.float64)
 
 
+def assert_scans_as_the_reference(length, states, **kwargs):
+    for got, exact in zip(*scanned(length, states, **kwargs), strict=True):
+        assert got.shape == exact.shape
+        scale = float(exact.abs().max()) if exact.numel() else 0.0
+        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+
+
+def launched(monkeypatch, span=8, **launches):
+    """Have short spans, and numbers of launches by the names of the scan's kernels."""
+
+    def tabled(name, formula, device, **shape):
+        config = launch.launch_config(name, formula, device, **shape)
+        return replace(config, **launches.get(name.split(".")[1], {}))
+
+    monkeypatch.setattr(scan_reference, "SPAN", span)
+    monkeypatch.setattr(selective_scan, "launch_config", tabled)
+
+
 @pytest.mark.parametrize(
     ("length", "states", "upstream"), [(17, 16, True), (8, 3, True), (7, 40, True), (9, 16, False)]
 )
 def test_scans_of_several_blocks_and_chunks(length, states, upstream):
     """Also a gradient of the last state alone."""
-    for got, exact in zip(*scanned(length, states, upstream), strict=True):
-        scale = float(exact.abs().max()) if exact.numel() else 0.0
-        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+    assert_scans_as_the_reference(length, states, upstream=upstream)
 
 
 @pytest.mark.parametrize(
@@ -564,59 +580,35 @@ def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, 
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
     monkeypatch.setattr(selective_scan, "PROGRAMS", 0)  # backward has a sequence at a time
-    for got, exact in zip(*scanned(length, states, **kwargs), strict=True):
-        scale = float(exact.abs().max()) if exact.numel() else 0.0
-        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+    assert_scans_as_the_reference(length, states, **kwargs)
 
 
-def test_scans_by_the_launches_of_hopper(monkeypatch):
-    """Four tokens a step in one part, rows by caches alone."""
-
-    def tabled(name, formula, device, **shape):
-        config = launch.launch_config(name, formula, device, **shape)
-        steps = {"step": 4, "ahead": 3}
-        fields = {"forward": steps, "backward": {**steps, "parts": 1}}
-        return replace(config, **fields.get(name.split(".")[1], {}))
-
-    monkeypatch.setattr(scan_reference, "SPAN", 8)
-    monkeypatch.setattr(selective_scan, "launch_config", tabled)
-    for got, exact in zip(*scanned(19, 16), strict=True):
-        scale = float(exact.abs().max())
-        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+STEPS = {"step": 4, "ahead": 3}
+LAUNCHES = {
+    "hopper": (19, 16, {"forward": STEPS, "backward": {**STEPS, "parts": 1}}, {}),
+    "teams": (19, 16, {"team": {"team": 4, "block": 8, "count": 2}}, {}),
+    "short teams": (
+        7,
+        12,
+        {"team": {"team": 8, "block": 4, "count": 1}},
+        {"state": False, "packed": False},
+    ),
+    "full teams": (24, 8, {"team": {"team": 2, "block": 16, "count": 1}}, {"cols": 32}),
+}
 
 
-def by_teams(monkeypatch, **fields):
-    """Forward of the scan by teams of some shape; spans of 8 tokens."""
-
-    def tabled(name, formula, device, **shape):
-        config = launch.launch_config(name, formula, device, **shape)
-        return replace(config, **fields) if name.endswith("team") else config
-
-    monkeypatch.setattr(scan_reference, "SPAN", 8)
-    monkeypatch.setattr(selective_scan, "launch_config", tabled)
-
-
-@pytest.mark.parametrize(
-    ("length", "states", "team", "kwargs"),
-    [
-        (19, 16, {"team": 4, "block": 8, "count": 2}, {}),
-        (7, 12, {"team": 8, "block": 4, "count": 1}, {"state": False, "packed": False}),
-        (24, 8, {"team": 2, "block": 16, "count": 1}, {"cols": 32}),
-    ],
-)
-def test_scans_of_whole_sequences_by_teams(monkeypatch, length, states, team, kwargs):
-    """With short steps and blocks, and with none; one span, and several."""
-    by_teams(monkeypatch, **team)
-    for got, exact in zip(*scanned(length, states, **kwargs), strict=True):
-        assert got.shape == exact.shape
-        scale = float(exact.abs().max()) if exact.numel() else 0.0
-        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_scans_by_other_launches(monkeypatch, name):
+    """Four tokens a step in one part; whole sequences by teams, with short steps and blocks."""
+    length, states, launches, kwargs = LAUNCHES[name]
+    launched(monkeypatch, **launches)
+    assert_scans_as_the_reference(length, states, **kwargs)
 
 
 @pytest.mark.parametrize("tensor", range(5))
 def test_teams_keep_what_is_not_finite_within_its_sequence(monkeypatch, tensor):
     """NaN in u, delta, B, C and the first state, of the second sequence or of the first."""
-    by_teams(monkeypatch, team=4, block=8, count=1)
+    launched(monkeypatch, team={"team": 4, "block": 8, "count": 1})
     rows = [torch.randn(1, 19, 8, device=DEVICE) for _ in range(2)]
     pairs = [torch.randn(1, 19, 16, device=DEVICE) for _ in range(2)]
     A, state = -torch.rand(8, 16, device=DEVICE), torch.randn(1, 8, 16, device=DEVICE)
@@ -657,15 +649,16 @@ def test_teams_are_for_sequences_that_fill_a_card():
             launch.any_rows.reset(token)
 
 
-def test_scans_whose_steps_do_not_divide_a_span_raise(monkeypatch):
-    by_teams(monkeypatch, team=4, block=8, count=3)
-    with pytest.raises(ValueError, match="a step of 12 tokens must divide 8"):
-        scanned(17, 16)
-
-
-def test_scans_whose_chunks_do_not_divide_a_span_raise(monkeypatch):
-    monkeypatch.setattr(scan_reference, "SPAN", 6)
-    with pytest.raises(ValueError, match="a chunk of 1 x 4 tokens must divide 6"):
+@pytest.mark.parametrize(
+    ("span", "launches", "text"),
+    [
+        (8, {"team": {"team": 4, "block": 8, "count": 3}}, "a step of 12 tokens must divide 8"),
+        (6, {}, "a chunk of 1 x 4 tokens must divide 6"),
+    ],
+)
+def test_scans_that_do_not_divide_a_span_raise(monkeypatch, span, launches, text):
+    launched(monkeypatch, span, **launches)
+    with pytest.raises(ValueError, match=text):
         scanned(17, 16)
 
 

@@ -165,6 +165,7 @@ def launches(card):
     return card, launched(card)
 
 
+@pytest.mark.slow
 def test_every_launch_fits_the_card(launches):
     card, cases = launches
     _, wave, _, _ = CARDS[card]

@@ -8,8 +8,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +21,7 @@ from liger_multi import losses, ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.testing.tolerance import excess
 from tests import harness, processes
-from tests.comparing import assert_same_gradients, gradients
+from tests.comparing import assert_same_gradients, assert_same_loss, gradients
 from tests.models import batch, build
 
 # --- heads ---
@@ -36,13 +39,6 @@ def data(width=16, classes=37, rows=3, length=6):
 
 def real(logits, target):
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def same(ours, expected, leaves, dtype=WIDE):
-    a, e = (torch.autograd.grad(x, leaves, retain_graph=True) for x in (ours, expected))
-    assert excess(ours.detach(), expected.detach(), dtype) <= 1
-    for x, y in zip(a, e, strict=True):
-        assert excess(x, y, dtype) <= 1
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])
@@ -68,7 +64,7 @@ def test_a_head_is_called_so_that_hooks_gather_its_weight(passes):
     assert calls == ["gather", "free"]
     assert "forward" not in vars(head)
     leaves = [hidden, whole, head.bias]
-    same(ours, real(F.linear(hidden, whole, head.bias), target), leaves)
+    assert_same_loss(ours, real(F.linear(hidden, whole, head.bias), target), leaves)
     with pytest.raises(ValueError, match="ZeRO-3"):
         losses.sequence_loss(losses.Head(hidden, head.weight, head.bias), target)
 
@@ -105,7 +101,7 @@ def test_a_lora_adapter_on_the_head_is_computed_and_trained(passes, chunk):
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 2
-    same(ours, real(model(hidden), target), [hidden, *trained])
+    assert_same_loss(ours, real(model(hidden), target), [hidden, *trained])
 
 
 def test_several_adapters_dropout_and_scaling():
@@ -124,7 +120,7 @@ def test_several_adapters_dropout_and_scaling():
     ):
         torch.manual_seed(3)
         results.append(loss())
-    same(*results, [hidden, *[p for p in model.parameters() if p.requires_grad]])
+    assert_same_loss(*results, [hidden, *[p for p in model.parameters() if p.requires_grad]])
 
 
 def test_a_disabled_or_merged_adapter():
@@ -132,10 +128,10 @@ def test_a_disabled_or_merged_adapter():
     hidden, target = data()
     with model.disable_adapter():
         ours, _ = losses.sequence_loss(losses.Head(hidden, head), target)
-        same(ours, real(model(hidden), target), [hidden])
+        assert_same_loss(ours, real(model(hidden), target), [hidden])
     model.merge_adapter()
     ours, _ = losses.sequence_loss(losses.Head(hidden, head), target)
-    same(ours, real(model(hidden), target), [hidden])
+    assert_same_loss(ours, real(model(hidden), target), [hidden])
 
 
 def test_a_reference_is_the_policy_with_its_adapter_off():
@@ -150,7 +146,7 @@ def test_a_reference_is_the_policy_with_its_adapter_off():
     )
     ratio = (policy - base.detach()).sum(-1)
     trained = [p for p in model.parameters() if p.requires_grad]
-    same(ours, -F.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean(), [hidden, *trained])
+    assert_same_loss(ours, -F.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean(), [hidden, *trained])
 
 
 def test_copies_that_train_whole():
@@ -171,10 +167,12 @@ def test_copies_that_train_whole():
     head = model.base_model.model.lm_head
     torch.nn.init.normal_(head.modules_to_save["default"].weight)
     ours, _ = losses.sequence_loss(losses.Head(hidden, head), target)
-    same(ours, real(head(hidden), target), [hidden, head.modules_to_save["default"].weight])
+    assert_same_loss(
+        ours, real(head(hidden), target), [hidden, head.modules_to_save["default"].weight]
+    )
     with model.disable_adapter():
         ours, _ = losses.sequence_loss(losses.Head(hidden, head), target)
-        same(ours, real(head(hidden), target), [hidden])
+        assert_same_loss(ours, real(head(hidden), target), [hidden])
 
 
 def test_heads_that_are_refused_with_the_reason():
@@ -235,7 +233,7 @@ def test_the_head_of_a_patched_model_runs_jobs():
     head = patched.lm_head
     hidden, target = data(stock.config.hidden_size, stock.config.vocab_size)
     ours, _ = losses.sequence_loss(losses.Head(hidden, head), target)
-    same(ours, real(stock.lm_head(hidden), target), [hidden])
+    assert_same_loss(ours, real(stock.lm_head(hidden), target), [hidden])
 
 
 # --- compiled, and on several ranks ---
@@ -257,13 +255,10 @@ def test_losses_compile_whole(name):
         return losses.sequence_loss(head, target)[0]
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    same(compiled(hidden, weight), loss(hidden, weight), [hidden, weight])
+    assert_same_loss(compiled(hidden, weight), loss(hidden, weight), [hidden, weight])
 
 
 def _rank(rank, meeting, results):
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 37)
@@ -274,8 +269,6 @@ def _rank(rank, meeting, results):
         losses.Head(hidden, head.weight, head.bias), target, advantages, old=old, loss_type="dapo"
     )
     expected = torch.autograd.grad(whole, (head.weight, head.bias))
-    from torch.distributed.device_mesh import init_device_mesh
-
     fully_shard(head, mesh=init_device_mesh("cpu", (2,)))
     mine = slice(2 * rank, 2 * rank + 2)
     for passes in ("one", "two"):
@@ -295,6 +288,7 @@ def _rank(rank, meeting, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_heads_and_counts_of_all_ranks(tmp_path):
     """FSDP2 on two ranks: the gradient is that of one rank with all answers."""
     context = processes.forks() if harness.accelerator() is None else mp.get_context("spawn")
@@ -313,8 +307,6 @@ def test_sharded_heads_and_counts_of_all_ranks(tmp_path):
 
 def test_counts_are_reduced_once_a_call(monkeypatch):
     """Never inside of a chunk, and only where a loss divides by what all ranks have."""
-    import torch.distributed as dist
-
     calls = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group=None: calls.append(x))
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)

@@ -471,6 +471,7 @@ def test_optimizers_are_complete():
     assert {o.temporaries for o in OPTIMIZERS.values()} == {"none", "all", "largest"}
 
 
+@pytest.mark.slow
 def test_the_memory_demo(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):

@@ -13,12 +13,15 @@ import torch
 pytest.importorskip("transformers")
 
 
+import transformers
+
 from benchmarks.memory import Case
+from liger_multi import use
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, cost, forked, passes, search, store
+from liger_multi.memory.planning import Candidate, cost, passes, search, store
 from liger_multi.memory.planning.cost import CARDS, card_of
 from liger_multi.memory.planning.passes import Passes
 from liger_multi.memory.planning.predict import Predictor
@@ -71,6 +74,7 @@ def only(cache):
 # --- hits ---
 
 
+@pytest.mark.slow
 def test_repeated_plan_needs_no_simulation(cache):
     first = cached_plan()
     assert first.simulations > 5
@@ -80,6 +84,7 @@ def test_repeated_plan_needs_no_simulation(cache):
     assert plan(config_of(), "80MiB", sequence=LENGTH, space=SMALL).simulations, "by default"
 
 
+@pytest.mark.slow
 def test_simulations_shared_between_plans(cache):
     most = cached_plan().simulations
     assert cached_plan(memory="2GiB", limits=False).simulations < most / 2
@@ -108,11 +113,10 @@ def test_published_size_identity():
     assert len(set(identities)) == len(SIZES)
 
 
+@pytest.mark.slow
 def test_plans_of_models_are_not_cached(cache):
     """A model may have code and adapters of its own."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(config_of())
+    model = transformers.AutoModelForCausalLM.from_config(config_of())
     for _ in range(2):
         assert cached_plan(model, limits=False).simulations
     assert not cache.exists()
@@ -121,34 +125,36 @@ def test_plans_of_models_are_not_cached(cache):
 # --- misses ---
 
 
+def unreadable(file):
+    file.unlink()
+    file.mkdir()
+
+
+def edited(change):
+    return lambda file: file.write_text(change(file.read_text()))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda text: text[: len(text) // 2],
-        lambda text: text.replace("1", "2", 1000),
-        lambda text: "not JSON",
-        lambda text: "\n" + text,
-        lambda text: "",
+        edited(lambda text: text[: len(text) // 2]),
+        edited(lambda text: text.replace("1", "2", 1000)),
+        edited(lambda text: "not JSON"),
+        edited(lambda text: "\n" + text),
+        edited(lambda text: ""),
+        lambda file: file.write_bytes(b"\xff\xfe\x00"),
+        unreadable,
     ],
-    ids=["half of it", "other numbers", "other text", "no head", "empty"],
+    ids=["half of it", "other numbers", "other text", "no head", "empty", "bytes", "a folder"],
 )
 def test_a_broken_file_is_replaced(cache, spoil):
     first = cached_plan()
     file = only(cache)
     whole = file.read_text()
-    file.write_text(spoil(whole))
+    spoil(file)
     assert cached_plan() == first, "with as many simulations"
-    assert file.read_text() == whole
-
-
-def test_a_file_that_cannot_be_decoded_or_read(cache):
-    first = cached_plan()
-    file = only(cache)
-    file.write_bytes(b"\xff\xfe\x00")
-    assert cached_plan().simulations == first.simulations
-    file.unlink()
-    file.mkdir()
-    assert cached_plan().simulations == first.simulations
+    assert file.is_dir() or file.read_text() == whole
 
 
 @pytest.mark.parametrize("what", ["torch", "packages", "sources", "configuration", "python"])
@@ -164,8 +170,6 @@ def test_another_environment_simulates(cache, monkeypatch, what):
 
 
 def test_sources_and_configuration_have_names(tmp_path, monkeypatch):
-    from liger_multi import use
-
     (tmp_path / "a.py").write_text("1")
     (tmp_path / "b.txt").write_text("1")
     store.sources.cache_clear()
@@ -252,6 +256,7 @@ def test_cache_folder(monkeypatch, named, home, expected):
 ARGV = ["--gpu", "80MiB", "--seq", "64", "--precision", "bf16", "--data-parallel", "--no-limits"]
 
 
+@pytest.mark.slow
 def test_the_command_keeps_simulations(cache, model, capsys):
     argv = ["plan", str(model), *ARGV, "--json"]
     plans = []
@@ -265,6 +270,7 @@ def test_the_command_keeps_simulations(cache, model, capsys):
     assert plans[0] == plans[1] == plans[2] == plans[3]
 
 
+@pytest.mark.slow
 def test_cached_plan_imports_no_transformers(cache, model):
     """Its import takes longer than everything else."""
     assert main(["plan", str(model), *ARGV]) == 0
@@ -338,21 +344,21 @@ def test_cached_plan_starts_no_process(two, monkeypatch, cache):
 
 
 def test_no_fork_with_threads(monkeypatch):
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(forked.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(forked.sys, "platform", "linux")
+    monkeypatch.setattr(search.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(search.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(search.sys, "platform", "linux")
     # an earlier test of the process may have used its card
-    monkeypatch.setattr(forked.torch.cuda, "is_initialized", lambda: False)
-    assert forked.can_fork()
+    monkeypatch.setattr(search.torch.cuda, "is_initialized", lambda: False)
+    assert search.can_fork()
     for place, name, state in (
-        (forked.threading, "active_count", lambda: 2),
-        (forked.os, "sched_getaffinity", lambda _: {1}),
-        (forked.torch.cuda, "is_initialized", lambda: True),
-        (forked.sys, "platform", "darwin"),
+        (search.threading, "active_count", lambda: 2),
+        (search.os, "sched_getaffinity", lambda _: {1}),
+        (search.torch.cuda, "is_initialized", lambda: True),
+        (search.sys, "platform", "darwin"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, state)
-            assert not forked.can_fork()
+            assert not search.can_fork()
 
 
 # Limits and rank of candidates: sizes with units, the host's memory, order.
@@ -373,8 +379,6 @@ UNITS = {
 
 
 def limited_config(**changes):
-    from transformers import LlamaConfig
-
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 172,
@@ -384,7 +388,7 @@ def limited_config(**changes):
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
     }
-    return LlamaConfig(**{**sizes, **changes})
+    return transformers.LlamaConfig(**{**sizes, **changes})
 
 
 @pytest.mark.parametrize("text", UNITS)
@@ -404,16 +408,16 @@ def test_bytes_without_a_unit_that_are_a_size():
     assert card_of(24 * 2**30)[1] == card_of(str(24 * 2**30))[1] == 24 * 2**30
 
 
-@pytest.mark.parametrize("option", ["--gpu", "--host-memory"])
-def test_the_command_refuses_a_size_without_its_unit(capsys, option):
-    sizes = {"--gpu": "24GB", option: "24"}
-    argv = [word for pair in sizes.items() for word in pair]
-    assert main(["plan", "qwen2-0.5b", *argv]) == 2
-    assert "'24GiB' or '24GB'" in capsys.readouterr().err
-
-
-def test_an_estimate_refuses_a_capacity_without_its_unit(capsys):
-    assert main(["estimate", "qwen2-0.5b", "--capacity", "24"]) == 2
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "qwen2-0.5b", "--gpu", "24"],
+        ["plan", "qwen2-0.5b", "--gpu", "24GB", "--host-memory", "24"],
+        ["estimate", "qwen2-0.5b", "--capacity", "24"],
+    ],
+)
+def test_commands_refuse_a_size_without_its_unit(capsys, argv):
+    assert main(argv) == 2
     assert "'24GiB' or '24GB'" in capsys.readouterr().err
 
 
@@ -726,10 +730,8 @@ def test_casts_freed_after_forward(policy):
 
 def test_recomputed_layer_work():
     """Its sums were taken for sums of gradients: GPT-2 under autocast raised a CheckpointError."""
-    from transformers import GPT2Config
-
     sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
-    config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     predictor = predictor_of(config)
     plain = predictor.predict(replace(BASE, micro_batch=4, precision="amp"))
     for policy in ("norms", "norms_and_mlp", "keep_attention"):
@@ -740,6 +742,7 @@ def test_recomputed_layer_work():
 # --- number of simulations ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "options", "most"),
     [

@@ -166,6 +166,7 @@ def test_one_tensor_in_two_arguments_of_a_graph(op):
 # --- forward and backward in different modes ---
 
 
+@pytest.mark.slow
 def test_backward_does_not_depend_on_how_forward_ran():
     """Every pair of an eager or a compiled forward with an eager or a compiled backward."""
     from torch._dynamo import compiled_autograd

@@ -164,26 +164,35 @@ def test_compiled_equals_eager(device, op, sample):
             assert excess(graph.detach(), eager.detach(), torch.float32) <= 1
 
 
+def of_logits(op):
+    return lambda x, w, t: op((x @ w.t()), t)
+
+
+def of_teacher(op):
+    return lambda x, w, t: op(x, w, x.detach() * 0.9, w.detach(), t, chunk=4)
+
+
+LOSSES = {
+    "cross_entropy": of_logits(ops.cross_entropy),
+    "fused_linear_cross_entropy": ops.fused_linear_cross_entropy,
+    "fused_linear_kl_div": of_teacher(ops.fused_linear_kl_div),
+    "fused_linear_jsd": of_teacher(ops.fused_linear_jsd),
+    "fused_linear_tvd": of_teacher(ops.fused_linear_tvd),
+}
+
+
 @pytest.mark.parametrize("ignored", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_cross_entropy"])
+@pytest.mark.parametrize("op", LOSSES)
 def test_compiled_equals_eager_with_ignored_targets(device, op, ignored):
     torch._dynamo.reset()
-    target = torch.arange(8, device=device).masked_fill(
-        torch.arange(8, device=device) < 8 * ignored, -100
-    )
-
-    def loss_of(x, w):
-        return (
-            ops.cross_entropy(x @ w.t(), target)
-            if op == "cross_entropy"
-            else getattr(ops, op)(x, w, target)
-        )
-
+    target = torch.arange(8, device=device)
+    target = target.masked_fill(target < 8 * ignored, -100)
+    compiled = torch.compile(LOSSES[op], fullgraph=True, backend="aot_eager")
     results = []
-    for run in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+    for run in (LOSSES[op], compiled):
         torch.manual_seed(0)
         x, w = (torch.randn(n, 16, device=device, requires_grad=True) for n in (8, 30))
-        loss = run(x, w)
+        loss = run(x, w, target)
         loss.backward()
         assert (ignored == 1.0) == (loss.item() == 0.0)
         results.append((loss, x.grad, w.grad))

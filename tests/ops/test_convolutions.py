@@ -12,6 +12,7 @@ from liger_multi.testing import samples
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as Drawn
 from tests import harness
+from tests.comparing import saved
 
 LENGTHS = (1, 2, 63, 64, 65, 1, 0, 0, 1, 4096, 3)
 FEW = (1, 1, 1, 2, 0, 5, 17, 64, 1)  # interpreted kernels take their time
@@ -256,9 +257,8 @@ def test_compiled_with_lengths_that_vary(device, run, parts):
 def test_of_both_directions_only_what_is_needed_is_kept(device, op):
     """Backward reads x and computes the convolution again."""
     sample = samples.of(op)[0]
-    tensors, kept = sample.make(device, torch.float32), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        getattr(ops, op)(**tensors, **sample.options)
+    tensors = sample.make(device, torch.float32)
+    _, kept = saved(lambda: getattr(ops, op)(**tensors, **sample.options))
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in tensors.values()}
 
 

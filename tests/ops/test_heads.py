@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_multi
 from liger_multi import checks
-from liger_multi.dispatch.op import inline_ops
 from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
@@ -24,6 +22,7 @@ from liger_multi.reference.cross_entropy import float8, fused_linear, reduction
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from tests import harness
+from tests.comparing import Operations
 
 contract = sys.modules["liger_multi.ops.fused_linear_cross_entropy"]  # a function has its name
 
@@ -544,34 +543,36 @@ def test_no_device_chooses_it():
 # --- the count of valid rows ---
 
 
+LOSSES = {
+    "cross_entropy": fused_linear_cross_entropy,
+    "log_prob": lambda *head, **how: fused_linear_log_prob(*head, **how).log_prob.sum(),
+    "jsd": lambda hidden, weight, target, **how: fused_linear_jsd(
+        hidden, weight, hidden.detach() + 0.1, weight.detach(), target, **how
+    ),
+}
+every_head = pytest.mark.parametrize("op", LOSSES)
+
+
+def trained(op, hidden, weight, target, **how):
+    """A loss and its gradients."""
+    loss = LOSSES[op](hidden, weight, target, **how)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
 def calls_of(run):
     """Names of PyTorch's operators in order."""
-    observed = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            observed.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with inline_ops(), Watch():
+    with Operations() as operations:
         run()
-    return observed
+    return operations.names()
 
 
-@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+@every_head
 @pytest.mark.parametrize("chunk", [16, "auto"])
 def test_device_is_not_idle_after_the_count_is_read(op, chunk):
     """Once the host has the count, each launch before the product leaves the device idle."""
     hidden, weight, target = head(dtype=torch.float32)
     target[::3] = -100
-    run = {
-        "cross_entropy": lambda: fused_linear_cross_entropy(hidden, weight, target, chunk=chunk),
-        "log_prob": lambda: fused_linear_log_prob(hidden, weight, target, chunk=chunk),
-        "jsd": lambda: fused_linear_jsd(
-            hidden, weight, hidden.detach(), weight.detach(), target, chunk=chunk
-        ),
-    }[op]
-    calls = calls_of(run)
+    calls = calls_of(lambda: LOSSES[op](hidden, weight, target, chunk=chunk))
     assert calls.count("nonzero") == 1
     after = calls[calls.index("nonzero") + 1 :]
     between = after[: next(i for i, n in enumerate(after) if n in ("mm", "addmm"))]
@@ -649,30 +650,20 @@ def test_a_busy_device_goes_on_while_its_valid_rows_are_counted(device):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+@every_head
 def test_few_rows_of_a_device_are_not_counted(op, monkeypatch):
     """The wait for their number would take longer than the products of those that are ignored."""
     hidden, weight, target = head(dtype=torch.float32)
     target[::3] = -100
 
-    def run():
-        if op == "log_prob":
-            loss = fused_linear_log_prob(hidden, weight, target).log_prob.sum()
-        elif op == "jsd":
-            teacher = (hidden.detach() + 0.1, weight.detach())
-            loss = fused_linear_jsd(hidden, weight, *teacher, target)
-        else:
-            loss = fused_linear_cross_entropy(hidden, weight, target)
-        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-    right = run()
+    right = trained(op, hidden, weight, target)
     monkeypatch.setattr(fused_linear, "thin", lambda target: True)
     for module in (reduction, loop):
         monkeypatch.setattr(module, "check_targets", lambda *_: None)  # a CPU looks at once
     with torch.autograd.set_multithreading_enabled(False):
-        calls = calls_of(lambda: right and run())
+        calls = calls_of(lambda: right and trained(op, hidden, weight, target))
     assert not {"nonzero", "_local_scalar_dense", "index_copy_"}.intersection(calls)
-    for own, other in zip(run(), right, strict=True):
+    for own, other in zip(trained(op, hidden, weight, target), right, strict=True):
         torch.testing.assert_close(own, other)
 
 
@@ -749,23 +740,14 @@ def test_the_table_of_options_does_not_grow(monkeypatch):
     assert asked == [1, True, 1.0, 2, 1]  # the fourth question empties the table
 
 
-@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+@every_head
 @pytest.mark.parametrize("ignored", [0, 13, 45, 48])
 def test_the_first_of_many_chunks_does_not_wait_for_the_count(op, ignored, monkeypatch):
     hidden, weight, target = head(dtype=torch.float32)
     target[torch.randperm(48, generator=torch.Generator().manual_seed(0))[:ignored]] = -100
 
-    def run():
-        if op == "log_prob":
-            loss = fused_linear_log_prob(hidden, weight, target, chunk=6).log_prob.sum()
-        elif op == "jsd":
-            teacher = (hidden.detach() + 0.1, weight.detach())
-            loss = fused_linear_jsd(hidden, weight, *teacher, target, chunk=6)
-        else:
-            loss = fused_linear_cross_entropy(hidden, weight, target, chunk=6)
-        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-    right, device, multiply = run(), Behind(busy=False), fused_linear.multiply
+    right = trained(op, hidden, weight, target, chunk=6)
+    device, multiply = Behind(busy=False), fused_linear.multiply
 
     def noted(*args):
         device.log.append("multiplied")
@@ -775,7 +757,7 @@ def test_the_first_of_many_chunks_does_not_wait_for_the_count(op, ignored, monke
     monkeypatch.setattr(fused_linear, "multiply", noted)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     with torch.autograd.set_multithreading_enabled(False):
-        actual = run()
+        actual = trained(op, hidden, weight, target, chunk=6)
     assert device.log[:3] == ["recorded", "multiplied", "waited"]
     for own, other in zip(actual, right, strict=True):
         torch.testing.assert_close(own, other)

@@ -4,11 +4,9 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.dispatch.op import inline_ops
 from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
@@ -17,6 +15,7 @@ from liger_multi.reference.cross_entropy.token_log_prob import implement_token_l
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
+from tests.comparing import Operations, saved, storage_bytes
 
 log_prob = ops.fused_linear_log_prob
 NAMES = ("log_prob", "entropy", "lse")
@@ -87,26 +86,6 @@ def test_policy_gradient(device, dtype, chunk):
     compare(ours, exact, dtype)
 
 
-@pytest.mark.parametrize("extras", [True, False])
-def test_a_policy_loss_is_one_graph(device, extras):
-    """Compiled forward and backward, also with outputs asked for that nobody uses."""
-    torch._dynamo.reset()
-    fixed = [torch.randn(40, device=device) for _ in range(3)]
-
-    def loss_of(x, w, t, b):
-        out = log_prob(x, w, t, b, temperature=0.9, chunk=16)
-        return policy_loss(out, *fixed, t != -100, extras)
-
-    results = []
-    for run in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(0)
-        x, w, t, b = head(device=device)
-        loss = run(x, w, t, b)
-        results.append((loss.detach(), *torch.autograd.grad(loss, (x, w, b))))
-    for eager, graph in zip(*results, strict=True):
-        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
-
-
 def test_pairs_of_sequences(device):
     """DPO's sums over a sequence: an upstream gradient of one number a sequence."""
     x, w, t, _ = head(24, device=device)
@@ -156,15 +135,6 @@ def test_the_first_maximum_wins(device):
     w[13], w[70] = 3.0, 3.0
     t = torch.zeros(4, dtype=torch.int64, device=device)
     assert log_prob(x, w, t).argmax.tolist() == [13] * 4
-
-
-def test_a_second_backward_is_right(device):
-    x, w, t, b = head(device=device)
-    out = log_prob(x, w, t, b, chunk=16)
-    total = (2.5 * out.log_prob + out.entropy).sum()
-    first = torch.autograd.grad(total, (x, w, b), retain_graph=True)
-    second = torch.autograd.grad(total, (x, w, b))
-    assert all(map(torch.equal, first, second))
 
 
 def test_as_exact_as_the_formulas_of_trainers():
@@ -367,12 +337,9 @@ def test_logits_of_all_rows_never_exist():
 
 def test_what_is_kept_for_backward():
     """Inputs and numbers of rows: two of lse, and entropy; nothing of V numbers but the weight."""
-    kept = []
     x, w, t, b = head(64, 16, 1001)
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: kept.append(v) or v, lambda v: v):
-        log_prob(x, w, t, b)
-    own = {v.data_ptr() for v in (x, w, t, b)}
-    assert sum(v.nbytes for v in kept if v.data_ptr() not in own) == 3 * 4 * 64
+    _, tensors = saved(lambda: log_prob(x, w, t, b), but=(x, w, t, b))
+    assert storage_bytes(tensors) == 3 * 4 * 64
 
 
 @pytest.mark.parametrize("needs", ["hidden", "weight", "bias"])
@@ -382,20 +349,13 @@ def test_frozen_inputs_cost_nothing(needs):
     leaves = {"hidden": x, "weight": w, "bias": b}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name == needs)
-    visited = set()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
-                visited.add(tuple(out.shape))
-            return out
-
-    with inline_ops(), Watch():
+    with Operations() as operations:
         total = log_prob(x, w, t, b, chunk=8, outputs=("log_prob",)).log_prob.sum()
         (actual,) = torch.autograd.grad(total, (leaves[needs],))
-    assert ((96, 24) in visited) == (needs == "hidden")
-    assert ((501, 24) in visited) == (needs == "weight")
+    buffers = operations.tensors(torch.ops.aten.empty, torch.ops.aten.zeros)
+    shapes = {tuple(buffer.shape) for buffer in buffers}
+    assert ((96, 24) in shapes) == (needs == "hidden")
+    assert ((501, 24) in shapes) == (needs == "weight")
     xw, ww, bw = wide(x, w, b)
     wider = dict(zip(leaves, (xw, ww, bw), strict=True))[needs]
     exact = FORMULAS["fused_linear_log_prob"](xw, ww, t, bw).log_prob.sum()
@@ -406,47 +366,26 @@ def test_outputs_that_nobody_asked_for_cost_nothing():
     if harness.interpreted():
         pytest.skip("of the reference")
     x, w, t, b = head()
-    observed = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            observed.append(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    aten = torch.ops.aten
     for outputs in (("log_prob",), ("log_prob", "entropy", "argmax")):
-        observed.clear()
-        with inline_ops(), Watch():
+        with Operations() as operations:
             log_prob(x, w, t, b, outputs=outputs)
-        assert (aten.mul_ in observed) == ("entropy" in outputs)
-        assert (aten.argmax in observed) == ("argmax" in outputs)
+        assert ("mul_" in operations.names()) == ("entropy" in outputs)
+        assert ("argmax" in operations.names()) == ("argmax" in outputs)
 
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_host_waits_for_nothing(device, dtype, compact, monkeypatch):
     """Without compaction nothing is read back, forward or backward; with it, one count each."""
-    reads = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            masks = args[1] if func is torch.ops.aten.index.Tensor else ()
-            if func.overloadpacket in (
-                torch.ops.aten._local_scalar_dense,
-                torch.ops.aten.nonzero,
-            ) or any(m is not None and m.dtype == torch.bool for m in masks):
-                reads.append(func)
-            return func(*args, **(kwargs or {}))
-
     x, w, t, b = head(dtype=dtype, device=device)
     monkeypatch.setattr(fused_linear, "THIN", 0)  # so few rows are not counted on a device
     monkeypatch.setattr(loop, "check_targets", lambda *_: None)  # a CPU looks at once
     monkeypatch.setattr(rows_of, "known_zero", lambda _: False)  # likewise
     # a mode watches this thread only, and a device's backward has its own
-    with inline_ops(), Watch(), torch.autograd.set_multithreading_enabled(False):
+    with Operations() as operations, torch.autograd.set_multithreading_enabled(False):
         out = log_prob(x, w, t, b, chunk=16, compact=compact)
         torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
-    assert len(reads) == (2 if compact else 0), reads
+    assert len(operations.reads()) == (2 if compact else 0), operations.reads()
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["adjacent columns", "columns apart"])

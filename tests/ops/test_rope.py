@@ -15,6 +15,7 @@ from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.testing.tolerance import excess
 from tests import harness
+from tests.comparing import saved
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, (4, 2), 16
 KINDS = {
@@ -63,53 +64,31 @@ def compare(function, right, inputs, exact=True):
             assert excess(got.detach(), want.detach().double(), got.dtype) <= 1
 
 
+HALF_OF_PAIRS = {"style": "interleaved", "rotary_dim": WIDTH // 2}
 FAMILIES = {
-    "llama": (WIDTH, {}),
-    "phi3": (12, {}),
-    "cohere": (WIDTH, {"style": "interleaved", "casting": "cohere"}),
+    "llama": (WIDTH, WIDTH, 1, {}),
+    "phi3": (12, 12, 1, {}),
+    "cohere": (WIDTH, WIDTH, 1, {"style": "interleaved", "casting": "cohere"}),
+    "glm4": (WIDTH // 2, WIDTH // 4, 1, HALF_OF_PAIRS),
+    "gpt_oss": (WIDTH, WIDTH // 2, 1, {"rotary_dim": WIDTH}),
+    "nanochat": (WIDTH, WIDTH, -1, {}),
 }
+"""By type: channels that turn, values of an angle that the operator takes, a sign, and options."""
 
 
 @pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reference_is_bit_exact_to_transformers(family, axis, precision):
-    (dtype, angle), (rotary, options) = KINDS[precision], FAMILIES[family]
+    (dtype, angle), (rotary, values, sign, options) = KINDS[precision], FAMILIES[family]
     cos, sin = angles(rotary, angle, BATCH, interleaved=family == "cohere")
-    function = stock(family)
+    few = (cos[..., :values], sign * sin[..., :values])
+    function, of_pairs = stock(family), family == "gpt_oss"
     compare(
-        lambda q, k: ops.rope(q, k, cos, sin, unsqueeze_dim=axis, **options),
-        lambda q, k: function(q, k, cos, sin, unsqueeze_dim=axis),
+        lambda q, k: ops.rope(q, k, *few, unsqueeze_dim=axis, **options),
+        lambda q, k: function(q, k, *(few if of_pairs else (cos, sin)), unsqueeze_dim=axis),
         queries_and_keys(dtype, axis),
         exact=family == "cohere" or dtype == angle,
-    )
-
-
-@pytest.mark.parametrize("precision", KINDS)
-def test_glm4_has_one_value_a_pair_on_half_of_the_channels(precision):
-    dtype, angle = KINDS[precision]
-    cos, sin = angles(WIDTH // 2, angle)
-    function, half = stock("glm4"), WIDTH // 4
-    compare(
-        lambda q, k: ops.rope(
-            q, k, cos[..., :half], sin[..., :half], style="interleaved", rotary_dim=WIDTH // 2
-        ),
-        lambda q, k: function(q, k, cos, sin),
-        queries_and_keys(dtype),
-        exact=dtype == angle,
-    )
-
-
-@pytest.mark.parametrize("precision", KINDS)
-def test_gpt_oss_has_one_value_a_pair(precision):
-    dtype, angle = KINDS[precision]
-    cos, sin = (x[..., : WIDTH // 2] for x in angles(WIDTH, angle, BATCH))
-    function = stock("gpt_oss")
-    compare(
-        lambda q, k: ops.rope(q, k, cos, sin, rotary_dim=WIDTH),
-        lambda q, k: function(q, k, cos, sin),
-        queries_and_keys(dtype),
-        exact=dtype == angle,
     )
 
 
@@ -122,16 +101,6 @@ def test_vision_has_no_batch(precision):
         lambda q, k: ops.rope(q, k, cos, sin, casting="cohere"),
         lambda q, k: function(q, k, cos, sin),
         [x[0].transpose(0, 1).detach().requires_grad_() for x in queries_and_keys(dtype)],
-    )
-
-
-def test_nanochat_turns_the_other_way():
-    cos, sin = angles(WIDTH, torch.float32)
-    function = stock("nanochat")
-    compare(
-        lambda q, k: ops.rope(q, k, cos, -sin),
-        lambda q, k: function(q, k, cos, sin),
-        queries_and_keys(torch.float32),
     )
 
 
@@ -196,37 +165,12 @@ def test_blocks_of_tokens_are_the_whole(monkeypatch, axes):
             assert torch.equal(got, want)
 
 
-def test_channels_far_apart(device):
-    """The last axis need not be the innermost one."""
-    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
-    q, k = (x.detach().to(device) for x in queries_and_keys(torch.float32))
-    with bound():
-        right = ops.rope(q, k, cos, sin)
-        actual = ops.rope(
-            *(x.permute(3, 0, 1, 2).clone().permute(1, 2, 3, 0) for x in (q, k)), cos, sin
-        )
-    for got, want in zip(actual, right, strict=True):
-        assert torch.equal(got, want)
-        assert got.stride(-1) == 1
-
-
 def test_backward_keeps_the_angles_and_nothing_else(device):
     cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
     q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x), bound():
-        ops.rope(q, k, cos, sin)
+    with bound():
+        _, kept = saved(lambda: ops.rope(q, k, cos, sin))
     assert [x.data_ptr() for x in kept] == [cos.data_ptr(), sin.data_ptr()]
-
-
-def test_an_output_nobody_uses_has_no_gradient(device):
-    cos, sin = (x.to(device) for x in angles(WIDTH, torch.float32))
-    q, k = (x.detach().to(device).requires_grad_() for x in queries_and_keys(torch.float32))
-    for used in (0, 1):
-        with bound():
-            out = ops.rope(q, k, cos, sin)[used]
-        grads = torch.autograd.grad(out.sum(), (q, k), allow_unused=True)
-        assert [g is None for g in grads] == [used == 1, used == 0]
 
 
 @pytest.mark.parametrize("casting", ["llama", "cohere"])
@@ -253,24 +197,6 @@ def test_one_fp64_tensor_makes_the_call_fp64(device, wide, casting):
 
 
 # --- compilers ---
-
-
-def test_one_graph_serves_every_length(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(ops.rope, backend="aot_eager", dynamic=True, fullgraph=True)
-    for tokens, batch in ((6, 2), (9, 2), (11, 5)):
-        q, k, cos, sin = (
-            torch.randn(batch, tokens, h, 8, device=device).transpose(1, 2) for h in (4, 3, 1, 1)
-        )
-        leaves = [x.requires_grad_() for x in (q, k)]
-        results = []
-        for run in (ops.rope, compiled):
-            with torch._dynamo.config.patch(error_on_recompile=tokens > 6):
-                outs = run(q, k, cos[:, 0], sin[:, 0])
-            ones = [torch.ones_like(x) for x in outs]
-            results.append((*outs, *torch.autograd.grad(outs, leaves, ones)))
-        for eager, graph in zip(*results, strict=True):
-            torch.testing.assert_close(graph, eager)
 
 
 def launches(batch, tokens, heads=(32, 8), width=128):

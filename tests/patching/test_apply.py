@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import functools
+import os
 import subprocess
 import sys
 
@@ -21,14 +22,26 @@ from transformers.models.llama.modeling_llama import (
 )
 
 import liger_multi
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.patching import PatchReport, patch, patched, unpatch
+from liger_multi.patching import PatchReport, patch, patched, rotary, unpatch
+from liger_multi.patching.experts import find as find_experts
+from liger_multi.patching.mlp import find as find_mlps
+from liger_multi.patching.norms import find as find_norms
+from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
+from tests import models
 from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 
 
 def state(model):
     """Everything of every module that a patch might touch."""
     return [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
+
+
+def forget_probes():
+    for module in (find_norms, find_mlps, rotary):
+        module._known.clear()
+    find_experts._known_experts.clear()
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -51,29 +64,16 @@ def test_unpatch_brings_the_very_same_back(model_type):
     assert unpatch(model).entries == []
 
 
-def test_public_names_of_the_package():
-    assert liger_multi.patch is patch
-    assert liger_multi.unpatch is unpatch
-    assert liger_multi.patched is patched
-
-
-def test_patching_twice_is_harmless():
-    model = build()
-    first, classes = patch(model), [type(m) for m in model.modules()]
-    second = patch(model)
-    assert {e.status for e in first.entries} == {"patched"}
-    assert {e.status for e in second.entries} == {"already patched"}
-    assert [type(m) for m in model.modules()] == classes
-
-
 def test_changed_options_take_effect():
     model = build()
-    patch(model)
+    first, classes = patch(model), [type(m) for m in model.modules()]
+    assert {e.status for e in first.entries} == {"patched"}
+    assert {e.status for e in patch(model).entries} == {"already patched"}
+    assert [type(m) for m in model.modules()] == classes
     report = patch(
         model, rms_norm=False, swiglu="reference", fused_linear_cross_entropy={"chunk": 3}
     )
-    status = {(e.op, e.status) for e in report.entries}
-    assert status == {
+    assert {(e.op, e.status) for e in report.entries} == {
         ("rms_norm", "restored"),
         ("swiglu", "options changed"),
         ("rope", "already patched"),
@@ -257,17 +257,6 @@ def test_a_forward_of_its_own_class_is_nobodys_replacement():
         assert held is None or held.__func__ is type(module).forward
 
 
-def test_model_type_as_a_block():
-    post_init = transformers.PreTrainedModel.post_init
-    with patched("qwen3"):
-        with patched("qwen3", fused_linear_cross_entropy=False), patched("llama"):
-            assert type(build("qwen3").lm_head) is nn.Linear
-            assert type(build("llama").lm_head) is not nn.Linear
-        assert type(build("qwen3").lm_head) is not nn.Linear
-        assert type(build("llama").lm_head) is nn.Linear
-    assert transformers.PreTrainedModel.post_init is post_init
-
-
 def test_models_built_on_meta_are_recognized():
     with torch.device("meta"):
         model = LlamaForCausalLM(
@@ -288,24 +277,14 @@ def test_models_of_fake_tensors_are_recognized():
     """Probes compared fake numbers, which raised, and remembered that as a refusal."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from liger_multi.patching import rotary
-    from liger_multi.patching.mlp import find as find_mlps
-    from liger_multi.patching.norms import find as find_norms
-
-    for memory in (find_norms._known, find_mlps._known, rotary._known):
-        memory.clear()
+    forget_probes()
     with FakeTensorMode():
         patch(build("gemma"), strict=True)
     patch(build("gemma"), strict=True)
 
 
 def test_probes_leave_the_random_state_and_the_module_alone():
-    from liger_multi.patching import rotary
-    from liger_multi.patching.mlp import find as find_mlps
-    from liger_multi.patching.norms import find as find_norms
-
-    for memory in (find_norms._known, find_mlps._known, rotary._known):
-        memory.clear()
+    forget_probes()
     model = build("qwen3")
     calls = []
     for module in model.modules():
@@ -340,6 +319,7 @@ def test_unpatch_refuses_where_the_class_is_no_longer_ours():
         norm.__class__ = type("FSDPLlamaRMSNorm", (type(norm),), {})
 
 
+@pytest.mark.slow
 def test_import_pulls_neither_transformers_nor_rich():
     code = (
         "import sys, liger_multi\n"
@@ -440,3 +420,74 @@ def test_transformers_of_timm(model_type):
     )  # it says SwiGLU, and takes GELU
     pixels = torch.randn(2, 3, 16, 16)
     assert_same_training(stock, ours, lambda m: m(pixels).pow(2).sum())
+
+
+# --- training under deterministic=True ---
+
+REPEATED = ("llama", "qwen3_moe")
+
+
+def maker(model_type, checkpointing, device="cpu"):
+    """Builds a patched model, the same every time."""
+
+    def make():
+        model = models.build(model_type).to(device)
+        liger_multi.patch(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("model_type", REPEATED)
+def test_a_repeated_run_has_equal_bits(model_type, checkpointing, device):
+    first, second = train_twice(
+        maker(model_type, checkpointing, device), lambda: batches(models.VOCABULARY, device)
+    )
+    assert first == second
+    assert first.last < first.first, f"nothing was learnt in {STEPS} steps"
+
+
+@pytest.mark.parametrize("model_type", REPEATED)
+def test_nondeterministic_operator_is_reported(model_type, monkeypatch):
+    """The last bit of some elements of a norm, at random in every call."""
+    maker(model_type, False)()  # recognizes the norms, which probes of such a norm would not
+    original, generator = Primitive.call, torch.Generator()
+
+    def drifting(prim, *args):
+        output = original(prim, *args)
+        if (prim.op.name, prim.direction) != ("rms_norm", "forward"):
+            return output
+        y, rstd = output
+        generator.manual_seed(int.from_bytes(os.urandom(6), "little"))
+        flips = torch.rand(y.shape, generator=generator) < 0.1
+        return torch.where(flips, y * (1 + torch.finfo(y.dtype).eps), y), rstd
+
+    monkeypatch.setattr(Primitive, "call", drifting)
+    first, second = train_twice(
+        maker(model_type, False), lambda: batches(models.VOCABULARY, "cpu", steps=3)
+    )
+    assert first.parameters != second.parameters
+
+
+def test_a_digest_sees_one_bit_and_the_order():
+    x, y = torch.ones(3), torch.tensor([1.0, 1.0, 1.0 + torch.finfo(torch.float32).eps])
+    assert digest([x, y]) == digest([x.clone(), y.clone()])
+    assert digest([x, y]) != digest([y, x])
+    assert digest([x]) != digest([y])
+    assert digest([torch.zeros(1)]) != digest([-torch.zeros(1)])
+
+
+def test_batches_are_the_same_in_every_run():
+    first, second = (list(batches(50, "cpu", steps=4)) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_change_the_digest():
+    plain = models.build("llama")
+    other = models.build("llama", seed=1)
+    digests = [train(model, batches(models.VOCABULARY, "cpu", steps=2)) for model in (plain, other)]
+    assert digests[0].parameters != digests[1].parameters

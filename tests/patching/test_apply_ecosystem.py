@@ -28,6 +28,7 @@ from liger_multi.patching.head.protocol import LazyLogits
 from tests.models import (
     FusedCalls,
     Graphs,
+    adapters,
     assert_same_training,
     batch,
     build,
@@ -77,8 +78,7 @@ def test_a_loss_object_in_the_graph():
 
 
 def test_a_loss_object_of_the_caller_in_the_graph():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair("llama", num_hidden_layers=1, patching={})
     inputs = graph_batch(labels=False)
 
     def step(model):
@@ -89,6 +89,32 @@ def test_a_loss_object_of_the_caller_in_the_graph():
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
 
 
+def own_loss(logits, ids):
+    logits = torch.tanh(logits / 5.0) * 5.0
+    loss = F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+    return loss + 0.01 * logits.logsumexp(-1).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_linear_cross_entropy": False, "cross_entropy": True}], ids=str
+)
+def test_own_losses_in_a_graph_with_the_model_and_alone(options):
+    stock, ours = pair("llama", num_hidden_layers=1, patching=options)
+    inputs = graph_batch(labels=False)
+
+    def step(model):
+        return own_loss(model(**inputs).logits, inputs["input_ids"])
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
+    alone = torch.compile(own_loss, backend="aot_eager")  # of logits of an eager model
+    assert_same_training(
+        stock,
+        ours,
+        lambda m: (alone if m is ours else own_loss)(m(**inputs).logits, inputs["input_ids"]),
+    )
+
+
 def test_loss_object_keeps_patch_options():
     """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
     ours = bert()[1]
@@ -97,12 +123,15 @@ def test_loss_object_keeps_patch_options():
         torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
 
 
-def test_compiled_model_returns_usable_logits():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours)
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiled_model_returns_usable_logits(grad):
+    stock, ours = pair("llama", num_hidden_layers=1, patching={})
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    inputs = graph_batch()
-    expected, got = stock(**inputs).logits, compiled(**inputs).logits
+    with torch.set_grad_enabled(grad):
+        expected, got = stock(**graph_batch()), compiled(**graph_batch())
+    torch.testing.assert_close(got.loss, expected.loss)
+    expected, got = expected.logits, got.logits
     assert (got.shape, got.dtype, got.ndim) == (expected.shape, expected.dtype, expected.ndim)
     torch.testing.assert_close(real_logits(got), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.softmax(got, -1), expected.softmax(-1), rtol=1e-4, atol=1e-5)
@@ -113,8 +142,7 @@ def test_compiled_model_returns_usable_logits():
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
 def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
-    ours = pair("llama", num_hidden_layers=1)[1]
-    patch(ours)
+    ours = pair("llama", num_hidden_layers=1, patching={})[1]
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     optimizer = torch.optim.Adam(ours.parameters(), fused=fused_optimizer)
     for _ in range(2):
@@ -127,8 +155,7 @@ def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
 
 
 def test_compiled_logits_pickle_without_a_gradient():
-    ours = pair("llama", num_hidden_layers=1)[1]
-    patch(ours)
+    ours = pair("llama", num_hidden_layers=1, patching={})[1]
     out = torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
     with pytest.raises(RuntimeError, match="real_logits"):
         torch.autograd.grad(out.loss, out.logits, allow_unused=True)
@@ -136,59 +163,8 @@ def test_compiled_logits_pickle_without_a_gradient():
 
 
 @pytest.mark.slow
-def test_compile_with_a_custom_loss_inside_the_graph():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours)
-    inputs = graph_batch(labels=False)
-    ids = inputs["input_ids"]
-
-    def step(model):
-        logits = model(**inputs).logits
-        logits = torch.tanh(logits / 5.0) * 5.0
-        plain = logits[:, :-1].float().reshape(-1, VOCABULARY)
-        return (
-            F.cross_entropy(plain, ids[:, 1:].reshape(-1))
-            + 0.01 * logits.logsumexp(-1).pow(2).mean()
-        )
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
-
-
-def test_compile_without_gradients():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        expected, got = stock(**graph_batch()), compiled(**graph_batch())
-    torch.testing.assert_close(got.loss, expected.loss)
-    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5)
-
-
-def test_a_compiled_loss_on_eager_logits():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours)
-    ids = batch()["input_ids"]
-    loss = torch.compile(
-        lambda logits: logits.float().softmax(-1).pow(2).sum(), backend="aot_eager"
-    )
-    assert_same_training(stock, ours, lambda m: loss(m(input_ids=ids).logits))
-
-
-@pytest.mark.slow
-def test_compile_real_logits_with_our_cross_entropy():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert_same_training(
-        stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
-    )
-
-
-@pytest.mark.slow
 def test_a_bound_backend_breaks_the_graph_and_is_right():
-    stock, ours = pair("llama", num_hidden_layers=1)
-    patch(ours, rms_norm="reference")
+    stock, ours = pair("llama", num_hidden_layers=1, patching={"rms_norm": "reference"})
     compiled = torch.compile(ours, backend="aot_eager")
     assert_same_training(
         stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
@@ -200,8 +176,7 @@ def test_a_bound_backend_breaks_the_graph_and_is_right():
 
 def test_accelerate_convert_outputs_to_fp32(fused):
     operations = pytest.importorskip("accelerate.utils.operations")
-    stock, ours = pair("llama", dtype=torch.bfloat16)
-    patch(ours)
+    stock, ours = pair("llama", dtype=torch.bfloat16, patching={})
     for model in (stock, ours):
         model.forward = operations.convert_outputs_to_fp32(model.forward)
     outs = [m(**batch()) for m in (stock, ours)]
@@ -211,67 +186,30 @@ def test_accelerate_convert_outputs_to_fp32(fused):
     assert fused.count == 1
 
 
-def lora(model, **config):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
-    wrapped = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **config)
-    )
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return wrapped
+ADAPTED = {
+    "layers": ({"targets": ["q_proj", "v_proj", "gate_proj", "down_proj"]}, "lora_", 1),
+    "head": ({"targets": ["q_proj", "lm_head"]}, "lm_head.lora_A", 0),
+    "saved head": ({"targets": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save", 1),
+}
+"""Adapters, what they train, and calls of the fused loss before the next patch."""
 
 
 @pytest.mark.parametrize("order", ["patch first", "adapter first", "inside"])
-def test_lora_on_the_layers(order, fused):
-    stock, ours = pair("llama")
-    config = {"target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
-    if order == "patch first":
-        patch(ours)
-    wrapped = lora(ours, **config)
-    if order == "adapter first":
-        assert patch(wrapped, strict=True).count("swiglu") == 2
-    if order == "inside":
-        patch(wrapped.base_model.model, strict=True)
-    stock = lora(stock, **config)
-    assert_same_training(stock, wrapped, lambda m: m(**batch()).loss)
-    assert fused.count == 1
-    unpatch(wrapped)
-    assert type(wrapped.base_model.model.lm_head) is nn.Linear
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_lora_on_the_head_is_trained(patch_first, fused):
-    stock, ours = pair("llama", tied=False)
-    config = {"target_modules": ["q_proj", "lm_head"]}
-    if patch_first:
-        patch(ours)
-    ours, stock = lora(ours, **config), lora(stock, **config)
-    if not patch_first:
-        assert patch(ours, strict=True).count("fused_linear_cross_entropy") == 1
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    adapter = ours.base_model.model.lm_head.lora_A["default"].weight
-    assert adapter.grad.abs().max() > 0
-    assert fused.count == 0
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("case", ADAPTED)
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
-def test_the_head_among_modules_to_save(patch_first, fused):
-    stock, ours = pair("llama", tied=False)
-    config = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    if patch_first:
-        patch(ours)
-    ours, stock = lora(ours, **config), lora(stock, **config)
-    if not patch_first:
-        patch(ours, strict=True)
+def test_adapters_train_as_without_a_patch(case, order, fused):
+    config, trained, count = ADAPTED[case]
+    stock, ours = pair("llama", tied=False, patching={} if order == "patch first" else None)
+    stock, ours = (adapters(m, task_type="CAUSAL_LM", **config) for m in (stock, ours))
+    if order == "adapter first":
+        assert patch(ours, strict=True).count("fused_linear_cross_entropy")
+    if order == "inside":
+        patch(ours.base_model.model, strict=True)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert fused.count == 1
-    saved = [p for n, p in ours.named_parameters() if "modules_to_save" in n]
-    assert saved
-    assert all(p.grad is not None for p in saved)
+    assert fused.count == count
+    assert all(p.grad.any() for n, p in ours.named_parameters() if trained in n)
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
 
 
 def losses(trainer):
@@ -285,8 +223,7 @@ def losses(trainer):
     ids=["fp32", "bf16", "checkpointing"],
 )
 def test_trainer(arguments, tmp_path, fused):
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
     expected, got = (losses(trainer(m, tmp_path, **arguments)) for m in (stock, ours))
     assert np.allclose(got, expected, rtol=2e-2 if "bf16" in arguments else 1e-4)
     assert expected[0] != expected[-1]
@@ -350,8 +287,7 @@ def test_trainer_patched_again_on_every_train(tmp_path):
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_distributed_data_parallel(one_process, unused, fused):
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
     wrapped = nn.parallel.DistributedDataParallel(ours, find_unused_parameters=unused)
     inputs = batch()
     assert_same_training(stock, ours, lambda m: (wrapped if m is ours else m)(**inputs).loss)
@@ -372,8 +308,7 @@ def test_fsdp2(one_process, plan, fused):
 
     from liger_multi.errors import PatchError
 
-    stock, ours = pair("llama", tied=False)
-    patch(ours)
+    stock, ours = pair("llama", tied=False, patching={})
     mesh = init_device_mesh("cpu", (1,))
     if plan != "root":
         for layer in ours.model.layers:
@@ -390,17 +325,6 @@ def test_fsdp2(one_process, plan, fused):
     if plan == "head":
         with pytest.raises(PatchError, match="FSDP"):
             unpatch(ours)
-
-
-def test_a_head_replaced_by_a_resize_is_fused_again(fused):
-    stock, ours = pair("llama", tied=False)
-    patch(ours)
-    for model in (stock, ours):
-        torch.manual_seed(0)
-        model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert fused.count == 1
-    assert {e.status for e in patch(ours).entries} == {"already patched"}
 
 
 def test_a_frozen_reference_model_of_patched_copies():
@@ -576,14 +500,11 @@ def test_a_traced_model_is_stock_for_other_sizes(what, grad):
 @pytest.mark.parametrize("model_type", ["gemma2", "glm4", "mixtral", "gpt_oss"])
 def test_traced_models_of_other_types(model_type):
     """Soft caps, packed layers, experts."""
-    stock, ours = pair(model_type)
-    liger_multi.patch(ours)
-    module = Returns(ours.eval(), "logits")
+    stock, ours = (Returns(m.eval(), "logits") for m in pair(model_type, patching={}))
     tokens = ids(**FIRST)
     with torch.no_grad():
-        traced = torch.jit.trace(module, (tokens,), check_trace=False)
-        expected = Returns(stock.eval(), "logits")(tokens)
-        torch.testing.assert_close(traced(tokens), expected, rtol=1e-4, atol=1e-4)
+        traced = torch.jit.trace(ours, (tokens,), check_trace=False)
+        torch.testing.assert_close(traced(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
 
 
 @TRACED

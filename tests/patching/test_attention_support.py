@@ -20,16 +20,16 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-from liger_multi import ops
+import liger_multi
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
 from tests.comparing import assert_same_gradients
-from tests.models import build, continued
+from tests.models import build, continued, recorded
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
 
@@ -422,6 +422,7 @@ def test_compiled_step_takes_earlier_mask():
     assert steps.frame_count <= 2, "prefill and decoding"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_with_checkpoints_and_padding():
     other = build("llama")
     other.set_attn_implementation(OURS)
@@ -587,6 +588,16 @@ def pair(model_type, dtype=torch.float32, **config):
     return eager, other
 
 
+def holes(row, places):
+    """A mask of padding at some places of a row."""
+    mask = torch.ones_like(TOKENS)
+    mask[row, places] = 0
+    return mask
+
+
+LEFT = holes(1, slice(4))
+
+
 def padded(mask):
     """A padded batch: labels ignore padding, whose queries see no key here and all in eager."""
     before = torch.cat([mask[:, :1], mask[:, :-1]], 1)
@@ -594,15 +605,22 @@ def padded(mask):
     return {"input_ids": TOKENS, "attention_mask": mask, "labels": labels}
 
 
+@pytest.fixture
 def calls(monkeypatch):
-    observed = []
+    return recorded(monkeypatch, attention, "attention")
 
-    def spy(*args, **kwargs):
-        observed.append(kwargs.get("ranges"))
-        return ops.attention(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "attention", spy)
-    return observed
+PACKED = torch.tensor([[*range(4), *range(6), *range(3)], [*range(9), *range(1), *range(3)]])
+PLAIN = {"input_ids": TOKENS, "labels": TOKENS}
+BATCHES = {
+    "plain": (PLAIN, (None, 2)),
+    "ones": ({**PLAIN, "attention_mask": torch.ones_like(TOKENS)}, (None,)),
+    "left": (padded(LEFT), (2,)),
+    "right": (padded(LEFT.flip(-1)), (2,)),
+    "packed": ({**PLAIN, "position_ids": PACKED}, (2,)),
+    "hole": (padded(holes(0, slice(5, 8))), (4,)),
+}
+"""By name what a model gets, and numbers of ranges that a query may have."""
 
 
 def same(eager, other, **batch):
@@ -619,46 +637,32 @@ def same(eager, other, **batch):
     return expected
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-def test_training_equals_eager(model_type, monkeypatch):
-    eager, other = pair(model_type)
-    observed = calls(monkeypatch)
-    same(eager, other, input_ids=TOKENS, labels=TOKENS)
-    assert len(observed) == 2
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("model_type", KINDS)
-def test_padded_batches_equal_eager(model_type, side, monkeypatch):
-    eager, other = pair(model_type)
-    observed = calls(monkeypatch)
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
-    mask = mask if side == "left" else mask.flip(-1)
-    same(eager, other, **padded(mask))
-    assert all(ranges is not None and ranges.shape[-1] == 2 for ranges in observed)
-
-
-# gpt_oss of transformers hands no positions to its masks: its packed sequences see each other
 @pytest.mark.parametrize(
-    "model_type", [model_type for model_type in KINDS if model_type != "gpt_oss"]
+    ("model_type", "name"),
+    [
+        *((kind, name) for kind in KINDS for name in ("plain", "left", "right")),
+        # gpt_oss hands no positions to its masks: its packed sequences see each other
+        *((kind, "packed") for kind in KINDS if kind != "gpt_oss"),
+        ("llama", "ones"),
+        ("llama", "hole"),
+    ],
 )
-def test_packed_sequences_equal_eager(model_type, monkeypatch):
+def test_training_equals_eager(model_type, name, calls):
     eager, other = pair(model_type)
-    observed = calls(monkeypatch)
-    places = torch.tensor([[*range(4), *range(6), *range(3)], [*range(9), *range(1), *range(3)]])
-    loss = same(eager, other, input_ids=TOKENS, position_ids=places, labels=TOKENS)
-    assert all(ranges.shape == (2, 13, 2) for ranges in observed)
-    whole = eager(input_ids=TOKENS, labels=TOKENS).loss
-    assert (whole - loss).abs() > 1e-4  # the packing mattered
+    batch, widths = BATCHES[name]
+    loss = same(eager, other, **batch)
+    observed = [options["ranges"] for _, options in calls]
+    assert len(observed) == 2
+    assert {None if ranges is None else ranges.shape[-1] for ranges in observed} <= {*widths}
+    if name == "packed":
+        assert (eager(**PLAIN).loss - loss).abs() > 1e-4, "the packing mattered"
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("model_type", KINDS)
 def test_generation_equals_eager(model_type, cache):
     eager, other = (model.eval() for model in pair(model_type))
-    mask = torch.ones_like(TOKENS)
-    mask[1, :5] = 0
+    mask = holes(1, slice(5))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     if cache == "static":
@@ -670,25 +674,13 @@ def test_generation_equals_eager(model_type, cache):
     )
 
 
-def test_a_hole_in_the_padding_becomes_two_ranges(monkeypatch):
-    eager, other = pair("llama")
-    observed = calls(monkeypatch)
-    mask = torch.ones_like(TOKENS)
-    mask[0, 5:8] = 0
-    same(eager, other, **padded(mask))
-    assert all(ranges.shape == (2, 13, 4) for ranges in observed)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
-def test_any_other_mask_stays_dense_and_equal(model_type, monkeypatch, caplog):
+def test_any_other_mask_stays_dense_and_equal(model_type, monkeypatch, caplog, calls):
     monkeypatch.setattr(attention, "_said", set())
     eager, other = pair(model_type, sliding_window=64)
-    observed = calls(monkeypatch)
-    mask = torch.ones_like(TOKENS)
-    mask[0, [2, 3, 6, 9]] = 0
     with caplog.at_level("WARNING", logger="liger_multi"):
-        same(eager, other, **padded(mask))
-    assert not observed
+        same(eager, other, **padded(holes(0, [2, 3, 6, 9])))
+    assert not calls
     said = [r.message for r in caplog.records if "stays dense" in r.message]
     assert len(said) == 1
     assert "(2, 1, 13, 13)" in said[0]
@@ -697,16 +689,7 @@ def test_any_other_mask_stays_dense_and_equal(model_type, monkeypatch, caplog):
 def test_masks_in_parts_are_the_same(monkeypatch):
     eager, other = pair("mistral")
     monkeypatch.setattr(attention, "ELEMENTS", 2 * 13 * 3)
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
-    same(eager, other, **padded(mask))
-
-
-def test_plain_causal_training_has_no_mask(monkeypatch):
-    _, other = pair("llama")
-    observed = calls(monkeypatch)
-    other(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS), labels=TOKENS)
-    assert observed == [None, None]
+    same(eager, other, **padded(LEFT))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
@@ -714,9 +697,7 @@ def test_gradient_checkpointing_equals_eager(model_type):
     eager, other = pair(model_type)
     other.gradient_checkpointing_enable({"use_reentrant": False})
     other.train()
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
-    same(eager, other, **padded(mask))
+    same(eager, other, **padded(LEFT))
 
 
 def test_dropout_and_unknown_changes_of_scores_are_refused():
@@ -730,8 +711,6 @@ def test_dropout_and_unknown_changes_of_scores_are_refused():
 
 
 def test_registration_leaves_nothing_when_undone():
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     unregister_attention()
     before = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
     register_attention()
@@ -748,21 +727,14 @@ def test_registration_leaves_nothing_when_undone():
         del AttentionInterface._global_mapping["liger_multi"]
 
 
-def test_a_model_is_freed(monkeypatch):
-    _, other = pair("llama")
-    other(input_ids=TOKENS, labels=TOKENS).loss.backward()
+def test_a_model_that_was_patched_is_freed():
+    eager, other = pair("llama")
+    with liger_multi.patched(other):
+        same(eager, other, **PLAIN)
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
-
-
-def test_a_patched_model_too():
-    import liger_multi
-
-    eager, other = pair("llama")
-    with liger_multi.patched(other):
-        same(eager, other, input_ids=TOKENS, labels=TOKENS)
 
 
 @pytest.mark.slow
@@ -770,35 +742,27 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels
 
-    met, old = [], kernels.seen_keys
-
-    def spy(q, k, ranges, *others):
-        met.append(ranges)
-        return old(q, k, ranges, *others)
-
-    monkeypatch.setattr(kernels, "seen_keys", spy)
+    met = recorded(monkeypatch, kernels, "seen_keys")
     eager, other = pair("llama")
     torch._dynamo.reset()
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for pads in (0, 4):
         met.clear()
-        mask = torch.ones_like(TOKENS)
-        mask[1, :pads] = 0
-        batch = {**padded(mask), "use_cache": False}
+        batch = {**padded(holes(1, slice(pads))), "use_cache": False}
         loss = compiled(**batch).loss
         loss.backward()
         torch.testing.assert_close(loss, eager(**batch).loss, rtol=1e-5, atol=1e-6)
         assert len(met) == 4, "two layers, forward and backward"
-        assert all(ranges is met[0] for ranges in met)
-        assert getattr(met[0], kernels.MARK) is (pads == 0)
+        first = met[0][0][2]
+        assert all(arguments[2] is first for arguments, _ in met)
+        assert getattr(first, kernels.MARK) is (pads == 0)
 
 
+@pytest.mark.slow
 def test_one_graph_with_padding():
     eager, other = pair("mistral")
     torch._dynamo.reset()
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
-    batch = {**padded(mask), "use_cache": False}
+    batch = {**padded(LEFT), "use_cache": False}
     expected = eager(**batch).loss
     loss = torch.compile(other, backend="aot_eager", fullgraph=True)(**batch).loss
     loss.backward()

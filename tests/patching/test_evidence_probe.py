@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -12,12 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import liger_multi
-from liger_multi import losses
+from liger_multi import arguments, losses
+from liger_multi.errors import PackingError
+from liger_multi.memory import apply_recompute, estimate
 from liger_multi.patching.rotary import recognized
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import batch, build
+from tests.models import assert_same_training, batch, build, continued
+from tests.sweep import cases
+
+transformers = pytest.importorskip("transformers")
 
 SIZE = 32
 
@@ -41,52 +50,6 @@ class Plain(nn.Module):
         return self.after(x, self.weight * n.to(x.dtype))
 
 
-class ZeroRows(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(y), y)
-
-
-class ZeroRowsWithoutGradient(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return torch.where((x == 0).all(-1, keepdim=True), torch.zeros_like(x), x)
-
-
-class TinyInputs(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return x.masked_fill(x.abs() < 1e-5, 0)
-
-
-class TiniestInputs(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return x.masked_fill(x.abs() < 1e-20, 0)
-
-
-class TinyRows(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where(x.abs().amax(-1, keepdim=True) < 1e-12, torch.zeros_like(y), y)
-
-
-class TinyOutputs(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.hardshrink(y, 1e-7)
-
-
-class HugeInputs(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return x.clamp(-1e10, 1e10)
-
-
-class ConstantRows(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        flat = x.amax(-1, keepdim=True) == x.amin(-1, keepdim=True)
-        return torch.where(flat, torch.zeros_like(y), y)
-
-
-class Infinite(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return torch.nan_to_num(x, neginf=-1.0)
-
-
 class PlainLayerNorm(Plain):
     """The same around PyTorch's layer norm."""
 
@@ -97,19 +60,6 @@ class PlainLayerNorm(Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(self.before(x), x.shape[-1:], self.weight, self.bias, self.eps)
         return self.after(x, y)
-
-
-class LayerNormOfConstants(PlainLayerNorm):
-    after = ConstantRows.after
-
-
-class LayerNormOfTinyRows(PlainLayerNorm):
-    def before(self, x: Tensor) -> Tensor:
-        return torch.where(x.abs().amax(-1, keepdim=True) < 1e-10, torch.zeros_like(x), x)
-
-
-class LayerNormOfZeros(PlainLayerNorm):
-    after = ZeroRows.after
 
 
 class Gated(nn.Module):
@@ -127,11 +77,6 @@ class Gated(nn.Module):
         n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         y = self.weight * n.to(hidden_states.dtype)
         return (y * F.silu(self.closed(gate).float())).to(hidden_states.dtype)
-
-
-class GatedUnlessTiny(Gated):
-    def closed(self, gate: Tensor) -> Tensor:
-        return gate.masked_fill(gate.abs() < 1e-6, 1.0)
 
 
 def replaced(module: nn.Module) -> set[str]:
@@ -152,16 +97,50 @@ def test_norms_of_any_width_are_replaced(size: int, eps: float) -> None:
     assert replaced(nn.RMSNorm(size, eps=eps))
 
 
-@pytest.mark.parametrize(
-    "module_class",
-    [
-        *(ZeroRows, ZeroRowsWithoutGradient, TinyInputs, TiniestInputs, TinyRows, TinyOutputs),
-        *(HugeInputs, ConstantRows, Infinite, GatedUnlessTiny),
-        *(LayerNormOfConstants, LayerNormOfTinyRows, LayerNormOfZeros),
-    ],
-)
-def test_norms_with_a_way_of_their_own_are_left(module_class: Any) -> None:
-    assert not replaced(module_class())
+def ones_for_zeros(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(y), y)
+
+
+def zeros_for_constants(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    flat = x.amax(-1, keepdim=True) == x.amin(-1, keepdim=True)
+    return torch.where(flat, torch.zeros_like(y), y)
+
+
+def zeros_for_tiny_rows(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(x.abs().amax(-1, keepdim=True) < 1e-10, torch.zeros_like(y), y)
+
+
+OTHER_WAYS: dict[str, Any] = {
+    "zero rows": (Plain, {"after": ones_for_zeros}),
+    "zero rows without gradient": (
+        Plain,
+        {
+            "before": lambda m, x: torch.where(
+                (x == 0).all(-1, keepdim=True), torch.zeros_like(x), x
+            )
+        },
+    ),
+    "tiny inputs": (Plain, {"before": lambda m, x: x.masked_fill(x.abs() < 1e-5, 0)}),
+    "tiniest inputs": (Plain, {"before": lambda m, x: x.masked_fill(x.abs() < 1e-20, 0)}),
+    "tiny rows": (Plain, {"after": zeros_for_tiny_rows}),
+    "tiny outputs": (Plain, {"after": lambda m, x, y: F.hardshrink(y, 1e-7)}),
+    "huge inputs": (Plain, {"before": lambda m, x: x.clamp(-1e10, 1e10)}),
+    "constant rows": (Plain, {"after": zeros_for_constants}),
+    "infinity": (Plain, {"before": lambda m, x: torch.nan_to_num(x, neginf=-1.0)}),
+    "tiny gates": (Gated, {"closed": lambda m, gate: gate.masked_fill(gate.abs() < 1e-6, 1.0)}),
+    "layer norm of constants": (PlainLayerNorm, {"after": zeros_for_constants}),
+    "layer norm of tiny rows": (
+        PlainLayerNorm,
+        {"before": lambda m, x: zeros_for_tiny_rows(m, x, x)},
+    ),
+    "layer norm of zeros": (PlainLayerNorm, {"after": ones_for_zeros}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_norms_with_a_way_of_their_own_are_left(name: str) -> None:
+    base, methods = OTHER_WAYS[name]
+    assert not replaced(type("Other", (base,), methods)())
 
 
 class Mlp(nn.Module):
@@ -183,30 +162,18 @@ class Mlp(nn.Module):
         return self.after(x, self.down_proj(gate * self.up_proj(x)))
 
 
-class MlpOfZeros(Mlp):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(y), y)
-
-
-class MlpOfTinyGates(Mlp):
-    def inner(self, gate: Tensor) -> Tensor:
-        return gate.masked_fill(gate.abs() < 1e-7, 0)
-
-
-class MlpOfTinyOutputs(Mlp):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return y.masked_fill(y.abs() < 1e-9, 0)
+MLPS: dict[str, Any] = {
+    "plain": {},
+    "zero rows": {"after": ones_for_zeros},
+    "tiny gates": {"inner": lambda m, gate: gate.masked_fill(gate.abs() < 1e-7, 0)},
+    "tiny outputs": {"after": lambda m, x, y: y.masked_fill(y.abs() < 1e-9, 0)},
+}
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_plain_mlp_is_replaced(bias: bool) -> None:
-    assert replaced(Mlp(bias))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("module_class", [MlpOfZeros, MlpOfTinyGates, MlpOfTinyOutputs])
-def test_mlps_with_a_way_of_their_own_are_left(module_class: Any, bias: bool) -> None:
-    assert not replaced(module_class(bias))
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps_with_a_way_of_their_own_are_left(name: str, bias: bool) -> None:
+    assert bool(replaced(type("Other", (Mlp,), MLPS[name])(bias))) == (name == "plain")
 
 
 def _half(x: Tensor) -> Tensor:
@@ -219,48 +186,37 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return q * cos + _half(q) * sin, k * cos + _half(k) * sin
 
 
-def rotated_unless_tiny(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> Any:
-    a, b = rotated(q, k, cos, sin, unsqueeze_dim)
-    return a, b.masked_fill(b.abs() < 1e-7, 0)
-
-
-def rotated_unless_huge(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> Any:
-    a, b = rotated(q, k, cos, sin, unsqueeze_dim)
-    return a.clamp(-1e4, 1e4), b
-
-
 def test_rotary_functions() -> None:
+    def unless_tiny(*args: Tensor, **options: int) -> Any:
+        a, b = rotated(*args, **options)
+        return a, b.masked_fill(b.abs() < 1e-7, 0)
+
+    def unless_huge(*args: Tensor, **options: int) -> Any:
+        a, b = rotated(*args, **options)
+        return a.clamp(-1e4, 1e4), b
+
     assert not isinstance(recognized(rotated), str)
-    assert isinstance(recognized(rotated_unless_tiny), str)
-    assert isinstance(recognized(rotated_unless_huge), str)
+    assert isinstance(recognized(unless_tiny), str)
+    assert isinstance(recognized(unless_huge), str)
 
 
 def test_experts() -> None:
-    from tests.models import build
-
     model = build("mixtral")
     assert any(e.op == "fused_moe" for e in liger_multi.patch(model).entries)
     liger_multi.unpatch(model)
     experts = type(model.model.layers[0].mlp.experts)
 
-    class Cut(experts):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Tensor, *routes: Any) -> Tensor:
-            y = super().forward(hidden_states, *routes)
-            return y.masked_fill(y.abs() < 1e-8, 0)
+    def cut(m: Any, x: Tensor, *routes: Any) -> Tensor:
+        y = experts.forward(m, x, *routes)
+        return y.masked_fill(y.abs() < 1e-8, 0)
 
-    class OfZeros(experts):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Tensor, *routes: Any) -> Tensor:
-            y = super().forward(hidden_states, *routes)
-            zero = (hidden_states == 0).all(-1, keepdim=True)
-            return torch.where(zero, torch.full_like(y, math.pi), y)
+    def of_zeros(m: Any, x: Tensor, *routes: Any) -> Tensor:
+        y = experts.forward(m, x, *routes)
+        return torch.where((x == 0).all(-1, keepdim=True), torch.full_like(y, math.pi), y)
 
-    for module_class in (Cut, OfZeros):
+    for forward in (cut, of_zeros):
         for layer in model.model.layers:
-            layer.mlp.experts.__class__ = module_class
+            layer.mlp.experts.__class__ = type("Other", (experts,), {"forward": forward})
         assert not any(e.op == "fused_moe" for e in liger_multi.patch(model).entries)
         liger_multi.unpatch(model)
 
@@ -321,18 +277,23 @@ def step(model: Any, inputs: Any) -> Tensor:
     return loss.detach()
 
 
+def parametrized_and_patched(architecture: str, first: str, **options: Any) -> Any:
+    """A patched model with computed weights, and how often the patch computed each."""
+    model, in_patch = build(architecture, tied=False), Counter[str]()
+    if first == "patched":
+        liger_multi.patch(model, **options)
+    parametrize_all(model)
+    if first == "parametrized":
+        _, in_patch = counted(lambda: liger_multi.patch(model, **options))
+    return model, in_patch
+
+
 @pytest.mark.parametrize("first", ["parametrized", "patched"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "gpt_oss"])
 def test_every_weight_is_computed_once(architecture: str, first: str) -> None:
-    stock = parametrize_all(build(architecture, tied=False))
-    ours, inputs = build(architecture, tied=False), batch()
-    if first == "parametrized":
-        parametrize_all(ours)
-        _, in_patch = counted(lambda: liger_multi.patch(ours))
-        assert not in_patch
-    else:
-        liger_multi.patch(ours)
-        parametrize_all(ours)
+    stock, inputs = parametrize_all(build(architecture, tied=False)), batch()
+    ours, in_patch = parametrized_and_patched(architecture, first)
+    assert not in_patch
     expected, times = counted(lambda: step(stock, inputs))
     actual, ours_times = counted(lambda: step(ours, inputs))
     assert ours_times.keys() == times.keys()
@@ -474,29 +435,255 @@ def test_weight_as_property() -> None:
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     stock, inputs = parametrize_head(build(tied=False)), batch()
     ours = copy.deepcopy(stock)
     liger_multi.patch(ours)
-    expected = step(stock, inputs)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(step(compiled, inputs), expected)
-    assert_same_gradients(gradients(ours), gradients(stock))
+    assert_same_training(
+        stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss, rtol=2e-5
+    )
 
 
+@pytest.mark.parametrize("first", ["parametrized", "patched"])
 @pytest.mark.parametrize("options", [{"linear": True}, {"linear_float8": {"smallest": 1}}], ids=str)
-def test_linear_layers(options: dict[str, Any]) -> None:
+def test_linear_layers(options: dict[str, Any], first: str) -> None:
     stock, inputs = parametrize_all(build(tied=False)), batch()
-    for first in ("parametrized", "patched"):
-        ours = build(tied=False)
-        if first == "parametrized":
-            parametrize_all(ours)
-            _, in_patch = counted(lambda ours=ours: liger_multi.patch(ours, **options))
-            assert not in_patch
-        else:
-            liger_multi.patch(ours, **options)
-            parametrize_all(ours)
-        _, times = counted(lambda: step(stock, inputs))
-        with liger_multi.use(deterministic="rows"):
-            _, ours_times = counted(lambda ours=ours: step(ours, inputs))
-        assert ours_times == times
+    ours, in_patch = parametrized_and_patched("llama", first, **options)
+    assert not in_patch
+    _, times = counted(lambda: step(stock, inputs))
+    with liger_multi.use(deterministic="rows"):
+        _, ours_times = counted(lambda: step(ours, inputs))
+    assert ours_times == times
+
+
+# --- objects of the caller, which fail on any write ---
+
+TOKENS = 24
+LENGTHS = (11, 13)
+WRITES = ("update", "reset", "crop", "reorder_cache", "early_initialization", "add_layer")
+
+
+class WrittenError(AssertionError):
+    """Something wrote to an object of the caller."""
+
+
+class Frozen(TorchDispatchMode):
+    """In-place operators on tensors of the caller raise."""
+
+    def __init__(self, *tensors):
+        super().__init__()
+        self.storages = {t.untyped_storage()._cdata for t in tensors if t.numel()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = dict(zip([a.name for a in func._schema.arguments], args)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(inputs.get(argument.name)):
+                    shared = isinstance(tensor, torch.Tensor) and tensor.numel()
+                    if shared and tensor.untyped_storage()._cdata in self.storages:
+                        raise WrittenError(f"{func} writes to a tensor of the caller")
+        return func(*args, **(kwargs or {}))
+
+
+def frozen(thing, *methods):
+    """The same object, of a class whose attributes and named methods refuse to write."""
+
+    def refused(self, *args, **kwargs):
+        raise WrittenError(f"{type(self).__name__} is the caller's")
+
+    module_class = type(thing)
+    names = {"__setattr__", "__delattr__", *(m for m in methods if hasattr(module_class, m))}
+    where = {"__module__": module_class.__module__, "__qualname__": module_class.__qualname__}
+    thing.__class__ = type(
+        module_class.__name__, (module_class,), dict.fromkeys(names, refused) | where
+    )
+    return thing
+
+
+class Log(list):
+    """A list of a module that nobody may write to."""
+
+    def append(self, value):
+        raise WrittenError("a list of the caller")
+
+    __setitem__ = extend = insert = clear = pop = append
+
+
+def rows():
+    ids = torch.randint(10, 60, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return {"input_ids": ids, "position_ids": positions}
+
+
+def tensors(model):
+    return [*model.parameters(), *model.buffers()]
+
+
+def by_type(model_type):
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    return cases.build(pairs[model_type])
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "qwen3", "gemma2", "qwen3_moe", "qwen3_next", "lfm2", "deepseek_v32", "llama4_text"],
+)
+def test_a_patch_and_a_trial_leave_a_model_alone(model_type):
+    """Norms, MLPs, experts, mixers, rotary functions, indexers and heads are recognized here."""
+    model = by_type(model_type).eval()
+    for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        frozen(part)
+    for module in model.modules():
+        vars(module)["log"] = Log([1, 2])
+    config, before = model.config, copy.deepcopy(vars(model.config))
+    inputs = rows()
+    with Frozen(*tensors(model), *inputs.values()):
+        report = liger_multi.patch(model)
+        with contextlib.suppress(PackingError, ValueError):  # of releases that mix the samples
+            model(**inputs, use_cache=False)  # tried first
+    assert report.entries
+    assert model.config is config
+    assert {n: str(v) for n, v in vars(config).items()} == {n: str(v) for n, v in before.items()}
+    assert all(type(m.log) is Log for m in model.modules())
+
+
+@pytest.mark.parametrize("form", ["keyword", "positional", "wrapped", "unknown", "legacy"])
+def test_a_cache_is_never_tried_with(form):
+    """Caches are recognized under any name and in any place; unknown objects are not tried with."""
+    model = build("llama").eval()
+    liger_multi.patch(model)
+    inputs = rows()
+    name = arguments.cache_parameter(type(model).forward)
+    observed = []
+
+    class Wrapper:
+        def __init__(self, inner):
+            vars(self)["inner"] = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __setattr__(self, name, value):
+            raise WrittenError("the wrapper is the caller's")
+
+    class Unknown:
+        __slots__ = ()
+
+        def __setattr__(self, name, value):
+            raise WrittenError("the object is the caller's")
+
+    cache = frozen(transformers.DynamicCache(config=model.config), *WRITES)
+    value = {
+        "wrapped": Wrapper(cache),
+        "unknown": Unknown(),
+        "legacy": ((torch.zeros(1, 2, 0, 16), torch.zeros(1, 2, 0, 16)),) * 2,
+    }.get(form, cache)
+
+    def stop(module, args, kwargs):
+        observed.append(kwargs)
+        if form != "unknown" or "something_else" in kwargs:
+            raise InterruptedError
+
+    hook = model.model.register_forward_pre_hook(stop, with_kwargs=True)
+    hook_of_library = model.model._forward_pre_hooks[hook.id]
+    hook_of_library.__module__ = "transformers.tests"  # or a trial would set it aside
+    call = {name: value}
+    if form == "positional":
+        names = arguments.parameters_of(type(model).forward)
+        args = [inputs.get(n) for n in names[: names.index(name)]]
+        with pytest.raises(InterruptedError):
+            model(*args, cache)
+    elif form == "unknown":
+        with pytest.raises(InterruptedError):
+            model(**inputs, use_cache=False, something_else=value)
+        assert len(observed) > 1, "the model is tried, without the object"
+        return
+    else:
+        with pytest.raises(InterruptedError):
+            model(**inputs, **call)
+    assert len(observed) == 1, "a call that goes on from a cache is not tried"
+
+
+def test_an_unknown_object_makes_no_error_of_a_leak():
+    """It might be what keeps samples apart, and a trial hands it to nobody."""
+    model = build("olmo2")  # of each class, it is said once
+    liger_multi.patch(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    with pytest.raises(PackingError):
+        model(**rows(), use_cache=True)
+    liger_multi.patch(model)
+    with pytest.warns(UserWarning, match=r"hands over no objects, got apart \(object\)"):
+        model(**rows(), use_cache=True, apart=object())
+
+
+class Noting(nn.Module):
+    """A norm that keeps what it saw, as statistics and probes of users do."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.variance_epsilon = weight, 1e-6
+        self.log, self.table, self.total = [], {}, torch.zeros(1)
+
+    def forward(self, hidden_states):
+        self.log.append(hidden_states.shape)
+        self.table["last"] = hidden_states.shape
+        self.total.add_(1)
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+def test_lists_and_tensors_of_a_module_are_of_its_calls():
+    model = build("llama")
+    norm = model.model.norm = Noting(model.model.norm.weight)
+    liger_multi.patch(model)
+    assert (norm.log, norm.table, norm.total.item()) == ([], {}, 0)
+    inputs = rows()
+    model(**inputs, use_cache=False)
+    assert len(norm.log) == norm.total.item() == 1
+    assert norm.table == {"last": (1, TOKENS, model.config.hidden_size)}
+
+
+def test_recomputed_layers_and_estimates_write_no_cache():
+    model = build("llama").train()
+    cache = frozen(transformers.DynamicCache(config=model.config), *WRITES)
+    layer, hidden = model.model.layers[0], torch.randn(1, 5, model.config.hidden_size)
+    angles = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    handle = apply_recompute(model, "full")
+    names = arguments.parameters_of(type(layer).forward)
+    at = names.index(arguments.cache_parameter(type(layer).forward))
+    for args, kwargs in (
+        ((hidden,), {names[at]: cache}),
+        ((hidden, *[None] * (at - 1), cache), {}),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is said once for each layer
+            layer(*args, **kwargs, position_embeddings=angles)
+    handle.remove()
+    config = build("llama").config
+    before = config.to_dict()
+    estimate(config, 1, 16)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("rows_of_a_batch", [1, 2])
+def test_generation_equals_unpatched(rows_of_a_batch):
+    unpatched = build("llama").eval()
+    model = copy.deepcopy(unpatched)
+    liger_multi.patch(model)
+    ids = torch.randint(10, 60, (rows_of_a_batch, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), unpatched.generate(ids, **options))
+    first = model(input_ids=ids, use_cache=True)
+    cached = continued(model, first)
+    assert arguments.is_cache(next(iter(cached.values())))
+    later = model(input_ids=ids[:, :3], **cached, position_ids=torch.arange(9, 12)[None])
+    expected = unpatched(torch.cat([ids, ids[:, :3]], 1)).logits[:, 9:]
+    torch.testing.assert_close(later.logits, expected, rtol=1e-4, atol=1e-4)

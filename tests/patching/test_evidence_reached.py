@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama
 from liger_multi.patching import patch
 from liger_multi.patching.evidence import branches
 from liger_multi.patching.evidence.branches import Outcomes
-from tests.models import assert_same_training, batch, build, pair
+from tests.models import Mlp, Norm, assert_same_training, batch, build, pair, variant
 
 ALONE = {"fused_linear_cross_entropy": False}
 FACTOR = 1.0
@@ -50,48 +50,13 @@ def cached():
     return FACTORS[0]
 
 
-class Mlp(nn.Module):
-    """A gated MLP, whose subclasses scale its output."""
-
-    lists = [1.0]
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(12, 16), nn.Linear(12, 16)
-        self.down_proj, self.act_fn = nn.Linear(16, 12), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Norm(nn.Module):
-    """An RMSNorm, whose subclasses scale its output."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(12) + 0.5), 1e-6
-
-    def forward(self, x):
-        r = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x.float() * r).to(x.dtype)
-
-
 def of(scale, base=Mlp):
     """A module whose output goes through a function."""
-
-    class Scaled(base):
-        def forward(self, x):
-            return scale(super().forward(x))
-
-    return Scaled()
-
-
-def holder(module):
-    return nn.Sequential(module)
+    return variant(base, lambda m, x: scale(base.forward(m, x)))
 
 
 def report_of(module):
-    return patch(holder(module), **ALONE)
+    return patch(nn.Sequential(module), **ALONE)
 
 
 def is_served(report):
@@ -157,7 +122,7 @@ def test_values_changed_after_the_patch(where, base):
     scale, change = _pairs()[where]
     module = of(scale, base)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
-    report = patch(model := holder(module), **ALONE)
+    report = patch(model := nn.Sequential(module), **ALONE)
     try:
         with report.watch(model) as watched:
             assert_as_stock(module, stock, x)
@@ -173,10 +138,6 @@ def test_values_changed_after_the_patch(where, base):
         assert bool(watched.served) == is_served(report)
     finally:
         change(1.0)
-
-
-def test_factor_of_one_is_recognized():
-    assert is_served(report_of(of(lambda y: y * FACTOR)))
 
 
 @pytest.mark.parametrize("where", ["a global", "a class"])
@@ -238,14 +199,6 @@ def _imports(y):
     return y * settings_of_somebody.factor
 
 
-def _of_a_list(y):
-    return y * FACTORS[0]
-
-
-def _of_a_classes_list(y):
-    return y * Table.lists[0]
-
-
 def _of_a_tensor():
     factor = torch.ones(())
     return lambda y: y * factor
@@ -255,8 +208,8 @@ def _of_a_tensor():
 @pytest.mark.parametrize(
     ("scale", "reason"),
     [
-        (_of_a_list, "FACTORS (list)"),
-        (_of_a_classes_list, "lists (list)"),
+        (lambda y: y * FACTORS[0], "FACTORS (list)"),
+        (lambda y: y * Table.lists[0], "lists (list)"),
         (lambda y: y * cached(), "FACTORS (list)"),
         (_mutable_default, "a default that is mutable"),
         (_of_a_tensor(), "a variable of a closure (Tensor)"),
@@ -275,11 +228,9 @@ def test_code_with_extra_behavior_is_left_alone(scale, reason, base):
 
 
 def test_a_list_of_the_class_is_left_alone():
-    class Listed(Mlp):
-        def forward(self, x):
-            return super().forward(x) * self.lists[0]
-
-    assert "lists (list) of its class" in reasons(report_of(Listed()))
+    module = variant(Mlp, lambda m, x: Mlp.forward(m, x) * m.lists[0])
+    type(module).lists = [1.0]
+    assert "lists (list) of its class" in reasons(report_of(module))
 
 
 # --- functions that are replaced ---
@@ -551,65 +502,32 @@ def test_concurrent_patches():
 # --- other inputs ---
 
 
-class Long(Mlp):
-    def forward(self, x):
-        y = super().forward(x)
-        return y * 0.5 if x.shape[1] > 1000 else y
+def clamped_in_fp16(m, x):
+    y = m.act_fn(m.gate_proj(x)) * m.up_proj(x)
+    if y.dtype == torch.float16:
+        y = y.clamp(-0.1, 0.1)
+    return m.down_proj(y)
 
 
-class Narrow(Mlp):
-    def forward(self, x):
-        y = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        if y.dtype == torch.float16:
-            y = y.clamp(-0.1, 0.1)
-        return self.down_proj(y)
+def clamped_where_it_overflows(m, x):
+    y = Mlp.forward(m, x)
+    if torch.isinf(y).any() and m.training:
+        y = y.clamp(-1, 1)
+    return y
 
 
-class OnDevice(Norm):
-    def forward(self, x):
-        if x.is_cuda:
-            return x
-        return super().forward(x)
+UNTAKEN = {
+    "length": (Mlp, lambda m, x: Mlp.forward(m, x) * (0.5 if x.shape[1] > 1000 else 1.0)),
+    "dtype": (Mlp, clamped_in_fp16),
+    "overflow": (Mlp, clamped_where_it_overflows),
+    "flag of a device": (Norm, lambda m, x: x if x.is_cuda else Norm.forward(m, x)),
+    "device": (Norm, lambda m, x: x if x.device.type == "cuda" else Norm.forward(m, x)),
+}
 
 
-class OnOtherDevice(Norm):
-    def forward(self, x):
-        if x.device.type == "cuda":
-            return x
-        return super().forward(x)
-
-
-class OnAnApple(Norm):
-    def forward(self, x):
-        if x.device.type == "mps":
-            return x
-        return super().forward(x)
-
-
-class OnThisDevice(Norm):
-    def forward(self, x):
-        if x.device.type != "mps":
-            return super().forward(x)
-        return x
-
-
-class Overflowing(Mlp):
-    def forward(self, x):
-        y = super().forward(x)
-        if torch.isinf(y).any() and self.training:
-            y = y.clamp(-1, 1)
-        return y
-
-
-def by_length(y):
-    return y * 2 if len(y) > 1000 else y
-
-
-@pytest.mark.parametrize(
-    "make", [Long, Narrow, OnDevice, OnOtherDevice, Overflowing, lambda: of(by_length)]
-)
-def test_untaken_branches(make):
-    report = report_of(make())
+@pytest.mark.parametrize("name", UNTAKEN)
+def test_untaken_branches(name):
+    report = report_of(variant(*UNTAKEN[name]))
     assert not is_served(report)
     assert "a branch that depends on its input" in reasons(report)
 
@@ -628,13 +546,6 @@ def test_a_branch_of_a_rotary_function(monkeypatch):
     assert "a branch that depends on its input" in reasons(report)
 
 
-class Checking(Mlp):
-    def forward(self, x):
-        if x.shape[-1] != 12 and x.shape[-1] != 24:
-            raise ValueError(f"12 channels, got {x.shape}")
-        return super().forward(x)
-
-
 class Optional(Mlp):
     def __init__(self):
         super().__init__()
@@ -649,16 +560,32 @@ class Optional(Mlp):
         return y
 
 
-class NamingDevice(Norm):
+def checking(m, x):
+    if x.shape[-1] != 12 and x.shape[-1] != 24:
+        raise ValueError(f"12 channels, got {x.shape}")
+    return Mlp.forward(m, x)
+
+
+def naming_its_device(m, x):
     """As transformers 5.17 names the device of which it switches autocast off."""
-
-    def forward(self, x):
-        name = x.device.type if x.device.type != "mps" else "cpu"
-        with torch.autocast(name, enabled=False):
-            return super().forward(x)
+    name = x.device.type if x.device.type != "mps" else "cpu"
+    with torch.autocast(name, enabled=False):
+        return Norm.forward(m, x)
 
 
-@pytest.mark.parametrize("make", [Checking, Optional, Mlp, Norm, NamingDevice, OnAnApple])
+def on_an_apple(m, x):
+    return x if x.device.type == "mps" else Norm.forward(m, x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: variant(Mlp, checking),
+        Optional,
+        lambda: variant(Norm, naming_its_device),
+        lambda: variant(Norm, on_an_apple),
+    ],
+)
 def test_branches_without_effect(make, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     branches._jumps.cache_clear()
@@ -668,7 +595,7 @@ def test_branches_without_effect(make, monkeypatch):
 def test_branch_on_an_available_device(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     branches._jumps.cache_clear()
-    report = report_of(OnThisDevice())
+    report = report_of(variant(Norm, on_an_apple))
     branches._jumps.cache_clear()
     assert not is_served(report)
     assert "a branch that depends on its input" in reasons(report)
@@ -700,10 +627,6 @@ class State:
     flag, extra, size = False, None, 3
 
 
-def _by_length(self, x):
-    return x * 2 if x > 1000 else x
-
-
 def _either_raises(self, x):
     if x != 1 and x != 2:
         return x
@@ -716,41 +639,25 @@ def _of_the_module(self, x):
     return x
 
 
-def _asks_for_none(self, x):
-    return 0 if x is None else x
-
-
-def _or(self, x):
-    return x if (x > 3 or self.flag) else 0
-
-
 def _and(self, x):
     if x == 1 and x != self.size and self.size != 8:
         x = x + 1
     return x
 
 
-def _in_a_comprehension(self, x):
-    return [i for i in range(3) if x > 5]
-
-
-def _of_a_choice(self, x):
-    return 1 if (x if self.flag is None else 5) > 3 else 2
-
-
 @pytest.mark.parametrize(
     ("function", "inputs", "one_sided"),
     [
-        (_by_length, [1], True),
-        (_by_length, [1, 2000], False),
+        (lambda self, x: x * 2 if x > 1000 else x, [1], True),
+        (lambda self, x: x * 2 if x > 1000 else x, [1, 2000], False),
         (_either_raises, [5], False),
         (_of_the_module, [1], False),
-        (_asks_for_none, [2], False),
-        (_or, [4], True),
-        (_or, [4, 1], False),
+        (lambda self, x: 0 if x is None else x, [2], False),
+        (lambda self, x: x if (x > 3 or self.flag) else 0, [4], True),
+        (lambda self, x: x if (x > 3 or self.flag) else 0, [4, 1], False),
         (_and, [1, 3], True),
-        (_in_a_comprehension, [1], True),
-        (_of_a_choice, [1], True),
+        (lambda self, x: [i for i in range(3) if x > 5], [1], True),
+        (lambda self, x: 1 if (x if self.flag is None else 5) > 3 else 2, [1], True),
     ],
 )
 def test_one_sided_conditions(function, inputs, one_sided):

@@ -16,51 +16,17 @@ from torch.nn.modules import module as hooks_of_all
 transformers = pytest.importorskip("transformers")
 
 
+from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
-from liger_multi.patching import patch, rotary
+from liger_multi.patching import patch
 from liger_multi.patching.evidence.probe import probe_context
-from liger_multi.patching.experts import find as find_experts
-from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.mlp import fused as mlp
-from liger_multi.patching.norms import find as find_norms
-from tests.models import Calls, assert_same_training, batch, build, pair
+from tests.models import Calls, Holder, Mlp, Norm, assert_same_training, batch, build, pair, variant
+from tests.patching.test_apply import forget_probes
 
 ALONE = {"fused_linear_cross_entropy": False}
-
-
-class Holder(nn.Module):
-    """A model of one module and no output embedding."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.inner = module
-
-
-class Mlp(nn.Module):
-    """A gated MLP, whose subclasses have something more."""
-
-    def __init__(self, act=None):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(12, 16), nn.Linear(12, 16)
-        self.down_proj = nn.Linear(16, 12)
-        self.act_fn = nn.SiLU() if act is None else act
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Norm(nn.Module):
-    """An RMSNorm, whose subclasses have something more."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(12) + 0.5), 1e-6
-
-    def forward(self, x):
-        r = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x.float() * r).to(x.dtype)
 
 
 def patched_pair(module):
@@ -209,40 +175,31 @@ def test_equal_modules_share_a_signature():
             assert mlp.serves(module, type(module)._liger_multi_swap.settings)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: setattr(m, "eps", 1e-1),
-        lambda m: setattr(m, "eps", torch.tensor(0.5)),
-        lambda m: setattr(m, "weight", nn.Parameter(torch.full((12,), 0.1))),
-        lambda m: setattr(m, "weight", nn.Parameter(torch.full((1,), 0.1))),
-        lambda m: nn.utils.parametrize.register_parametrization(m, "weight", nn.Tanh()),
-        lambda m: m.weight.data.mul_(3),
-    ],
-    ids=["eps", "tensor", "weight", "broadcast weight", "parametrized weight", "data"],
-)
+def with_bias(self, x):
+    return Norm.forward(self, x) if self.bias is None else Norm.forward(self, x) + self.bias
+
+
+NORM_CHANGES = {
+    "eps": lambda m: setattr(m, "eps", 1e-1),
+    "tensor": lambda m: setattr(m, "eps", torch.tensor(0.5)),
+    "weight": lambda m: setattr(m, "weight", nn.Parameter(torch.full((12,), 0.1))),
+    "broadcast weight": lambda m: setattr(m, "weight", nn.Parameter(torch.full((1,), 0.1))),
+    "parametrized weight": lambda m: nn.utils.parametrize.register_parametrization(
+        m, "weight", nn.Tanh()
+    ),
+    "data": lambda m: m.weight.data.mul_(3),
+    "parameter for None": lambda m: setattr(m, "bias", nn.Parameter(torch.ones(12))),
+}
+
+
+@pytest.mark.parametrize("change", NORM_CHANGES)
 def test_changed_norms(change):
-    stock, ours, entries, _ = patched_pair(Norm())
+    module = variant(Norm, with_bias)
+    module.register_parameter("bias", None)
+    stock, ours, entries, _ = patched_pair(module)
     assert entries == ["rms_norm[llama]"]
     for module in (stock, ours):
-        change(module)
-    in_both_modes(stock, ours)
-
-
-class Biased(Norm):
-    def __init__(self):
-        super().__init__()
-        self.register_parameter("bias", None)
-
-    def forward(self, x):
-        return super().forward(x) if self.bias is None else super().forward(x) + self.bias
-
-
-def test_a_parameter_for_none():
-    stock, ours, entries, _ = patched_pair(Biased())
-    assert entries == ["rms_norm[llama]"]
-    for module in (stock, ours):
-        module.bias = nn.Parameter(torch.ones(12))
+        NORM_CHANGES[change](module)
     in_both_modes(stock, ours)
 
 
@@ -306,8 +263,7 @@ def test_hooks_on_callees_of_an_mlp(hook, layer):
 @pytest.mark.parametrize("module_class", ["llama", "gemma", "phi3", "mixtral"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_on_activations_of_models(module_class, hook):
-    stock, ours = pair(module_class)
-    patch(ours, **ALONE)
+    stock, ours = pair(module_class, patching=ALONE)
     for model in (stock, ours):
         actual = [m for m in model.modules() if type(m).__module__.endswith("activations")]
         assert actual
@@ -349,8 +305,7 @@ GLOBAL_HOOKS = {
 @pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("hook", GLOBAL_HOOKS)
 def test_global_hooks_see_unpatched_calls(module_class, hook):
-    stock, ours = pair(module_class)
-    patch(ours, **ALONE)
+    stock, ours = pair(module_class, patching=ALONE)
     observed = []
     handle = GLOBAL_HOOKS[hook](observed)
     try:
@@ -399,62 +354,49 @@ def test_parametrized_layers(layer, how):
 # --- monkeypatches of classes ---
 
 
-def twice(function):
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs) * 2
+def scaled(function, position=None):
+    """A function whose result, or one part of it, is twice as large."""
+
+    def twice(self, *args, **kwargs):
+        result = function(self, *args, **kwargs)
+        return result * 2 if position is None else (result[0] * 2, *result[1:])
+
+    return twice
 
 
-def test_a_replaced_forward_of_an_mlps_class(monkeypatch):
-    stock, ours = pair()
-    patch(ours)
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", twice(modeling_llama.LlamaMLP.forward))
+REPLACED = {
+    "mlp": ("llama", modeling_llama.LlamaMLP, "forward", scaled),
+    "norm": ("llama", modeling_llama.LlamaRMSNorm, "forward", scaled),
+    "attention": ("llama", modeling_llama.LlamaAttention, "forward", lambda f: scaled(f, 0)),
+    "activation": (
+        "gemma",
+        transformers.activations.GELUTanh,
+        "forward",
+        lambda f: lambda self, x: torch.tanh(x),
+    ),
+    "helper of a norm": (
+        "gemma",
+        modeling_gemma.GemmaRMSNorm,
+        "_norm",
+        lambda f: lambda self, x: x * 0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("part", REPLACED)
+def test_replaced_methods_of_classes(part, monkeypatch):
+    architecture, owner, name, other = REPLACED[part]
+    stock, ours = pair(architecture, patching={})
+    monkeypatch.setattr(owner, name, other(getattr(owner, name)))
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-
-
-def test_a_replaced_forward_of_a_norms_class(monkeypatch):
-    stock, ours = pair()
-    patch(ours)
-    module_class = modeling_llama.LlamaRMSNorm
-    monkeypatch.setattr(module_class, "forward", twice(module_class.forward))
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    calls = []
-    monkeypatch.setattr(ops, "rms_norm", lambda *a, **k: calls.append(a))
-    ours.model.norm(torch.ones(2, 32))
-    assert calls == []
-
-
-def test_a_replaced_forward_of_an_activations_class(monkeypatch):
-    stock, ours = pair("gemma")
-    patch(ours)
-    monkeypatch.setattr(transformers.activations.GELUTanh, "forward", lambda self, x: torch.tanh(x))
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-
-
-def test_a_replaced_helper_of_a_norms_class(monkeypatch):
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-
-    stock, ours = pair("gemma")
-    patch(ours)
-    monkeypatch.setattr(GemmaRMSNorm, "_norm", lambda self, x: x * 0.5)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-
-
-def test_a_replaced_forward_of_an_attentions_class(monkeypatch):
-    stock, ours = pair()
-    patch(ours)
-    module_class, plain = modeling_llama.LlamaAttention, modeling_llama.LlamaAttention.forward
-
-    def louder(self, *args, **kwargs):
-        out, weights = plain(self, *args, **kwargs)
-        return out * 2, weights
-
-    monkeypatch.setattr(module_class, "forward", louder)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    if part == "norm":
+        monkeypatch.setattr(ops, "rms_norm", lambda *a, **k: pytest.fail("the operator ran"))
+        ours.model.norm(torch.ones(2, 32))
 
 
 def test_a_replaced_rotary_function_of_a_modeling_file(monkeypatch):
     calls = Calls(monkeypatch)
-    stock, ours = pair()
-    patch(ours)
+    stock, ours = pair(patching={})
     plain = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(
         modeling_llama, "apply_rotary_pos_emb", lambda q, k, *a, **kw: plain(q * 2, k, *a, **kw)
@@ -488,34 +430,6 @@ def test_an_equal_forward_is_served_after_another_patch(monkeypatch):
 # --- what a forward does in another mode, and besides ---
 
 
-class DroppedByHand(Mlp):
-    def forward(self, x):
-        return F.dropout(super().forward(x), 0.3, self.training)
-
-
-class LouderInTraining(Mlp):
-    def forward(self, x):
-        return super().forward(x) * (1.5 if self.training else 1.0)
-
-
-class Noisy(Mlp):
-    def forward(self, x):
-        noise = 0.0 if not self.training else random.random() * 0.0
-        return super().forward(x) + noise
-
-
-class GradientScaled(Mlp):
-    def forward(self, x):
-        x = x * 0.25 + x.detach() * 0.75
-        return super().forward(x)
-
-
-class Detached(Mlp):
-    def forward(self, x):
-        gate = self.act_fn(self.gate_proj(x)).detach()
-        return self.down_proj(gate * self.up_proj(x))
-
-
 class HalfGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -526,161 +440,142 @@ class HalfGradient(torch.autograd.Function):
         return dy / 2
 
 
-class OwnFunction(Mlp):
-    def forward(self, x):
-        return HalfGradient.apply(super().forward(x))
+def counting(m, x):
+    m.calls += 1
+    return Mlp.forward(m, x)
 
 
-class Counting(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
+def halved(m, x):
+    y = Mlp.forward(m, x)
+    return y.half() if x.dtype == torch.bfloat16 else y
 
 
-class Masked(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mask", torch.ones(12))
-
-    def forward(self, x):
-        return super().forward(x) * self.mask
+def keeping(m, x):
+    m.last = x.detach()
+    return Norm.forward(m, x)
 
 
-class MaskedInTraining(Masked):
-    def forward(self, x):
-        return Mlp.forward(self, x) * (self.mask if self.training else 1.0)
+ONES = torch.ones(12)
+IN_TRAINING = "it draws random numbers in training"
+OTHERS = {
+    "dropout": (Mlp, lambda m, x: F.dropout(Mlp.forward(m, x), 0.3, m.training), IN_TRAINING),
+    "louder in training": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * (1.5 if m.training else 1.0),
+        "its output differs in training",
+    ),
+    "noise": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) + (random.random() * 0.0 if m.training else 0.0),
+        IN_TRAINING,
+    ),
+    "scaled gradient": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x * 0.25 + x.detach() * 0.75),
+        "its gradient differs in evaluation",
+    ),
+    "detached gate": (
+        Mlp,
+        lambda m, x: m.down_proj(m.act_fn(m.gate_proj(x)).detach() * m.up_proj(x)),
+        "its gradient differs in evaluation",
+    ),
+    "function of autograd": (
+        Mlp,
+        lambda m, x: HalfGradient.apply(Mlp.forward(m, x)),
+        "its gradient differs",
+    ),
+    "counter": (Mlp, counting, "its forward sets its calls", {"calls": 0}),
+    "mask": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * m.mask,
+        "its forward reads its buffer mask",
+        {"mask": ONES},
+    ),
+    "mask in training": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * (m.mask if m.training else 1.0),
+        "its forward reads its buffer mask",
+        {"mask": ONES},
+    ),
+    "list": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * m.scales[0],
+        r"its forward reads its scales \(list\)",
+        {"scales": [1.0]},
+    ),
+    "configuration": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * m.config.inner.scale,
+        r"its forward reads its config \(SimpleNamespace\)",
+        {"config": types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0))},
+    ),
+    "weights": (
+        Mlp,
+        lambda m, x: m.down_proj(
+            m.act_fn(m.gate_proj(x)) * F.linear(x, m.up_proj.weight, m.up_proj.bias)
+        ),
+        "it does not call its layers",
+    ),
+    "wide result": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x).float(),
+        "its output differs under autocast",
+    ),
+    "fp16 for bf16": (Mlp, halved, "its output differs in bf16"),
+    "rank": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * (1.5 if x.ndim == 2 else 1.0),
+        "its output differs for 2 axes",
+    ),
+    "without gradients": (
+        Mlp,
+        lambda m, x: Mlp.forward(m, x) * (1.0 if torch.is_grad_enabled() else 1.5),
+        "computes neither",
+    ),
+    "without gradients in training": (
+        Mlp,
+        lambda m, x: (
+            Mlp.forward(m, x) * (1.5 if m.training and not torch.is_grad_enabled() else 1.0)
+        ),
+        "its output differs in training without gradients",
+    ),
+    "frozen weight": (
+        Mlp,
+        lambda m, x: m.down_proj(
+            m.act_fn(m.gate_proj(x)) * F.linear(x, m.up_proj.weight.detach(), m.up_proj.bias)
+        ),
+        "it stops a gradient",
+    ),
+    "in place": (Mlp, lambda m, x: Mlp.forward(m, x.mul_(1.0)), "it writes to its input"),
+    "norm with dropout": (
+        Norm,
+        lambda m, x: F.dropout(Norm.forward(m, x), 0.3, m.training),
+        IN_TRAINING,
+    ),
+    "norm louder in training": (
+        Norm,
+        lambda m, x: Norm.forward(m, x) * (1.5 if m.training else 1.0),
+        "its output differs in training",
+    ),
+    "norm that keeps its input": (Norm, keeping, "its forward sets its last"),
+    "norm with a scaled gradient": (
+        Norm,
+        lambda m, x: Norm.forward(m, x * 0.25 + x.detach() * 0.75),
+        "",
+    ),
+}
 
 
-class Listed(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.scales = [1.0]
-
-    def forward(self, x):
-        return super().forward(x) * self.scales[0]
-
-
-class Nested(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.config = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0))
-
-    def forward(self, x):
-        return super().forward(x) * self.config.inner.scale
-
-
-class ByWeights(Mlp):
-    def forward(self, x):
-        gate = self.act_fn(self.gate_proj(x))
-        return self.down_proj(gate * F.linear(x, self.up_proj.weight, self.up_proj.bias))
-
-
-class NarrowInside(Mlp):
-    def forward(self, x):
-        return super().forward(x).float()
-
-
-class Halved(Mlp):
-    def forward(self, x):
-        y = super().forward(x)
-        return y.half() if x.dtype == torch.bfloat16 else y
-
-
-class ByRank(Mlp):
-    def forward(self, x):
-        return super().forward(x) * (1.5 if x.ndim == 2 else 1.0)
-
-
-class WithoutGradients(Mlp):
-    def forward(self, x):
-        return super().forward(x) * (1.0 if torch.is_grad_enabled() else 1.5)
-
-
-class WithoutGradientsInTraining(Mlp):
-    def forward(self, x):
-        quiet = self.training and not torch.is_grad_enabled()
-        return super().forward(x) * (1.5 if quiet else 1.0)
-
-
-class Frozen(Mlp):
-    def forward(self, x):
-        up = F.linear(x, self.up_proj.weight.detach(), self.up_proj.bias)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
-
-
-class Overwriting(Mlp):
-    def forward(self, x):
-        return super().forward(x.mul_(1.0))
-
-
-@pytest.mark.parametrize(
-    ("module_class", "reason"),
-    [
-        (DroppedByHand, "it draws random numbers in training"),
-        (LouderInTraining, "its output differs in training"),
-        (Noisy, "it draws random numbers in training"),
-        (GradientScaled, "its gradient differs in evaluation"),
-        (Detached, "its gradient differs in evaluation"),
-        (OwnFunction, "its gradient differs"),
-        (Counting, "its forward sets its calls"),
-        (Masked, "its forward reads its buffer mask"),
-        (MaskedInTraining, "its forward reads its buffer mask"),
-        (Listed, r"its forward reads its scales \(list\)"),
-        (Nested, r"its forward reads its config \(SimpleNamespace\)"),
-        (ByWeights, "it does not call its layers"),
-        (NarrowInside, "its output differs under autocast"),
-        (Halved, "its output differs in bf16"),
-        (ByRank, "its output differs for 2 axes"),
-        (WithoutGradients, "computes neither"),
-        (WithoutGradientsInTraining, "its output differs in training without gradients"),
-        (Frozen, "it stops a gradient"),
-        (Overwriting, "it writes to its input"),
-    ],
-)
 @pytest.mark.parametrize("training", [True, False])
-def test_mlps_with_extra_behavior_are_left_alone(module_class, reason, training):
-    module = module_class().train(training)
+@pytest.mark.parametrize("name", OTHERS)
+def test_modules_with_extra_behavior_are_left_alone(name, training):
+    base, forward, reason, *attributes = OTHERS[name]
+    module = variant(base, forward, **dict(*attributes)).train(training)
     stock, ours, entries, reasons = patched_pair(module)
     assert entries == []
-    assert type(ours) is module_class
+    assert type(ours) is type(module)
     (said,) = reasons
     assert re.search(reason, said), said
-    in_both_modes(stock, ours)
-
-
-class NormDropped(Norm):
-    def forward(self, x):
-        return F.dropout(super().forward(x), 0.3, self.training)
-
-
-class NormOfTraining(Norm):
-    def forward(self, x):
-        return super().forward(x) * (1.5 if self.training else 1.0)
-
-
-class NormKeeping(Norm):
-    def forward(self, x):
-        self.last = x.detach()
-        return super().forward(x)
-
-
-class NormGradientScaled(Norm):
-    def forward(self, x):
-        return super().forward(x * 0.25 + x.detach() * 0.75)
-
-
-@pytest.mark.parametrize(
-    "module_class", [NormDropped, NormOfTraining, NormKeeping, NormGradientScaled]
-)
-@pytest.mark.parametrize("training", [True, False])
-def test_norms_with_extra_behavior_are_left_alone(module_class, training):
-    stock, ours, entries, reasons = patched_pair(module_class().train(training))
-    assert entries == []
-    assert len(reasons) == 1
     in_both_modes(stock, ours)
 
 
@@ -708,22 +603,6 @@ def test_dropout_layers_are_served_and_stay(inner, training):
 
 
 # --- surroundings of the patch ---
-
-
-def probes_forgotten():
-    for known in (
-        find_experts._known_experts,
-        *(m._known for m in (find_mlps, find_norms, rotary)),
-    ):
-        known.clear()
-
-
-def wide():
-    torch.set_default_dtype(torch.float64)
-
-
-def strict():
-    torch.use_deterministic_algorithms(True)
 
 
 META = torch.device("meta")
@@ -757,9 +636,9 @@ SURROUNDINGS = {
 def test_global_state_does_not_change_the_report(surroundings, module_class):
     """Under a default dtype of fp64, the first patch of a process left every MLP alone."""
     models = [build(module_class) for _ in range(3)]
-    probes_forgotten()
+    forget_probes()
     expected = str(patch(models[0]))
-    probes_forgotten()
+    forget_probes()
     enter, leave = SURROUNDINGS[surroundings]
     random.seed(0)
     before = (torch.get_rng_state(), random.getstate())
@@ -781,8 +660,8 @@ def test_global_state_does_not_change_the_report(surroundings, module_class):
 
 
 def test_a_probes_surroundings_are_always_the_same():
-    wide()
-    strict()
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
     try:
         with META, torch.no_grad(), torch.autocast("cpu"), probe_context():
             output = torch.ones(2)

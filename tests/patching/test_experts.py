@@ -14,12 +14,11 @@ transformers = pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from tests.comparing import assert_same_gradients
-from tests.models import assert_same_training, batch, pair
+from tests.models import Holder, assert_same_training, batch, pair
 from tests.patching.test_apply import HEADLESS
-from tests.patching.test_evidence_signature import ALONE, HOOKS, Holder, patched_pair
+from tests.patching.test_evidence_signature import ALONE, HOOKS, patched_pair
 from tests.patching.test_mlp import Odd
 from tests.patching.test_norms_find import (
-    OneModule,
     calls_of,
     equal,
     modeling,
@@ -60,7 +59,7 @@ def test_shared_experts():
         with pytest.raises(RuntimeError):
             module(torch.randn(10, 16), torch.rand(10, 2))
         assert len(calls) == 6
-    unpatch(OneModule(module))
+    unpatch(Holder(module))
     assert type(module) is type(stock)
 
 
@@ -109,25 +108,15 @@ def test_experts_without_a_gate():
     stock = copy.deepcopy(module)
     index = torch.randint(4, (10, 2))
     assert patched_module(module)[0] == ["fused_moe[relu_squared]", "relu_squared"]
-    report = patch(OneModule(module), **HEADLESS)
+    report = patch(Holder(module), **HEADLESS)
     assert {e.status for e in report.entries} == {"already patched"}
-
-    def experts(own):
-        return type(
-            "Called",
-            (),
-            {
-                "__call__": lambda self, x, routing: own(x, index, routing),
-                "parameters": lambda self: own.parameters(),
-            },
-        )()
 
     inputs = torch.randn(10, 16), torch.rand(10, 2)
     for change in (None, nn.SiLU()):
         if change is not None:  # no longer what was probed
             stock.act_fn = module.act_fn = change
         with calls_of("fused_moe") as calls:
-            equal(experts(stock), experts(module), *inputs)
+            equal(OfRoutes(stock, index), OfRoutes(module, index), *inputs)
         assert len(calls) == (change is None)
 
 
@@ -139,7 +128,7 @@ def test_experts_of_modules_are_named_once():
             return sum(expert(x) for expert in self)
 
     for inner, is_named in ((nn.Linear(16, 16), True), (Odd(nn.SiLU()), False)):
-        report = patch(OneModule(OwnExperts([inner])), **HEADLESS)
+        report = patch(Holder(OwnExperts([inner])), **HEADLESS)
         actual = [(s.reason, s.strict) for s in report.skipped if s.op == "fused_moe"]
         said = "OwnExperts does not use the experts interface of transformers"
         assert actual == [(said, False)] * is_named
@@ -211,8 +200,7 @@ def test_changed_experts(change):
 
 
 def test_a_replaced_gate_of_an_experts_class(monkeypatch):
-    stock, ours = pair("mixtral")
-    patch(ours)
+    stock, ours = pair("mixtral", patching={})
     module_class = type(experts_of(stock)[0])
     monkeypatch.setattr(module_class, "_apply_gate", lambda self, x: x.chunk(2, -1)[1])
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
@@ -309,8 +297,7 @@ def test_the_interface_compiles_after_a_call(interface):
 
 def test_the_routing_before_the_index():
     """What came first was taken for the index."""
-    stock, ours = pair("mixtral", num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair("mixtral", num_hidden_layers=1, patching={})
     x, index, routing = torch.randn(5, 32), torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
     actual = [experts_of(m)[0](x, top_k_weights=routing, top_k_index=index) for m in (stock, ours)]
     torch.testing.assert_close(actual[1], actual[0])

@@ -23,7 +23,8 @@ from liger_multi.patching.float8 import linear as float8
 from liger_multi.patching.float8.linear import Float8Linear
 from liger_multi.patching.float8.shards import GatheredWeight
 from liger_multi.patching.float8.weight import Float8Weight
-from liger_multi.reference.float8.rows import PLAIN, Float8Rows, dequantized
+from liger_multi.reference.float8.rows import PLAIN, dequantized
+from tests.comparing import gradients
 from tests.models import VOCABULARY, build
 
 ALL = {"smallest": 0}
@@ -50,9 +51,7 @@ def step(llama, tokens=None):
     llama.zero_grad(set_to_none=True)
     loss = llama(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    return loss.item(), {
-        n: p.grad.clone() for n, p in llama.named_parameters() if p.grad is not None
-    }
+    return loss.item(), {n: g.clone() for n, g in gradients(llama).items()}
 
 
 def equal(a, b):
@@ -67,11 +66,29 @@ def linears(llama):
     return [m for n, m in llama.named_modules() if n.rpartition(".")[2] in LAYERS]
 
 
+def cached_and_fresh():
+    """A model that keeps codes of weights from one use to the next, and one that does not."""
+    llama, other = model(), model()
+    patch(llama, linear_float8=CACHED)
+    patch(other, linear_float8=ALL)
+    return llama, other
+
+
+def cached():
+    """A model that keeps codes, after a step of its optimizer and one of its own."""
+    llama, _ = cached_and_fresh()
+    optimizer = optimizer_of(llama)
+    step(llama)
+    return llama, optimizer
+
+
 # --- weights as they are ---
 
 
 def test_layers_multiply_in_float8_and_unpatch_is_exact():
     llama = model()
+    assert patch(llama).count("linear_float8") == 0
+    unpatch(llama)
     before, state = step(llama), copy.deepcopy(llama.state_dict())
     report = patch(llama, linear_float8=ALL)
     assert report.count("linear_float8") == len(linears(llama)) == 14
@@ -84,26 +101,11 @@ def test_layers_multiply_in_float8_and_unpatch_is_exact():
         like = torch.cosine_similarity(gradient.flatten(), during[1][name].flatten(), 0)
         assert like > 0.98, name
     assert all(torch.equal(llama.state_dict()[n], t) for n, t in state.items())
+    report = patch(llama)
+    assert sum(e.op == "linear_float8" and e.status == "restored" for e in report.entries) == 14
+    assert not any(isinstance(m, Float8Linear) for m in llama.modules())
     unpatch(llama)
     assert equal(step(llama), before)
-
-
-def test_layers_equal_the_operator():
-    layer = nn.Linear(32, 48)
-    holder = nn.Sequential(layer)
-    x = torch.randn(3, 5, 32, requires_grad=True)
-    patch(holder, linear_float8=ALL)
-    y = holder(x)
-    assert torch.equal(y, ops.linear_float8(x, layer.weight, layer.bias))
-
-
-def test_off_by_default_and_off_again():
-    llama = model()
-    assert patch(llama).count("linear_float8") == 0
-    patch(llama, linear_float8=ALL)
-    report = patch(llama)
-    assert not any(isinstance(m, Float8Linear) for m in llama.modules())
-    assert sum(e.op == "linear_float8" and e.status == "restored" for e in report.entries) == 14
 
 
 def test_small_layers_and_heads_stay_and_the_report_says_why():
@@ -193,9 +195,7 @@ def weights_rounded():
 @pytest.mark.parametrize("case", [torch.optim.SGD, torch.optim.AdamW])
 def test_cached_codes_equal_fresh_ones(case, checkpointing):
     """Once per step of the optimizer, whatever the number of micro-batches; and the same bits."""
-    llama, other = model(), model()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
+    llama, other = cached_and_fresh()
     for one in (llama, other):
         if checkpointing:
             one.gradient_checkpointing_enable({"use_reentrant": False})
@@ -212,9 +212,7 @@ def test_cached_codes_equal_fresh_ones(case, checkpointing):
 
 
 def test_cached_codes_follow_counted_writes():
-    llama, other = model(), model()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
+    llama, other = cached_and_fresh()
     optimizer = optimizer_of(llama)
     writes = (
         lambda m: [p.mul_(1.1) for p in m.parameters()],
@@ -249,33 +247,23 @@ def test_weights_with_cached_codes_can_be_swapped():
     optimizer.step()
 
 
-def test_optimizer_step_without_version_count():
-    """As those in C: the hooks of its class tell."""
+class Uncounted(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
 
-    class Uncounted(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                p.data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
 
-    llama, other = model(), model()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
-    optimizers = [optimizer_of(one, Uncounted) for one in (llama, other)]
+@pytest.mark.parametrize("optimizer_class", [Uncounted, None])
+def test_steps_without_version_count(optimizer_class):
+    """As those in C, which the hooks of its class tell, and as those of a loop, which has none."""
+    llama, other = cached_and_fresh()
+    optimizers = [optimizer_of(m, optimizer_class) for m in (llama, other) if optimizer_class]
     for _ in range(3):
         assert equal(step(llama), step(other))
         for optimizer in optimizers:
             optimizer.step()
-
-
-def test_codes_are_not_kept_where_no_optimizer_steps():
-    """A loop that writes to ``p.data`` itself has no hook."""
-    llama, other = model(), model()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
-    for _ in range(3):
-        assert equal(step(llama), step(other))
-        for p in [*llama.parameters(), *other.parameters()]:
+        for p in (*llama.parameters(), *other.parameters()) if not optimizers else ():
             p.data.add_(p.grad, alpha=-0.05)
 
 
@@ -286,8 +274,7 @@ def test_manual_loop_after_an_optimizer():
     llama = model()
     patch(llama, linear_float8=CACHED)
     optimizer = optimizer_of(llama)
-    for _ in range(2 * code_cache.USES):
-        step(llama)
+    repeated(lambda: step(llama), 2 * code_cache.USES)
     waiting = code_cache._followed()[-1].weights.values()
     assert max(len(w.uses) for w in waiting) < code_cache.USES
 
@@ -308,10 +295,7 @@ def repeated(function, times):
 
 
 def test_uncounted_writes_raise_before_the_step():
-    llama = model()
-    patch(llama, linear_float8=CACHED)
-    optimizer = optimizer_of(llama)
-    step(llama)
+    llama, optimizer = cached()
     weight = linears(llama)[3].weight
     weight.data[5, 7] += 1e-6 + weight.data[5, 7].abs()
     before = copy.deepcopy(llama.state_dict())
@@ -325,10 +309,7 @@ def test_uncounted_writes_raise_before_the_step():
 
 def test_uncounted_writes_raise_where_they_are_undone():
     """Methods that take a gradient elsewhere write through ``.data``, and back before the step."""
-    llama = model()
-    patch(llama, linear_float8=CACHED)
-    optimizer = optimizer_of(llama)
-    step(llama)
+    llama, optimizer = cached()
     own = [p.detach().clone() for p in llama.parameters()]
     for p in llama.parameters():
         p.data.mul_(1.5)
@@ -343,9 +324,7 @@ def test_uncounted_writes_raise_where_they_are_undone():
 
 def test_passes_without_gradients_do_not_read_kept_codes():
     """An evaluation with averaged weights writes them through ``.data``, and back."""
-    llama, other = model(), model()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
+    llama, other = cached_and_fresh()
     optimizer = optimizer_of(llama)
     expected = step(llama)
     own = [p.detach().clone() for p in llama.parameters()]
@@ -428,32 +407,6 @@ def test_autocast_and_accumulation():
     assert all(torch.equal(p.grad, 2 * once[n]) for n, p in llama.named_parameters())
 
 
-def test_compiled_equals_eager():
-    block = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
-    patch(block, linear_float8=ALL)
-    x = torch.randn(6, 32, requires_grad=True)
-    eager = block(x)
-    (dx,) = torch.autograd.grad(eager.sum(), x)
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (6, 9):
-        x = torch.randn(rows, 32, requires_grad=True)
-        y, expected = compiled(x), block(x)
-        torch.testing.assert_close(y, expected)
-        grads = [torch.autograd.grad(one.sum(), x)[0] for one in (y, expected)]
-        torch.testing.assert_close(*grads)
-    assert dx.shape == (6, 32)
-
-
-def test_hooks_see_inputs_and_outputs():
-    holder = nn.Sequential(nn.Linear(32, 48))
-    patch(holder, linear_float8=ALL)
-    observed = []
-    holder[0].register_forward_hook(lambda m, args, y: observed.append((args[0].shape, y.shape)))
-    holder(torch.randn(4, 32))
-    assert observed == [((4, 32), (4, 48))]
-
-
 def test_a_block_ends_and_nothing_stays():
     llama = model(frozen=True)
     before = step(llama)
@@ -521,21 +474,21 @@ def test_gathered_weights_train_eager_and_compiled():
         patch(one, linear_float8=ALL)
     for layer in (block[0], block[2]):
         rows = PLAIN.rows(layer.weight.detach(), None, torch.float8_e4m3fn)
-        weight = GatheredWeight(*rows, torch.float32)
-        layer._parameters["weight"] = nn.Parameter(weight)
+        layer._parameters["weight"] = nn.Parameter(GatheredWeight(*rows, torch.float32))
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
+    compiled = [(torch.compile(owner, **options), owner) for owner in (block, plain)]
     for rows in (6, 9):
         x, results = torch.randn(rows, 32), []
-        for call, held in ((plain, plain), (block, block), (compiled, block)):
-            held.zero_grad()
+        for call, owner in ((plain, plain), (block, block), *compiled):
+            owner.zero_grad()
             inputs = x.clone().requires_grad_()
             y = call(inputs)
             y.square().sum().backward()
-            results.append([y.detach(), inputs.grad, *(p.grad.clone() for p in held.parameters())])
-        for expected, eager, late in zip(*results, strict=True):
+            results.append([y.detach(), inputs.grad, *(p.grad.clone() for p in owner.parameters())])
+        for expected, eager, *late in zip(*results, strict=True):
             assert torch.equal(eager, expected)
-            torch.testing.assert_close(late, expected)
+            torch.testing.assert_close(late, [expected] * 2)
     by_hand = torch.nn.functional.linear(x, block[0].weight)  # a reader that knows no codes
     assert torch.equal(by_hand, torch.nn.functional.linear(x, block[0].weight.dequantized()))
     by_hand.sum().backward()
@@ -593,7 +546,6 @@ def test_bad_options_change_nothing(options, text):
     with pytest.raises(PatchError, match=text):
         liger_multi.patch(llama, linear_float8=options)
     assert not any(isinstance(m, Float8Linear) for m in llama.modules())
-    assert isinstance(Float8Rows(1, 2), tuple)
 
 
 # Frozen weights of patched models that are kept as codes in FP8.
@@ -618,16 +570,18 @@ def test_a_frozen_model_multiplies_with_its_codes():
 def test_memory_is_codes_and_scales(originals):
     llama = model(torch.bfloat16, frozen=True)
     alive = [weakref.ref(m.weight) for m in linears(llama)]
+    expected = [rounded(m.weight) for m in linears(llama)]
     patch(llama, linear_float8={**FROZEN, "originals": originals})
     assert not any(ref() is not None for ref in alive)
     for layer in linears(llama):
-        weight = layer.weight
-        assert weight.codes.dtype == torch.float8_e4m3fn
-        assert weight.codes.shape == weight.shape
-        assert weight.scale.shape == weight.shape[:1]
-        assert (weight.original is not None) == originals
+        weight, shape = layer.weight, layer.weight.shape
         assert isinstance(weight, nn.Parameter)
-        assert weight.dtype == torch.bfloat16
+        assert (weight.dtype, weight.codes.dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+        assert (weight.codes.shape, weight.scale.shape) == (shape, shape[:1])
+        assert (weight.original is not None) == originals
+    unpatch(llama)
+    pairs = zip(linears(llama), expected, strict=True)
+    assert originals or all(torch.equal(m.weight, w) for m, w in pairs)
 
 
 class Largest(TorchDispatchMode):
@@ -660,14 +614,6 @@ def test_checkpoints_hold_the_original_weights_and_load():
     assert equal(step(llama), step(other))
     unpatch(llama)
     assert all(torch.equal(t, 1.5 * state[n]) for n, t in llama.state_dict().items())
-
-
-def test_unpatch_without_originals():
-    llama = model(torch.bfloat16, frozen=True)
-    expected = [rounded(m.weight) for m in linears(llama)]
-    patch(llama, linear_float8={**FROZEN, "originals": False})
-    unpatch(llama)
-    assert all(torch.equal(m.weight, w) for m, w in zip(linears(llama), expected, strict=True))
 
 
 def test_copies_and_pickles_are_models_of_their_own():

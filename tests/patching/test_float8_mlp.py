@@ -1,6 +1,6 @@
 """Codes that norms and activations hand to layers in FP8, and MLPs of such layers."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,10 +12,20 @@ from liger_multi.dispatch.op import OPS
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.float8.weight import Float8Weight
-from tests.patching.test_float8_linear import ALL, Largest, apart, equal, ids, model, recorded, step
-
-FROZEN = {"smallest": 0, "frozen": True}
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from tests.comparing import saved, storage_bytes
+from tests.models import adapters
+from tests.patching.test_float8_linear import (
+    ALL,
+    FROZEN,
+    LAYERS,
+    Largest,
+    apart,
+    equal,
+    ids,
+    model,
+    recorded,
+    step,
+)
 
 
 def roundings(calls):
@@ -72,20 +82,9 @@ def test_a_whole_mlp_has_the_bits_of_its_layers(options, dtype):
 
 def kept_bytes(llama):
     """Bytes that a step keeps for backward, each storage once, but for parameters."""
-    own = {p.untyped_storage().data_ptr() for p in llama.parameters()}
-    observed = {}
-
-    def pack(t):
-        place = t.untyped_storage()
-        if place.data_ptr() not in own:
-            observed[place.data_ptr()] = (t, place.nbytes())
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = llama(input_ids=ids(), labels=ids()).loss
-    kept = sum(size for _, size in observed.values())
+    loss, tensors = saved(lambda: llama(input_ids=ids(), labels=ids()).loss, but=llama.parameters())
     loss.backward()
-    return kept
+    return storage_bytes(tensors)
 
 
 def test_a_whole_mlp_keeps_one_activation_less():
@@ -323,48 +322,22 @@ def test_threads_do_not_share_codes():
     llama = model()
     patch(llama, linear_float8=ALL)
     every = [ids(2, 5 + i) for i in range(4)]
-    with torch.no_grad():
-        expected = [llama(input_ids=one).logits + 0 for one in every]
-    wrong = []
 
-    def run(one, want):
-        with torch.no_grad():
-            for _ in range(5):
-                if not torch.equal(llama(input_ids=one).logits + 0, want):
-                    wrong.append(one.shape)
+    @torch.no_grad()
+    def logits(tokens):
+        return [llama(input_ids=tokens).logits + 0 for _ in range(5)]
 
-    threads = [
-        threading.Thread(target=run, args=pair) for pair in zip(every, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_compiled_blocks_equal_handed_out_codes():
-    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
-    eager = block(x)
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), eager)
+    expected = [logits(one) for one in every]
+    with ThreadPoolExecutor(4) as pool:
+        for got, right in zip(pool.map(logits, every), expected, strict=True):
+            assert all(map(torch.equal, got, right))
 
 
 # --- adapters ---
 
 
 def adapted(dtype=torch.float32, **settings):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS), **settings)
-    llama = peft.get_peft_model(model(dtype), config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    return llama
+    return adapters(model(dtype), LAYERS, seed=1, std=0.05, **settings)
 
 
 # Adapters on layers in FP8.
@@ -470,16 +443,6 @@ def test_small_layers_of_fused_adapters_stay_in_16_bits():
     place = OPS["lora_qkv"].fwd.params.index("q_weight_scale")
     every = [[t is not None for t in args[place : place + 3]] for args in calls["lora_qkv"]]
     assert every == [[True, False, False]] * 2
-
-
-def test_hooks_on_a_base_in_float8_are_called():
-    llama = adapted()
-    patch(llama, linear_float8=FROZEN)
-    base = llama.base_model.model.model.layers[0].mlp.gate_proj.base_layer
-    observed = []
-    base.register_forward_hook(lambda m, args, y: observed.append(y.shape))
-    step(llama)
-    assert len(observed) == 1
 
 
 def test_compiled_fused_adapters_equal_eager():

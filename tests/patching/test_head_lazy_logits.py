@@ -27,8 +27,7 @@ IDS = batch()["input_ids"]
 
 @pytest.fixture
 def models():
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
     return stock, ours
 
 
@@ -254,29 +253,20 @@ def test_several_losses_of_the_same_logits(models):
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
-@pytest.mark.parametrize("second", ["graph", "cooler", "other rows", "checkpointed"])
+SECOND = {
+    "without a graph": lambda z: (_metric(z), _entropy(z))[1],
+    "another temperature": lambda z: z.logsumexp(-1) + (z / 2).logsumexp(-1),
+    "other rows": lambda z: z[:, 3:].logsumexp(-1).sum() + z.flip(0).logsumexp(-1),
+    "checkpointed": lambda z: checkpoint(
+        lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1), z, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
 def test_unknown_results_are_computed(models, second):
     """The first call found it without a graph, at another temperature, or of other rows."""
-    results = []
-    for model in models:
-        logits = model(input_ids=IDS).logits
-        if second == "graph":
-            _metric(logits)
-            loss = _entropy(logits)
-        elif second == "cooler":
-            loss = logits.logsumexp(-1) + (logits / 2).logsumexp(-1)
-        elif second == "other rows":
-            loss = logits[:, 3:].logsumexp(-1).sum() + logits.flip(0).logsumexp(-1)
-        else:
-            loss = checkpoint(
-                lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1),
-                logits,
-                use_reentrant=False,
-            )
-        loss.sum().backward()
-        results.append(loss.detach())
-    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
-    assert_same_gradients(gradients(models[1]), gradients(models[0]))
+    assert_same_training(*models, lambda m: SECOND[second](m(input_ids=IDS).logits).sum())
 
 
 def test_an_index_of_no_class_raises_as_stock(models):
@@ -326,8 +316,7 @@ def test_cached_statistics_follow_the_weights(models):
 
 
 def test_reductions_accumulate_the_weight_gradient_in_fp32(small_chunks):
-    stock, ours = pair("llama", dtype=torch.bfloat16)
-    patch(ours)
+    stock, ours = pair("llama", dtype=torch.bfloat16, patching={})
     exact = copy.deepcopy(stock).double()
     errors = []
     for model in (stock, ours):
@@ -384,28 +373,6 @@ def test_real_logits_are_computed_once_and_shared_with_views(models):
     first = real_logits(logits)
     assert real_logits(logits) is first
     assert real_logits(logits[0]).data_ptr() == first.data_ptr()
-
-
-def test_writing_reaches_every_view(models):
-    stock, ours = models
-    results = []
-    for model in (stock, ours):
-        logits = model(input_ids=IDS).logits
-        rows, scaled = logits[1], logits * 2
-        with torch.no_grad():
-            logits[1, 2] = 7.0
-        results.append([rows.detach().clone(), scaled.detach().clone(), logits.detach().clone()])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_masked_vocabulary_is_in_the_loss(models):
-    def run(model):
-        logits = model(input_ids=IDS).logits
-        logits[:, :, 100:] = -1e4
-        return F.cross_entropy(logits.view(-1, VOCABULARY), IDS.view(-1).clamp(max=99))
-
-    assert_same_training(*models, run)
 
 
 def test_hooks_and_retained_gradients_see_the_logits(models):
@@ -493,13 +460,14 @@ def test_gradients_come_back_through_an_autograd_function(models, swaps, monkeyp
     )
 
 
-def test_touching_after_the_weights_changed_raises(models):
+@pytest.mark.parametrize("options", [{"fused": True}, {"fused": False, "foreach": None}, {}])
+def test_touching_after_the_weights_changed_raises(models, options):
     ours = models[1]
     out = ours(input_ids=IDS, labels=IDS)
     kept = real_logits(ours(input_ids=IDS).logits)
     sliced = out.logits[:, 2:]
     out.loss.backward()
-    torch.optim.AdamW(ours.parameters(), lr=0.1).step()
+    torch.optim.AdamW(ours.parameters(), lr=0.1, **options).step()
     for touch in (
         lambda: (out.logits + 1).relu(),
         lambda: sliced.argmax(-1),
@@ -508,16 +476,6 @@ def test_touching_after_the_weights_changed_raises(models):
         with pytest.raises(RuntimeError, match="head's weights have been modified in place"):
             touch()
     assert kept.sum().isfinite()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_optimizer_is_noticed(models, fused):
-    ours = models[1]
-    out = ours(input_ids=IDS, labels=IDS)
-    out.loss.backward()
-    torch.optim.Adam(ours.parameters(), fused=fused, foreach=False if fused else None).step()
-    with pytest.raises(RuntimeError, match="modified in place"):
-        out.logits.sum()
 
 
 def test_a_model_moves_after_a_step_with_swapped_parameters(models):
@@ -533,20 +491,12 @@ def test_a_model_moves_after_a_step_with_swapped_parameters(models):
     assert ours(input_ids=IDS).logits.dtype == torch.float64
 
 
-def _storage_replaced(hidden):
-    hidden.data = hidden.data * 2
-
-
-def _through_numpy(hidden):
-    hidden.detach().numpy()[:] += 1
-
-
 WRITES_TO_HIDDEN = {
     "in place": lambda hidden: hidden.detach().add_(1),
     ".data": lambda hidden: hidden.data.add_(1),
     "a row of .data": lambda hidden: hidden.data[0, 0].zero_(),
-    ".data replaced": _storage_replaced,
-    "NumPy": _through_numpy,
+    ".data replaced": lambda hidden: setattr(hidden, "data", hidden.data * 2),
+    "NumPy": lambda hidden: np.add(hidden.detach().numpy(), 1, out=hidden.detach().numpy()),
     "DLPack": lambda hidden: torch.from_dlpack(hidden.detach()).add_(1),
 }
 
@@ -751,8 +701,7 @@ def test_a_partitioned_weight_names_zero3(models):
 def test_data_parallel_replicas_return_the_loss_without_logits(monkeypatch):
     from torch.nn.parallel import scatter_gather
 
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
 
     def replica(model):
         replicated = model._replicate_for_data_parallel()

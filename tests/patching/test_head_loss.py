@@ -5,7 +5,6 @@ Heads of tensor parallel models are equal to one process, and by the losses of t
 
 import copy
 import functools
-import io
 import pickle
 
 import pytest
@@ -16,6 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
+from liger_multi import ops
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
@@ -29,6 +29,7 @@ from tests.models import (
     batch,
     build,
     pair,
+    recorded,
 )
 
 
@@ -49,16 +50,14 @@ def loss_of(**inputs):
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tied_and_untied_heads(model_type, tied, device, fused):
-    stock, ours = pair(model_type, device, tied=tied)
-    patch(ours, strict=True)
+    stock, ours = pair(model_type, device, tied=tied, patching={"strict": True})
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
     assert_same_training(stock, ours, loss_of(**batch(device=device)))
     assert fused.count == 1
 
 
 def test_autocast_is_remembered_outside_of_it(device):
-    stock, ours = pair("llama", device)
-    patch(ours)
+    stock, ours = pair("llama", device, patching={})
     ids = batch(device=device)["input_ids"]
     logits = []
     for model in (stock, ours):
@@ -72,8 +71,7 @@ def test_autocast_is_remembered_outside_of_it(device):
 
 
 def test_fp16_with_a_loss_scale(device, fused):
-    stock, ours = pair("llama", device, torch.float16)
-    patch(ours)
+    stock, ours = pair("llama", device, torch.float16, patching={})
     inputs = batch(device=device)
     scale = 2.0**12
     assert_same_training(stock, ours, lambda m: m(**inputs).loss * scale, rtol=1e-2)
@@ -97,67 +95,31 @@ def test_grad_scaler_takes_the_step(device):
     assert not torch.equal(before, ours.lm_head.weight)
 
 
-def test_custom_loss_on_logits(device, fused):
-    stock, ours = pair("llama", device)
-    patch(ours)
+@pytest.mark.parametrize("read_first", [False, True])
+def test_custom_loss_on_logits(read_first, device, fused):
+    """Logits that were read are real, and a loss of them is PyTorch's."""
+    stock, ours = pair("llama", device, patching={})
     inputs = batch(device=device)
 
     def run(model):
         logits = model(input_ids=inputs["input_ids"]).logits
+        likely = logits.softmax(-1).pow(2).mean() if read_first else 0.0
         loss = F.cross_entropy(logits[:, 0], inputs["labels"][:, 5])
-        return logits.softmax(-1).pow(2).mean() + loss
+        return loss + (likely if read_first else logits.softmax(-1).pow(2).mean())
 
     assert_same_training(stock, ours, run)
+    assert fused.count == (not read_first)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_patched_and_equal(copied, fused):
+    stock, ours = pair("qwen3", patching={})
+    other = copied(ours)
+    assert [type(m) for m in other.modules()] == [type(m) for m in ours.modules()]
+    assert_same_training(stock, other, loss_of(**batch()))
     assert fused.count == 1
-
-
-def test_a_loss_of_real_logits_is_not_fused(device, fused):
-    stock, ours = pair("llama", device)
-    patch(ours)
-    inputs = batch(device=device)
-
-    def run(model):
-        logits = model(input_ids=inputs["input_ids"]).logits
-        likely = logits.softmax(-1).pow(2).mean()
-        return likely + F.cross_entropy(logits[:, 0], inputs["labels"][:, 5])
-
-    assert_same_training(stock, ours, run)
-    assert fused.count == 0
-
-
-def test_sampling_with_the_same_seed(device):
-    stock, ours = pair("llama", device)
-    patch(ours)
-    ids = batch(device=device)["input_ids"][:, :5]
-    results = []
-    for model in (stock, ours):
-        torch.manual_seed(7)
-        results.append(
-            model.eval().generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=True
-            )
-        )
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
-def test_copies_are_patched_and_equal(how, fused):
-    stock, ours = pair("qwen3")
-    patch(ours)
-    if how == "pickle":
-        copied = pickle.loads(pickle.dumps(ours))
-    elif how == "deepcopy":
-        copied = copy.deepcopy(ours)
-    else:
-        file = io.BytesIO()
-        torch.save(ours, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
-    assert [type(m) for m in copied.modules()] == [type(m) for m in ours.modules()]
-    assert_same_training(stock, copied, loss_of(**batch()))
-    assert fused.count == 1
-    unpatch(copied)
-    assert [type(m) for m in copied.modules()] == [type(m) for m in stock.modules()]
+    unpatch(other)
+    assert [type(m) for m in other.modules()] == [type(m) for m in stock.modules()]
 
 
 def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
@@ -223,8 +185,7 @@ def test_head_alone_is_trained():
 
 
 def test_evaluation_allocates_no_gradients_and_no_logits():
-    stock, ours = pair("llama")
-    patch(ours, fused_linear_cross_entropy={"chunk": 4})
+    stock, ours = pair("llama", patching={"fused_linear_cross_entropy": {"chunk": 4}})
     inputs = batch(rows=4)
     with torch.no_grad(), Widest() as widest:
         out = ours.eval()(**inputs)
@@ -240,8 +201,7 @@ def test_evaluation_allocates_no_gradients_and_no_logits():
 
 
 def test_inference_mode_gives_ordinary_logits():
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
     with torch.inference_mode():
         expected, got = (m(**batch()) for m in (stock, ours))
         assert type(got.logits) is torch.Tensor
@@ -249,8 +209,9 @@ def test_inference_mode_gives_ordinary_logits():
 
 
 def test_z_loss_is_added_where_gradients_are():
-    stock, ours = pair("llama")
-    patch(ours, fused_linear_cross_entropy={"z_loss": 0.01, "chunk": 4})
+    stock, ours = pair(
+        "llama", patching={"fused_linear_cross_entropy": {"z_loss": 0.01, "chunk": 4}}
+    )
     inputs = batch()
 
     def with_z_loss(model):
@@ -283,8 +244,7 @@ def test_z_loss_survives_real_logits():
 
 
 def test_softcap_and_scale_are_part_of_the_fused_loss(fused):
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
     inputs = batch()
 
     def run(model):
@@ -300,8 +260,7 @@ def test_softcap_and_scale_are_part_of_the_fused_loss(fused):
 
 
 def test_accumulation_over_uneven_batches_equals_one_batch():
-    stock, ours = pair("llama")
-    patch(ours)
+    stock, ours = pair("llama", patching={})
     inputs = batch(rows=4)
     inputs["labels"][0, :8] = -100
     inputs["labels"][3, :5] = -100
@@ -313,33 +272,20 @@ def test_accumulation_over_uneven_batches_equals_one_batch():
 
 
 def test_real_logits_with_our_cross_entropy(model_type, fused, monkeypatch):
-    from liger_multi import ops
-
-    calls = []
-    stock_op = ops.cross_entropy
-    monkeypatch.setattr(
-        ops, "cross_entropy", lambda *a, **k: (calls.append(k), stock_op(*a, **k))[1]
+    calls = recorded(monkeypatch, ops, "cross_entropy")
+    stock, ours = pair(
+        model_type, patching={"fused_linear_cross_entropy": False, "cross_entropy": True}
     )
-    stock, ours = pair(model_type)
-    patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
     assert_same_training(stock, ours, loss_of(**batch()))
     assert (len(calls), fused.count) == (1, 0)
     out = ours(**batch())
     assert not isinstance(out.logits, LazyLogits)
-    assert out.logits.data_ptr()
     assert type(out.logits.softmax(-1)) is torch.Tensor
 
 
 def test_both_losses_fuse_where_they_can(fused, monkeypatch):
-    from liger_multi import ops
-
-    calls = []
-    stock_op = ops.cross_entropy
-    monkeypatch.setattr(
-        ops, "cross_entropy", lambda *a, **k: (calls.append(k), stock_op(*a, **k))[1]
-    )
-    stock, ours = pair("llama")
-    patch(ours, cross_entropy=True)
+    calls = recorded(monkeypatch, ops, "cross_entropy")
+    stock, ours = pair("llama", patching={"cross_entropy": True})
     inputs = batch()
     assert_same_training(stock, ours, loss_of(**inputs))
     assert (len(calls), fused.count) == (0, 1)
@@ -364,8 +310,6 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
         swiglu={"backend": "reference"},
         fused_linear_cross_entropy="reference",
     )
-    from liger_multi import ops
-
     for name in ("rms_norm", "gated_mlp", "fused_linear_cross_entropy"):
         stock_op = getattr(ops, name)
 
@@ -386,29 +330,31 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 
-@pytest.mark.parametrize("reason", ["hooked", "replaced", "embedding", "adapter"])
+def hooked(model):
+    model.lm_head._is_hooked = True  # transformers' mark on modules of a tensor parallel model
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+
+
+def replaced(model):
+    model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
+
+
+UNFIT = {
+    "tensor parallel, but its weight is no DTensor": hooked,
+    "somebody else": replaced,
+    "Sequential, not a plain": lambda m: setattr(m, "lm_head", nn.Sequential(nn.Linear(32, 223))),
+    "adapter": lambda m: setattr(m.lm_head, "base_layer", nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("reason", UNFIT)
 def test_unfit_heads_stay(reason):
     model = build()
-    head = model.lm_head
-    if reason == "hooked":
-        head._is_hooked = True  # transformers' mark on the modules of a tensor parallel model
-        head.register_forward_hook(lambda module, args, output: output)
-    elif reason == "replaced":
-        head.forward = functools.partial(nn.Linear.forward, head)
-    elif reason == "embedding":
-        model.lm_head = nn.Sequential(nn.Linear(32, 223))
-    else:
-        head.base_layer = nn.Linear(2, 2)
+    UNFIT[reason](model)
     module_class = type(model.lm_head)
     report = patch(model)
     assert type(model.lm_head) is module_class
-    words = {
-        "hooked": "tensor parallel, but its weight is no DTensor",
-        "replaced": "somebody else",
-        "embedding": "Sequential, not a plain",
-        "adapter": "adapter",
-    }
-    assert words[reason] in report.skipped[0].reason
+    assert reason in report.skipped[0].reason
     assert model(**batch()).loss is not None
 
 
@@ -475,8 +421,7 @@ def test_heads_in_eight_bits_say_so():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_resized_vocabulary_keeps_the_fused_head(tied):
-    stock, ours = pair(tied=tied)
-    patch(ours, fused_linear_cross_entropy={"chunk": 5})
+    stock, ours = pair(tied=tied, patching={"fused_linear_cross_entropy": {"chunk": 5}})
     for model in (stock, ours):
         torch.manual_seed(0)
         model.resize_token_embeddings(240, mean_resizing=False)
@@ -623,17 +568,8 @@ print("done")
 """
 
 
-def run(folder, plans):
-    body = CASES
-    harness.in_two_processes(folder, body.replace("PLANS", plans))
-
-
 @pytest.mark.slow
-def test_losses_of_sharded_heads_equal_one_process(tmp_path):
-    run(tmp_path, 'with_hugging_face_s_plan("llama")')
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "granite"])
-def test_more_models_with_their_own_plans(tmp_path, model_type):
-    run(tmp_path, f'with_hugging_face_s_plan("{model_type}")')
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "granite"])
+def test_losses_of_sharded_heads_equal_one_process(tmp_path, model_type):
+    plan = f'with_hugging_face_s_plan("{model_type}")'
+    harness.in_two_processes(tmp_path, CASES.replace("PLANS", plan))

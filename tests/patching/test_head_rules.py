@@ -48,11 +48,6 @@ WRITES = {
     "contiguous": lambda z: z.contiguous().mul_(2),
     "hook": lambda z: z.register_hook(lambda g: g * 2),
 }
-NO_GRAD = {
-    "out": lambda z: torch.div(z, 2.0, out=z),
-    "div_": lambda z: z.div_(2),
-    "a row": lambda z: z[0].mul_(2),
-}
 
 
 def loss_of(logits):
@@ -70,38 +65,13 @@ def logits_of(model):
     return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_a_write_by_any_route_is_in_the_loss(models, name):
-    def run(model):
-        z = logits_of(model)
-        WRITES[name](z)
-        return loss_of(z)
-
-    assert_same_training(*models, run)
+def reader(models, compiled):
+    """From a model to its logits, of which the patched one may be compiled."""
+    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+    return lambda model: logits_of(inner if model is models[1] else model)
 
 
-@pytest.mark.parametrize("name", NO_GRAD)
-def test_a_write_without_gradients_is_in_the_values_alone(models, name):
-    def run(model):
-        z = logits_of(model)
-        with torch.no_grad():
-            NO_GRAD[name](z)
-        return loss_of(z)
-
-    assert_same_training(*models, run)
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_compiled_models_see_writes_as_well(models, name):
-    compiled = torch.compile(models[1], backend="eager")
-
-    def run(model):
-        z = logits_of(compiled if model is models[1] else model)
-        WRITES[name](z)
-        return loss_of(z)
-
-    assert_same_training(*models, run)
-    torch._dynamo.reset()
+eager_and_compiled = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
 @pytest.mark.parametrize("name", ["setitem", "masked_fill_", "div_", "view of rows", "data"])
@@ -173,14 +143,14 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@eager_and_compiled
 @pytest.mark.parametrize("name", SAME)
 def test_no_op_returns_its_input(models, name, compiled):
     """With its history, under ``no_grad`` as well."""
-    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+    read = reader(models, compiled)
 
     def run(model):
-        z = logits_of(inner if model is models[1] else model)
+        z = read(model)
         with torch.no_grad():
             same = SAME[name](z)
         assert same is z or (name, compiled) == ("type_as", True)  # which reads them
@@ -212,16 +182,17 @@ def test_a_checkpointed_function_may_read_logits(models, name, parts):
     assert_same_training(*models, run)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.slow
+@eager_and_compiled
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_weights_frozen_after_the_forward_pass(models, name, trained, compiled):
     """The head has the gradient that it has where its forward pass was the whole computation."""
-    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+    read = reader(models, compiled)
 
     def run(model):
         weight = model.lm_head.weight.requires_grad_(trained)
-        z = logits_of(inner if model is models[1] else model)
+        z = read(model)
         weight.requires_grad_(not trained)
         loss = CHECKPOINTED[name](z)
         assert weight.requires_grad is not trained
@@ -243,20 +214,20 @@ def _without_a_class(forward):
     return masked
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@eager_and_compiled
 @pytest.mark.parametrize("around", [_of_half_the_input, _without_a_class])
 def test_wrapped_forward_of_the_head(models, around, compiled):
     """After the patch; what is computed later does not pass by it a second time."""
     for model in models:
         model.lm_head.forward = around(model.lm_head.forward)
-    inner = torch.compile(models[1], backend="eager") if compiled else models[1]
+    read = reader(models, compiled)
 
     def run(model):
-        z = logits_of(inner if model is models[1] else model)
+        z = read(model)
         return loss_of(z) + z.logsumexp(-1).mean() + z.sin().mean()
 
     assert_same_training(*models, run)
-    assert_same_training(*models, lambda m: loss_of(logits_of(inner if m is models[1] else m)))
+    assert_same_training(*models, lambda m: loss_of(read(m)))
 
 
 def test_accelerate_hook_changes_inputs_and_outputs(models):
@@ -413,16 +384,13 @@ PROGRAMS = {
 }
 
 
+@eager_and_compiled
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_views_and_copies_are_those_of_real_logits(models, name):
-    assert_same_training(*models, lambda m: PROGRAMS[name](logits_of(m)))
-
-
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if n != "hook_after_a_copy"])
-def test_views_and_copies_of_compiled_models(models, name):
-    compiled = torch.compile(models[1], backend="eager")
-    run = PROGRAMS[name]
-    assert_same_training(*models, lambda m: run(logits_of(compiled if m is models[1] else m)))
+def test_views_and_copies_are_those_of_real_logits(models, name, compiled):
+    if compiled and name == "hook_after_a_copy":
+        pytest.skip("a copy of logits of a compiled model is computed before the hook")
+    read = reader(models, compiled)
+    assert_same_training(*models, lambda m: PROGRAMS[name](read(m)))
     torch._dynamo.reset()
 
 
@@ -457,8 +425,7 @@ HOW = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("how", HOW)
 def test_the_backward_of_somebody_elses_function_runs(how, tied):
-    stock, ours = pair("llama", tied=tied)
-    patch(ours)
+    stock, ours = pair("llama", tied=tied, patching={})
     assert_same_training(stock, ours, lambda m: loss_of(Scale.apply(logits_of(m), HOW[how])))
 
 
@@ -490,6 +457,7 @@ def test_a_function_gets_logits_as_they_are_when_it_is_called(models):
             loss.backward()
 
 
+@pytest.mark.slow
 def test_a_function_refuses_the_object_of_a_compiled_model(models):
     compiled = torch.compile(models[1], backend="eager")
     with pytest.raises(RuntimeError, match="are no tensor"):
@@ -603,8 +571,7 @@ def test_losses_after_reading_are_pytorchs(models, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"cross_entropy": True}])
 def test_a_loss_has_the_dtype_of_stock(dtype, autocast, options):
-    stock, ours = pair("llama", dtype=dtype)
-    patch(ours, **options)
+    stock, ours = pair("llama", dtype=dtype, patching=options)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         for widen in (False, True):
             losses = [loss_of(z.float() if widen else z) for z in map(logits_of, (stock, ours))]
@@ -663,6 +630,7 @@ def test_reshape_views_agree_with_pytorch():
     assert min(observed.values()) > 100
 
 
+@pytest.mark.slow
 def test_products_in_a_graph_keep_the_order_of_factors(models):
     """Dynamo exchanges those of ``logits @ w``: it runs outside of the graph, or raises."""
     stock, ours = models
@@ -683,10 +651,9 @@ def test_gradient_by_bypassed_logits_raises(models):
         torch.autograd.grad(loss, z, allow_unused=True)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@eager_and_compiled
 def test_a_view_without_gradients_requires_grad_by_its_base(compiled, models):
-    model = models[1]
-    z = (torch.compile(model, backend="eager") if compiled else model)(input_ids=IDS).logits
+    z = reader(models, compiled)(models[1])
     with torch.no_grad():
         rows = z[:, 1:]
         hits = rows.argmax(-1)
@@ -698,16 +665,7 @@ def test_a_view_without_gradients_requires_grad_by_its_base(compiled, models):
 
 
 def test_function_result_keeps_its_history(models):
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    y = Doubled.apply(logits_of(models[1]))
+    y = Scale.apply(logits_of(models[1]), HOW["clone"])
     with torch.no_grad():
         y.mul_(3)
     assert y.requires_grad

@@ -15,41 +15,35 @@ pytest.importorskip("transformers")
 from liger_multi import ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.reference.adapters import low_rank
-from tests.models import Widest, assert_as_exact, assert_same_training, batch, build, pair
+from tests.comparing import saved, storage_bytes
+from tests.models import (
+    Widest,
+    adapters,
+    assert_as_exact,
+    assert_same_training,
+    batch,
+    build,
+    filled,
+    pair,
+)
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
-def lora(model, targets=(*ATTENTION, *MLP), seed=3, name="default", **config):
+def lora(model, targets=(*ATTENTION, *MLP), **config):
     """A model with adapters whose second factors are not zero."""
-    torch.manual_seed(seed)
-    settings = peft.LoraConfig(
-        r=config.pop("r", 4), lora_alpha=8, target_modules=list(targets), **config
-    )
-    wrapped = peft.get_peft_model(model, settings, adapter_name=name)
-    return filled(wrapped)
-
-
-def filled(model):
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return model
+    return adapters(model, targets, **config)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     counter = Counter()
     for name in ("lora_mlp", "lora_qkv", "lora_update", "swiglu"):
-        stock = getattr(ops, name)
-
-        def counted(*args, name=name, stock=stock, **options):
-            counter[name] += 1
-            return stock(*args, **options)
-
-        monkeypatch.setattr(ops, name, counted)
+        own = getattr(ops, name)
+        monkeypatch.setattr(
+            ops, name, lambda *a, name=name, own=own, **k: (counter.update([name]), own(*a, **k))[1]
+        )
     return counter
 
 
@@ -80,22 +74,32 @@ def test_attention_and_mlp(order, calls):
     assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
 
 
-CONFIGS = {
-    "gate and down": {"targets": ["gate_proj", "down_proj"]},
-    "rank-stabilized": {"use_rslora": True},
-    "a rank each": {"rank_pattern": {"up_proj": 2, "q_proj": 7}},
-    "gelu": {"targets": MLP},
+def trained_layer(model):
+    model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.requires_grad_()
+
+
+PLAIN = {"lora_mlp": 1, "lora_qkv": 1, "lora_update": 1}
+FORMS = {
+    "gate and down": ({"targets": ["gate_proj", "down_proj"]}, {"lora_mlp": 1}),
+    "rank-stabilized": ({"use_rslora": True}, PLAIN),
+    "a rank each": ({"rank_pattern": {"up_proj": 2, "q_proj": 7}}, PLAIN),
+    "gelu": ({"targets": MLP}, {"lora_mlp": 1}),
+    "a trained base layer": ({}, {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FORMS)
 def test_forms_of_plain_lora(name, calls):
-    config = dict(CONFIGS[name])
+    config, expected = FORMS[name]
     options = {"hidden_act": "gelu"} if name == "gelu" else {}
-    stock, ours = (lora(m, **config) for m in pair("llama", num_hidden_layers=1, **options))
+    models = pair("llama", num_hidden_layers=1, **options)
+    stock, ours = (lora(m, **config) for m in models)
+    for model in (stock, ours) if name == "a trained base layer" else ():
+        trained_layer(model)
     patch(ours, strict=True)
+    calls.clear()
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls["lora_mlp"] == 1
+    assert calls == expected
 
 
 def test_two_active_adapters_are_added_in_turn(calls):
@@ -157,15 +161,6 @@ def test_disabled_merged_and_hooked_adapters(calls):
     assert calls == {"swiglu": 3, "lora_qkv": 1, "lora_update": 4}
 
 
-def test_a_trained_base_layer_keeps_its_gradient(calls):
-    stock, ours = adapted(num_hidden_layers=1)
-    for model in (stock, ours):
-        model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.requires_grad_()
-    patch(ours, strict=True)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls == {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}
-
-
 @pytest.mark.parametrize("form", ["fp32 adapters", "bf16 adapters", "autocast"])
 def test_low_precision(form, calls):
     exact = lora(pair("llama")[0])
@@ -209,32 +204,29 @@ def quantize(model, quantization):
     return model
 
 
-def test_quantized_base_layers(calls):
-    stock = lora(quantize(build("llama"), Quantized))
-    ours = copy.deepcopy(stock)
-    assert patch(ours, strict=True).count("lora") == 14
-    calls.clear()  # a class of layers that is new to this process was tried
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls == {"lora_update": 14, "swiglu": 2}
-
-
-def test_bitsandbytes(calls):
+def four_bits(layer):
     bnb = pytest.importorskip("bitsandbytes")
+    sizes = layer.in_features, layer.out_features
+    linear4bit = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32)
+    linear4bit.load_state_dict({"weight": layer.weight.detach()})
+    return linear4bit.to("cpu")
 
-    def four(layer):
-        linear4bit = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32
-        )
-        linear4bit.load_state_dict({"weight": layer.weight.detach()})
-        return linear4bit.to("cpu")
 
-    stock = build("llama", hidden_size=64, intermediate_size=64, head_dim=16)
-    stock = lora(quantize(stock, four))
+@pytest.mark.parametrize(
+    ("quantization", "operators"),
+    [
+        (Quantized, {"lora_update": 14, "swiglu": 2}),
+        (four_bits, {"lora_update": 2, "lora_mlp": 2, "lora_qkv": 2}),
+    ],
+)
+def test_quantized_base_layers(quantization, operators, calls):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    stock = lora(quantize(build("llama", **sizes), quantization))
     ours = copy.deepcopy(stock)
     assert patch(ours, strict=True).count("lora") == 14
     calls.clear()  # a class of layers that is new to this process was tried
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls == {"lora_update": 2, "lora_mlp": 2, "lora_qkv": 2}
+    assert calls == operators
 
 
 def test_checkpointing_computes_no_product_of_the_mlp_again(calls):
@@ -270,24 +262,6 @@ def test_copies_and_saved_adapters(tmp_path):
             torch.testing.assert_close(model(**batch()).loss, expected)
 
 
-def kept(layer, x):
-    """Bytes that a layer keeps for backward beside parameters and its input, by storage."""
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    own.add(x.untyped_storage().data_ptr())
-    held = {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        y = layer(x)
-    del y
-    return sum(held.values())
-
-
 def test_tensors_saved_for_backward():
     """bf16 layers and fp32 adapters: the MLP keeps gate and up, attention's layers nothing."""
     model = build("llama", num_hidden_layers=1).bfloat16()
@@ -298,12 +272,16 @@ def test_tensors_saved_for_backward():
     x = torch.randn(3, 40, 32, dtype=torch.bfloat16, requires_grad=True) * 1
     rows, hidden, inner, rank = 120, 32, 48, 4
     wide, narrow = ours.base_model.model.model.layers[0], stock.base_model.model.model.layers[0]
-    assert kept(wide.mlp, x) == 2 * rows * inner * 2
-    assert kept(wide.self_attn.q_proj, x) == 0
+
+    def kept(layer):
+        return storage_bytes(saved(lambda: layer(x), but=[x, *layer.parameters()])[1])
+
+    assert kept(wide.mlp) == 2 * rows * inner * 2
+    assert kept(wide.self_attn.q_proj) == 0
     # PEFT: gate, up and the activation, x and the product in fp32, what x @ a' gave
     copies = 2 * rows * hidden * 4 + rows * inner * 4 + 3 * rows * rank * 4
-    assert kept(narrow.mlp, x) == 3 * rows * inner * 2 + copies
-    assert kept(narrow.self_attn.q_proj, x) == rows * (hidden + rank) * 4
+    assert kept(narrow.mlp) == 3 * rows * inner * 2 + copies
+    assert kept(narrow.self_attn.q_proj) == rows * (hidden + rank) * 4
 
 
 # --- the head ---

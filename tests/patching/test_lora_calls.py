@@ -3,10 +3,9 @@
 q, k and v with adapters are one operator: whatever a module does with its layers stays right.
 """
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
-
-# ruff: noqa: E402  (what needs peft is imported after the skip)
+# ruff: noqa: E402  (what needs transformers and peft is imported after the skip)
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -17,18 +16,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.comparing import assert_same_gradients
+from tests.comparing import assert_same_gradients, saved, storage_bytes
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from test_lora import ATTENTION, MLP, filled, lora
+from test_lora import ATTENTION, MLP, lora
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.lora.fused import SharedInput, together
 from liger_multi.patching.swap import swapped
-from tests.models import batch, build
+from tests.models import batch, build, filled, variant
 
 # --- calls in every form ---
 
@@ -53,13 +52,8 @@ def two_adapters(first=None, second=None, patch_first=False):
         model.add_adapter("other", peft.LoraConfig(**options))
         if ours and not patch_first:
             patch(model)
-        models.append(filled_again(model).eval())
+        models.append(filled(model).eval())
     return models
-
-
-def filled_again(model):
-    torch.manual_seed(9)
-    return filled(model)
 
 
 def assert_equal(stock, ours, grad=False, inputs=INPUTS, **call):
@@ -159,30 +153,15 @@ def test_whole_heads_of_several_adapters():
                 copied.weight.add_(torch.randn_like(copied.weight), alpha=0.1)
         if ours:
             patch(model)
-        models.append(filled_again(model).eval())
+        models.append(filled(model).eval())
     assert_equal(*models, adapter_names=MIXED)
     assert_equal(*models, grad=True)
 
 
-def _merge(model):
-    model.merge_adapter()
-
-
-def _merge_and_back(model):
-    model.merge_adapter()
-    model.unmerge_adapter()
-
-
-def _switch(model):
-    model.set_adapter("other")
-
-
-def _both(model):
-    model.base_model.set_adapter(["default", "other"])
-
-
-def _off(model):
-    model.base_model.disable_adapter_layers()
+def _one_more(model):
+    torch.manual_seed(4)
+    model.add_adapter("third", peft.LoraConfig(r=3, target_modules=["k_proj", "v_proj", "lm_head"]))
+    filled(model).set_adapter("third")
 
 
 def _off_and_on(model):
@@ -190,45 +169,36 @@ def _off_and_on(model):
         model(**INPUTS)
 
 
-def _one_more(model):
-    torch.manual_seed(4)
-    model.add_adapter("third", peft.LoraConfig(r=3, target_modules=["k_proj", "v_proj", "lm_head"]))
-    filled_again(model).set_adapter("third")
-
-
-def _one_less(model):
-    model.delete_adapter("default")
-    model.set_adapter("other")
-
-
-def _scaled(model):
-    for module in model.modules():
-        if hasattr(module, "scale_layer"):
-            module.scale_layer(0.5)
-
-
-def _combined(model):
-    model.add_weighted_adapter(["default", "other"], [0.7, 0.3], "sum", combination_type="cat")
-    model.set_adapter("sum")
-
-
-CHANGES = [_merge, _merge_and_back, _switch, _both, _off, _off_and_on, _one_more, _one_less]
-CHANGES += [_scaled, _combined]
+CHANGES = {
+    "merged": lambda m: m.merge_adapter(),
+    "merged and back": lambda m: (m.merge_adapter(), m.unmerge_adapter()),
+    "switched": lambda m: m.set_adapter("other"),
+    "both": lambda m: m.base_model.set_adapter(["default", "other"]),
+    "off": lambda m: m.base_model.disable_adapter_layers(),
+    "off and on": _off_and_on,
+    "one more": _one_more,
+    "one less": lambda m: (m.delete_adapter("default"), m.set_adapter("other")),
+    "scaled": lambda m: [x.scale_layer(0.5) for x in m.modules() if hasattr(x, "scale_layer")],
+    "combined": lambda m: (
+        m.add_weighted_adapter(["default", "other"], [0.7, 0.3], "sum", combination_type="cat"),
+        m.set_adapter("sum"),
+    ),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_adapters_changed_after_the_patch(change):
     stock, ours = two_adapters()
     for model in (stock, ours):
-        change(model)
-    assert_equal(stock, ours, grad=change not in (_off, _merge))
-    if change is not _merge:
+        CHANGES[change](model)
+    grad = change not in ("off", "merged")
+    assert_equal(stock, ours, grad=grad)
+    if change != "merged":
         names = [n for n in MIXED if n in (*stock.peft_config, "__base__")]
-        assert_equal(
-            stock, ours, inputs={n: t[: len(names)] for n, t in INPUTS.items()}, adapter_names=names
-        )
+        inputs = {n: t[: len(names)] for n, t in INPUTS.items()}
+        assert_equal(stock, ours, inputs=inputs, adapter_names=names)
     patch(ours)
-    assert_equal(stock, ours, grad=change not in (_off, _merge))
+    assert_equal(stock, ours, grad=grad)
 
 
 @pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
@@ -249,57 +219,40 @@ def test_copies_have_the_same_adapters():
 # --- logits that are computed later ---
 
 
-def _disabled(model, read):
-    with model.disable_adapter():
-        return read()
-
-
-def _switched(model, read):
-    model.set_adapter("other")
-    return read()
-
-
-def _added(model, read):
-    model.base_model.set_adapter(["default", "other"])
-    return read()
-
-
-def _deleted(model, read):
-    model.delete_adapter("default")
-    return read()
-
-
-def _rescaled(model, read):
-    model.base_model.model.lm_head.scale_layer(3.0)
-    return read()
-
-
-def _unpatched(model, read):
+def _unpatched(model):
     if hasattr(type(model.base_model.model.lm_head), "_liger_multi_swap"):
         patch(model, fused_linear_cross_entropy=False)
         patch(model, fused_linear_cross_entropy=False)
-    return read()
 
 
-LATER = [_disabled, _switched, _added, _deleted, _rescaled, _unpatched]
+LATER = {
+    "disabled": lambda m: m.base_model.disable_adapter_layers(),
+    "switched": CHANGES["switched"],
+    "added": CHANGES["both"],
+    "deleted": lambda m: m.delete_adapter("default"),
+    "rescaled": lambda m: m.base_model.model.lm_head.scale_layer(3.0),
+    "unpatched": _unpatched,
+}
+
+
+READERS = {
+    "logits": lambda z: z.clone().tolist(),
+    "loss": lambda z: F.cross_entropy(z.flatten(0, -2), INPUTS["input_ids"].flatten()).tolist(),
+    "row": lambda z: z[:, -1].tolist(),
+}
 
 
 @pytest.mark.parametrize("change", LATER)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("reader", ["logits", "loss", "row"])
+@pytest.mark.parametrize("reader", READERS)
 def test_logits_are_those_of_the_adapters_of_their_forward(change, grad, reader):
-    target = INPUTS["input_ids"].flatten()
-    readers = {
-        "logits": lambda z: z.clone().tolist(),
-        "loss": lambda z: F.cross_entropy(z.flatten(0, -2), target).tolist(),
-        "row": lambda z: z[:, -1].tolist(),
-    }
     results = []
     for model in two_adapters():
         with torch.set_grad_enabled(grad):
             logits = model(input_ids=INPUTS["input_ids"]).logits
-            results.append(change(model, lambda logits=logits: readers[reader](logits)))
-    torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]))
+            LATER[change](model)
+            results.append(torch.tensor(READERS[reader](logits)))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_logits_of_a_head_without_its_adapters_stay_without():
@@ -353,59 +306,56 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(16, 12, bias=bias)
 
     def forward(self, x, other=None, mask=None):
-        q, k, v = (getattr(self, name)(x) for name in PROJECTIONS)
-        return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
+        return mixed(*(getattr(self, name)(x) for name in PROJECTIONS))
 
 
-class KeysOfAnother(Attention):
-    def forward(self, x, other):
-        q, k, v = self.q_proj(x), self.k_proj(other), self.v_proj(other)
-        return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
+def mixed(q, k, v):
+    return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
 
 
-class KeysOfAHalf(Attention):
-    def forward(self, x):
-        half = x / 2
-        q, k, v = self.q_proj(x), self.k_proj(half), self.v_proj(x)
-        return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
-
-
-class NoKeys(Attention):
-    def forward(self, x):
-        return self.q_proj(x) * torch.cat([x[..., :12], self.v_proj(x).sin()], -1)
-
-
-class Twice(Attention):
+def _written(m, x):
     """Outputs are written to, as with the clip_qkv of OLMo, and layers are called again."""
-
-    def forward(self, x):
-        q, k, v = (getattr(self, name)(x).clamp_(-0.5, 0.5) for name in PROJECTIONS)
-        return q * self.q_proj(x).tanh() * torch.cat([k, self.k_proj(x).tanh() + v], -1)
+    q, k, v = (getattr(m, name)(x).clamp_(-0.5, 0.5) for name in PROJECTIONS)
+    return q * m.q_proj(x).tanh() * torch.cat([k, m.k_proj(x).tanh() + v], -1)
 
 
-class Changed(Attention):
+def _changed(m, x):
     """Between two calls, the input becomes another."""
-
-    def forward(self, x):
-        q, k = self.q_proj(x), self.k_proj(x)
-        x += 1
-        return q * torch.cat([k, self.v_proj(x)], -1)
+    q, k = m.q_proj(x), m.k_proj(x)
+    x += 1
+    return q * torch.cat([k, m.v_proj(x)], -1)
 
 
-class Elsewhere(Attention):
+def _elsewhere(m, x):
     """Some calls record gradients and others do not."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            q = self.q_proj(x)
-        return q * torch.cat([self.k_proj(x), self.v_proj(x)], -1)
+    with torch.no_grad():
+        q = m.q_proj(x)
+    return q * torch.cat([m.k_proj(x), m.v_proj(x)], -1)
 
 
-def adapted(model_type, targets=PROJECTIONS, dtype=torch.float32, **config):
+def _fails(m, x):
+    m.q_proj(x)
+    raise ValueError("as it must")
+
+
+FORWARDS = {
+    "plain": Attention.forward,
+    "keys of a half": lambda m, x: mixed(m.q_proj(x), m.k_proj(x / 2), m.v_proj(x)),
+    "no keys": lambda m, x: m.q_proj(x) * torch.cat([x[..., :12], m.v_proj(x).sin()], -1),
+    "written": _written,
+    "elsewhere": _elsewhere,
+    "keys of another": lambda m, x, y: mixed(m.q_proj(x), m.k_proj(y), m.v_proj(y)),
+    "changed": _changed,
+    "fails": _fails,
+}
+
+
+def adapted(forward="plain", targets=PROJECTIONS, dtype=torch.float32, **config):
     """A stock module and an equal patched one."""
     torch.manual_seed(0)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), **config)
-    stock = peft.inject_adapter_in_model(settings, model_type())
+    module = Attention() if forward == "plain" else variant(Attention, FORWARDS[forward])
+    stock = peft.inject_adapter_in_model(settings, module)
     for name, parameter in stock.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_" not in name:
@@ -458,12 +408,9 @@ def inputs(count=1):
     return [torch.randn(2, 5, 16) for _ in range(count)]
 
 
-MODULES = (Attention, KeysOfAHalf, NoKeys, Twice, Elsewhere)
-
-
-@pytest.mark.parametrize("module_class", MODULES, ids=lambda module_class: module_class.__name__)
-def test_modules_using_their_layers(module_class, calls):
-    stock, ours = adapted(module_class)
+@pytest.mark.parametrize("forward", [*FORWARDS][:5])
+def test_modules_using_their_layers(forward, calls):
+    stock, ours = adapted(forward)
     for _ in range(2):
         assert_same(stock, ours, *inputs())
     assert calls == 2 * ["qkv"]
@@ -471,7 +418,7 @@ def test_modules_using_their_layers(module_class, calls):
 
 
 def test_input_changed_between_calls(calls):
-    stock, ours = adapted(Changed)
+    stock, ours = adapted("changed")
     with torch.no_grad():
         expected, got = (m(inputs()[0]) for m in (stock, ours))
     torch.testing.assert_close(got, expected)
@@ -481,7 +428,7 @@ def test_input_changed_between_calls(calls):
 
 
 def test_two_inputs_are_left_to_the_layers(calls):
-    stock, ours = adapted(KeysOfAnother)
+    stock, ours = adapted("keys of another")
     assert_same(stock, ours, *inputs(2))
     assert calls == []
     x = inputs()[0]  # the same tensor twice is one input
@@ -492,7 +439,7 @@ def test_two_inputs_are_left_to_the_layers(calls):
 
 
 def test_a_mask_is_no_second_input(calls):
-    stock, ours = adapted(Attention)
+    stock, ours = adapted()
     mask = torch.zeros(2, 1, 5, 16)
     assert_same(stock, ours, *inputs(), mask=mask)
     assert calls == ["qkv"]
@@ -509,7 +456,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_adapters(form, calls):
     config, layers = FORMS[form]
-    stock, ours = adapted(Attention, **config)
+    stock, ours = adapted(**config)
     x = inputs()[0].to(config.get("dtype", torch.float32))
     if x.dtype == torch.float32:
         assert_same(stock, ours, x)
@@ -526,7 +473,7 @@ def test_forms_of_adapters(form, calls):
 
 
 def test_layers_with_more_than_an_adapter(calls):
-    stock, ours = adapted(Attention)
+    stock, ours = adapted()
     observed = []
     for module in (stock, ours):
         module.k_proj.register_forward_hook(lambda *args: observed.append(1))
@@ -559,7 +506,7 @@ def test_a_dropout_and_another_rule_are_pefts(calls):
         x = inputs()[0]
         expected, got = (results(m, x, run=lambda x, m=m: run(m, x)) for m in (stock, ours))
         assert torch.equal(expected["y"], got["y"])
-    stock, ours = adapted(Attention, lora_dropout=0.0)
+    stock, ours = adapted(lora_dropout=0.0)
     for module in (stock, ours):  # it acts in training only, and is asked at every call
         module.q_proj.lora_dropout["default"] = nn.Dropout(0.5)
         module.eval()
@@ -570,7 +517,7 @@ def test_a_dropout_and_another_rule_are_pefts(calls):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant, calls):
-    stock, ours = adapted(Attention)
+    stock, ours = adapted()
     run = {m: lambda x, m=m: checkpoint(m, x, use_reentrant=reentrant) * 1 for m in (stock, ours)}
     x = inputs()[0]
     expected, got = (results(m, x, run=run[m]) for m in (stock, ours))
@@ -579,7 +526,7 @@ def test_checkpointing(reentrant, calls):
 
 
 def test_without_gradients(calls):
-    stock, ours = adapted(Attention)
+    stock, ours = adapted()
     x = inputs()[0]
     with torch.no_grad():
         torch.testing.assert_close(ours(x), stock(x))
@@ -590,7 +537,7 @@ def test_without_gradients(calls):
 
 
 def test_hooks_of_parameters_fire_once():
-    ours, fired = adapted(Attention)[1], []
+    ours, fired = adapted()[1], []
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
@@ -599,20 +546,14 @@ def test_hooks_of_parameters_fire_once():
 
 
 def test_gradients_have_memory_of_their_own():
-    ours = adapted(Attention)[1]
+    ours = adapted()[1]
     actual = [g for g in results(ours, *inputs()).values() if g is not None]
     assert len({g.untyped_storage().data_ptr() for g in actual}) == len(actual)
 
 
-class Fails(Attention):
-    def forward(self, x):
-        self.q_proj(x)
-        raise ValueError("as it must")
-
-
-@pytest.mark.parametrize("module_class", [NoKeys, Fails])
-def test_nothing_outlives_the_call(module_class, monkeypatch):
-    ours, held, stock = adapted(module_class)[1], [], ops.lora_qkv
+@pytest.mark.parametrize("forward", ["no keys", "fails"])
+def test_nothing_outlives_the_call(forward, monkeypatch):
+    ours, held, stock = adapted(forward)[1], [], ops.lora_qkv
 
     def noted(x, **kwargs):
         output = stock(x, **kwargs)
@@ -628,7 +569,7 @@ def test_nothing_outlives_the_call(module_class, monkeypatch):
         error = raised  # and with it, frames
     finally:
         gc.enable()
-    assert (error is None) == (module_class is NoKeys)
+    assert (error is None) == (forward == "no keys")
     assert len(held) == 3
     assert held[1]() is None  # the keys, which nobody came for
     assert together.get() is None
@@ -638,41 +579,32 @@ def test_nothing_outlives_the_call(module_class, monkeypatch):
 
 def test_tensors_saved_for_backward():
     """The input once and 3 r numbers a row, where PEFT keeps three copies of it."""
-    stock, ours = adapted(Attention, dtype=torch.bfloat16)
+    stock, ours = adapted(dtype=torch.bfloat16)
     rows, width, rank = 7, 16, 4
-    for module, kept in ((stock, 3 * rows * (width + rank) * 4), (ours, 3 * rows * rank * 4)):
+    after = 2 * rows * 24 * 2 + 2 * rows * 12 * 2  # of tanh, cat, sigmoid and sin
+    runs = functools.partial(Attention.forward, stock), ours
+    sizes = 3 * rows * (width + rank) * 4, 3 * rows * rank * 4
+    for run, module, size in zip(runs, (stock, ours), sizes, strict=True):
         x = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) * 1
-        own = {p.untyped_storage().data_ptr() for p in (*module.parameters(), x)}
-        held = {}
-
-        def note(tensor, own=own, held=held):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            output = Attention.forward(module, x) if module is stock else module(x)
-        after = 2 * rows * 24 * 2 + 2 * rows * 12 * 2  # of tanh, cat, sigmoid and sin
-        assert sum(held.values()) == kept + after
-        del output
+        _, kept = saved(functools.partial(run, x), but=[x, *module.parameters()])
+        assert storage_bytes(kept) == size + after
 
 
 def test_copies_pickles_and_states(calls):
-    stock, ours = adapted(Attention)
+    stock, ours = adapted()
     assert list(ours.state_dict()) == list(stock.state_dict())
     assert vars(ours).keys() == vars(stock).keys()
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert swapped(twin) == swapped(ours)
         assert_same(stock, twin, *inputs())
     assert calls == ["qkv", "qkv"]
-    loaded = adapted(Attention)[1]
+    loaded = adapted()[1]
     loaded.load_state_dict(stock.state_dict())
     assert_same(stock, loaded, *inputs())
 
 
 def test_patching_again_and_back(calls):
-    ours = adapted(Attention)[1]
+    ours = adapted()[1]
     assert {e.status for e in patch(ours).entries} == {"already patched"}
     assert {e.op for e in patch(ours, lora=False).entries} == {"lora"}
     assert type(ours) is Attention
@@ -682,7 +614,7 @@ def test_patching_again_and_back(calls):
 
 
 def test_a_named_backend(calls):
-    stock = adapted(Attention)[0]
+    stock = adapted()[0]
     ours = copy.deepcopy(stock)
     report = patch(ours, lora="reference")
     assert [e.options for e in report.entries] == 3 * [{"backend": "reference"}]
@@ -691,7 +623,7 @@ def test_a_named_backend(calls):
 
 
 def test_a_compiled_module_has_its_layers(calls):
-    stock, ours = adapted(Attention)
+    stock, ours = adapted()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     x = inputs()[0]
     torch.testing.assert_close(compiled(x), stock(x))

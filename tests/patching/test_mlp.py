@@ -13,11 +13,12 @@ transformers = pytest.importorskip("transformers")
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from liger_multi import ops
 from liger_multi.patching import patch
-from tests.comparing import assert_same_gradients, gradients
-from tests.models import assert_same_training, batch, build
+from liger_multi.patching.mlp import find as find_mlps
+from tests.comparing import assert_same_gradients, gradients, saved
+from tests.models import Calls, Holder, assert_same_training, batch, build, recorded, variant
 from tests.patching.test_norms_find import (
-    Holder,
     calls_of,
     equal,
     modeling,
@@ -64,20 +65,6 @@ class Packed(nn.Module):
         return self.down_proj(up * self.activation_fn(gate))
 
 
-class Attention(nn.Module):
-    """Three linear layers of fitting shapes that are no MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            nn.Linear(24, 24, bias=False) for _ in range(3)
-        )
-
-    def forward(self, x):
-        scores = (self.gate_proj(x) @ self.up_proj(x).transpose(-1, -2)).softmax(-1)
-        return self.down_proj(scores @ x)
-
-
 @pytest.mark.parametrize(
     ("mlp", "by"),
     [
@@ -108,10 +95,23 @@ def test_gated_mlps_are_recognized(mlp, by, dtype):
     )
 
 
+def attention(m, x):
+    """Three linear layers of fitting shapes that are no MLP."""
+    scores = (m.gate_proj(x) @ m.up_proj(x).transpose(-1, -2)).softmax(-1)
+    return m.down_proj(scores @ x.repeat(1, 1, 40)[..., :40])
+
+
 @pytest.mark.parametrize(
     "mlp",
-    [Gated("quick_gelu"), Gated("relu"), Gated(swapped=True), Attention(), Gated(dropout=0.1)],
-    ids=["quick gelu", "relu", "gate and up swapped", "attention", "dropout"],
+    [
+        Gated("quick_gelu"),
+        Gated("relu"),
+        Gated(swapped=True),
+        Gated(dropout=0.1),
+        variant(Gated, attention),
+        variant(Gated, lambda m, x: m.down_proj(m.gate_proj(x) + m.up_proj(x))),
+    ],
+    ids=["quick gelu", "relu", "gate and up swapped", "dropout", "attention", "sum"],
 )
 def test_other_mlps_are_left_alone(mlp):
     module_class = type(mlp)
@@ -132,15 +132,6 @@ def test_kinds_of_mlps_are_chosen_by_their_own_keys(on, off):
     assert [type(m) for m in model if "_liger_multi_swap" not in vars(type(m))] == [Gated, Packed]
 
 
-def test_the_same_function_in_more_roundings_is_recognized():
-    mlp = Gated("gelu_new")
-    stock = copy.deepcopy(mlp)
-    report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
-    assert [entry.replaced_by for entry in report.entries] == ["gated_mlp[gelu_tanh]"]
-    x = torch.randn(5, 24)
-    assert_same_training(stock, mlp, lambda m: m(x).square().sum(), rtol=1e-5)
-
-
 def test_replaced_forward_is_probed_again(monkeypatch):
     assert patch(build()).count("swiglu") == 2
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x)))
@@ -150,17 +141,19 @@ def test_replaced_forward_is_probed_again(monkeypatch):
     assert {s.op for s in report.skipped} == {"swiglu", "rms_norm"}
 
 
+class Call(nn.Module):
+    """An activation of a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def test_activations_of_different_functions():
     """The probe's memory knew an activation by its class and plain attributes."""
-
-    class Call(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.function = function
-
-        def forward(self, x):
-            return self.function(x)
-
     model = nn.ModuleList([Gated(), Gated()])
     model[0].act_fn, model[1].act_fn = Call(F.silu), Call(F.gelu)
     report = patch(model, fused_linear_cross_entropy=False, rms_norm=False)
@@ -169,20 +162,14 @@ def test_activations_of_different_functions():
 
 def test_probes_run_once_for_equal_layers(monkeypatch):
     """The activations of gemma hold a ``functools.partial`` of their own each."""
-    from liger_multi import ops
-    from liger_multi.patching.mlp import find as find_mlps
-
-    find_mlps._known.clear()
-    calls = []
-    stock = ops.gated_mlp
-    monkeypatch.setattr(ops, "gated_mlp", lambda *a, **k: (calls.append(k), stock(*a, **k))[1])
-    patch(build("gemma", num_hidden_layers=1))
-    one = [k["activation"] for k in calls]
-    assert list(dict.fromkeys(one)) == ["silu", "gelu_tanh"]
-    find_mlps._known.clear()
-    calls.clear()
-    patch(build("gemma", num_hidden_layers=3))
-    assert [k["activation"] for k in calls] == one
+    calls, observed = recorded(monkeypatch, ops, "gated_mlp"), []
+    for layers in (1, 3):
+        find_mlps._known.clear()
+        calls.clear()
+        patch(build("gemma", num_hidden_layers=layers))
+        observed.append([kwargs["activation"] for _, kwargs in calls])
+    assert list(dict.fromkeys(observed[0])) == ["silu", "gelu_tanh"]
+    assert observed[1] == observed[0]
 
 
 def test_a_gated_mlp_keeps_its_input_gate_and_up():
@@ -190,32 +177,21 @@ def test_a_gated_mlp_keeps_its_input_gate_and_up():
     mlp = Gated()
     stock, x = copy.deepcopy(mlp), torch.randn(7, 24, requires_grad=True)
     patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
-    kept = {}
-    for name, module in (("stock", stock), ("ours", mlp)):
-        observed = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, observed=observed: observed.setdefault(t.data_ptr(), t), lambda t: t
-        )
-        weights = {p.data_ptr() for p in module.parameters()}
-        with hooks:
-            y = module(x)
-        kept[name] = sorted(tuple(t.shape) for at, t in observed.items() if at not in weights)
+    kept = []
+    for module in (stock, mlp):
+        y, tensors = saved(lambda module=module: module(x), but=module.parameters())
+        kept.append(sorted(tuple(t.shape) for t in tensors))
         y.sum().backward()
     inner = mlp.gate_proj.out_features
-    assert kept["ours"] == sorted([(7, 24), (7, inner), (7, inner)])
-    assert kept["stock"].count((7, inner)) == 4  # the activation's output and the product as well
+    assert kept[1] == sorted([(7, 24), (7, inner), (7, inner)])
+    assert kept[0].count((7, inner)) == 4  # the activation's output and the product as well
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "gelu"])
 def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
-    from liger_multi import ops
-
-    calls = []
-    for op in (ops.gated_mlp, ops.swiglu, ops.geglu):
-        spy = lambda *a, _op=op, **k: (calls.append(_op.__name__), _op(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(ops, op.__name__, spy)
-    stock, actual = Gated(act, bias=True), {}
-    for whole in (True, False):
+    calls, results = Calls(monkeypatch), []
+    stock, step = Gated(act, bias=True), "swiglu" if act == "silu" else "geglu"
+    for whole, op in ((True, "gated_mlp"), (False, step)):
         ours = copy.deepcopy(stock)
         options = {"swiglu": {"whole": whole}, "geglu": {"whole": whole}}
         report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, **options)
@@ -223,13 +199,12 @@ def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
         x = torch.linspace(-3, 3, 120).view(5, 24).requires_grad_()
         y = ours(x)
         y.square().sum().backward()
-        actual[whole] = (y, {"x": x.grad} | gradients(ours))
-        step = "swiglu" if act == "silu" else "geglu"
-        assert calls == ["gated_mlp" if whole else step]
-        assert report.entries[0].replaced_by.startswith(calls[0])
+        results.append((y, {"x": x.grad} | gradients(ours)))
+        assert calls == {op: 1}
+        assert report.entries[0].replaced_by.startswith(op)
         assert report.entries[0].options == ({} if whole else {"whole": False})
-    assert torch.equal(actual[True][0], actual[False][0])
-    assert_same_gradients(actual[True][1], actual[False][1])
+    assert torch.equal(results[0][0], results[1][0])
+    assert_same_gradients(results[0][1], results[1][1])
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():
@@ -258,36 +233,34 @@ class Odd(nn.Module):
         return self.outer(self.c(self.inner(self.act(gate) * up)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
+BY_STRUCTURE = [
+    pytest.param(act, packed, id=f"{act} {packed}")
+    for act in (nn.SiLU(), nn.GELU(), nn.GELU("tanh"), ACT2FN["gelu_new"])
+    for packed in (False, True)
+]
+
+
+@pytest.mark.parametrize(("act", "packed"), BY_STRUCTURE)
 def test_gated_mlps_by_structure(act, packed):
     module = Odd(act, packed=packed)
     stock = copy.deepcopy(module)
-    shown, _ = patched_module(module)
-    assert len(shown) == 1
+    assert len(patched_module(module)[0]) == 1
     equal(stock, module, torch.randn(2, 5, 16))
 
 
-class Clamped(nn.Module):
+def clamped(m, x):
     """SwiGLU of clamped inputs with a limit of its own, and no slope."""
-
-    def __init__(self, limit):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(16, 32), nn.Linear(16, 32)
-        self.down_proj, self.swiglu_limit = nn.Linear(32, 16), limit
-
-    def forward(self, x):
-        up = self.up_proj(x).clamp(-self.swiglu_limit, self.swiglu_limit)
-        return self.down_proj(F.silu(self.gate_proj(x).clamp(max=self.swiglu_limit)) * up)
+    up = m.up_proj(x).clamp(-m.swiglu_limit, m.swiglu_limit)
+    return m.down_proj(F.silu(m.gate_proj(x).clamp(max=m.swiglu_limit)) * up)
 
 
 def test_a_clamped_mlp_without_a_slope():
-    module = weighted(Clamped(0.7))
+    module = weighted(variant(Gated, clamped, swiglu_limit=0.7))
     stock = copy.deepcopy(module)
     assert patched_module(module)[0] == ["swiglu_clamped"]
-    equal(stock, module, 3 * torch.randn(2, 5, 16))
+    equal(stock, module, 3 * torch.randn(2, 5, 24))
     stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
-    equal(stock, module, 3 * torch.randn(2, 5, 16))
+    equal(stock, module, 3 * torch.randn(2, 5, 24))
 
 
 def test_an_mlp_of_a_sparse_gate():
@@ -323,19 +296,3 @@ def test_dropouts_stay_where_they_are():
     torch.testing.assert_close(results[1], results[0])
     assert (results[0] == 0).double().mean() > 0.1
     equal(stock.eval(), module.eval(), x)
-
-
-def test_three_layers_without_mlp_are_not_reported():
-    class Three(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
-
-        def forward(self, x):
-            return self.c(self.a(x) + self.b(x))
-
-    module = Three()
-    shown, skipped = patched_module(module)
-    assert not shown
-    assert all("Three" not in reason for reason in skipped)
-    assert type(module) is Three

@@ -4,111 +4,61 @@
 import contextlib
 import copy
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import liger_multi
 from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients
+from tests.models import Holder, batch, build, recorded, variant
 from tests.patching.test_apply import HEADLESS
 
 
-class Holder(nn.Module):
-    """A model of one module and no output embedding."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.inner = module
+def normalized(m, x):
+    return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + m.variance_epsilon)
 
 
-class Olmo(LlamaRMSNorm):
-    """Scales before it rounds."""
+class Llama(LlamaRMSNorm):
+    """One of 48 columns."""
 
-    def forward(self, x):
-        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight * n).to(x.dtype)
-
-
-class GemmaNorm(LlamaRMSNorm):
-    """Weight around zero."""
-
-    def forward(self, x):
-        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (n * (1.0 + self.weight.float())).to(x.dtype)
+    def __init__(self):
+        super().__init__(48)
 
 
-class WeightlessNorm(nn.Module):
-    """No weight at all."""
-
-    eps = 1e-5
-
-    def forward(self, x):
-        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(
-            x.dtype
-        )
+def other_axis(m, x):
+    """A norm of the last axis of matrices, and of another one of images."""
+    axis = 1 if x.ndim == 4 else -1
+    n = x.float() * torch.rsqrt(x.float().pow(2).mean(axis, keepdim=True) + m.variance_epsilon)
+    return m.weight * n.to(x.dtype)
 
 
-class CentredNorm(LlamaRMSNorm):
-    """Looks like an RMSNorm and is none."""
-
-    def forward(self, x):
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class ForgetfulNorm(LlamaRMSNorm):
-    """Equal in forward, without gradient of its weight."""
-
-    def forward(self, x):
-        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight.detach() * n.to(x.dtype)
+OTHERS = {
+    "centered": lambda m, x: Llama.forward(m, x - x.mean(-1, keepdim=True)),
+    "no gradient of the weight": lambda m, x: m.weight.detach() * normalized(m, x).to(x.dtype),
+    "another signature": lambda m, x, gate: Llama.forward(m, x) * gate,
+    "other axes": other_axis,
+}
 
 
-class NeedyNorm(LlamaRMSNorm):
-    """Another signature."""
-
-    def forward(self, x, gate):
-        return super().forward(x) * gate
-
-
-@pytest.mark.parametrize(
-    ("norm", "case"),
-    [
-        (LlamaRMSNorm(48), "llama"),
-        (Olmo(48), "olmo"),
-        (GemmaNorm(48), "gemma"),
-        (WeightlessNorm(), "no weight"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_recognized_bit_for_bit(norm, case, dtype):
-    norm = copy.deepcopy(norm).to(dtype)
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter)
-    stock = copy.deepcopy(norm)
-    report = patch(Holder(norm), fused_linear_cross_entropy=False, swiglu=False, strict=True)
-    assert report.entries[0].replaced_by == f"rms_norm[{case}]"
-    x = torch.randn(7, 48, dtype=dtype)
-    assert torch.equal(norm(x), stock(x))
-
-
-@pytest.mark.parametrize("case", [CentredNorm, ForgetfulNorm, NeedyNorm])
+@pytest.mark.parametrize("case", OTHERS)
 def test_other_norms_are_left_alone(case):
-    norm = case(48)
-    report = patch(Holder(norm), fused_linear_cross_entropy=False, swiglu=False)
-    assert type(norm) is case
-    assert report.count("rms_norm") == 0
-    assert (
-        case.__name__ in report.skipped[0].reason
-        or "failed on a replica" in report.skipped[0].reason
-    )
+    norm = variant(Llama, OTHERS[case])
+    module_class = type(norm)
+    shown, skipped = patched_module(norm)
+    assert shown == []
+    assert type(norm) is module_class
+    assert "OtherLlama" in skipped[0] or "failed on a replica" in skipped[0]
 
 
 def test_probe_runs_for_each_distinct_instance():
@@ -130,16 +80,8 @@ def test_probe_runs_for_each_distinct_instance():
     assert model[1].weight.grad is not None
 
 
-class OneModule(nn.Module):
-    """A model of one module."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def patched_module(module, **ops):
-    report = patch(OneModule(module), **HEADLESS, **ops)
+    report = patch(Holder(module), **HEADLESS, **ops)
     absent = "the model has no module of this kind"
     reasons = [s.reason for s in report.skipped if not s.reason.startswith(absent)]
     return [e.replaced_by for e in report.entries], reasons
@@ -162,10 +104,8 @@ def equal(stock, ours, *inputs, rtol=1e-5):
 @contextlib.contextmanager
 def calls_of(name):
     """The calls of an operator."""
-    observed, op = [], getattr(ops, name)
-    with pytest.MonkeyPatch.context() as patch_:
-        patch_.setattr(ops, name, lambda *a, **k: (observed.append(1), op(*a, **k))[1])
-        yield observed
+    with pytest.MonkeyPatch.context() as patches:
+        yield recorded(patches, ops, name)
 
 
 def modeling(name):
@@ -179,78 +119,111 @@ def weighted(module):
     return module
 
 
+def of(name, class_name, *arguments, **options):
+    """Makes a norm of a modeling file of transformers."""
+    return lambda: getattr(modeling(name), class_name)(*arguments, **options)
+
+
+FIRST = "layer_norm[rounded before the weight]"
+ROW, BITS, NEAR = (2, 5, 48), "every bit of bf16", "most bits of bf16"
 NORMS = {
-    "torch": lambda: (nn.LayerNorm(48), "layer_norm"),
-    "no bias": lambda: (nn.LayerNorm(48, bias=False), "layer_norm"),
-    "no weight": lambda: (nn.LayerNorm(48, elementwise_affine=False), "layer_norm[no weight]"),
-    "cohere": lambda: (modeling("cohere").CohereLayerNorm(48), "layer_norm"),
-    "1 + weight": lambda: (
-        modeling("nemotron").NemotronLayerNorm1P(48),
-        "layer_norm[1 + weight]",
+    "llama": (Llama, "rms_norm[llama]", ROW, BITS),
+    "olmo": (
+        lambda: variant(Llama, lambda m, x: (m.weight * normalized(m, x)).to(x.dtype)),
+        "rms_norm[olmo]",
+        ROW,
+        BITS,
     ),
-    "t5": lambda: (modeling("t5").T5LayerNorm(48), "rms_norm[llama]"),
-    "squared": lambda: (ACT2FN["relu2"], "relu_squared"),
+    "gemma": (
+        lambda: variant(
+            Llama, lambda m, x: (normalized(m, x) * (1.0 + m.weight.float())).to(x.dtype)
+        ),
+        "rms_norm[gemma]",
+        ROW,
+        BITS,
+    ),
+    "torch": (lambda: nn.LayerNorm(48), "layer_norm", ROW),
+    "no bias": (lambda: nn.LayerNorm(48, bias=False), "layer_norm", ROW),
+    "no weight": (
+        lambda: nn.LayerNorm(48, elementwise_affine=False),
+        "layer_norm[no weight]",
+        ROW,
+    ),
+    "cohere": (of("cohere", "CohereLayerNorm", 48), "layer_norm", ROW),
+    "1 + weight": (of("nemotron", "NemotronLayerNorm1P", 48), "layer_norm[1 + weight]", ROW),
+    "t5": (of("t5", "T5LayerNorm", 48), "rms_norm[llama]", ROW),
+    "squared": (lambda: ACT2FN["relu2"], "relu_squared", ROW),
+    "factor": (
+        of("deepseek_v4", "DeepseekV4UnweightedRMSNorm"),
+        "rms_norm[no weight]",
+        ROW,
+        BITS,
+    ),
+    "groups": (
+        of("qwen4_exp", "Qwen4ExpTextRMSNorm", 48, group_size=16),
+        "gated_rms_norm[gemma, groups]",
+        ROW,
+        BITS,
+    ),
+    "rounded 1 + weight": (
+        of("muse_spark", "MuseSparkTextCenteredRMSNorm", 48),
+        "rms_norm[gemma, rounded 1 + weight]",
+        ROW,
+        BITS,
+    ),
+    "scaled before it": (
+        of("muse_spark", "MuseSparkTextInputScaledRMSNorm", 48),
+        "rms_norm[scaled before it]",
+        ROW,
+        BITS,
+    ),
+    "deberta": (of("deberta", "DebertaLayerNorm", 48), FIRST, ROW, NEAR),
+    "a weight by head": (
+        of("chameleon", "ChameleonLayerNorm", (4, 48)),
+        FIRST,
+        (2, 5, 4, 48),
+        NEAR,
+    ),
+    "images": (
+        of("sam", "SamLayerNorm", 48, data_format="channels_first"),
+        "layer_norm[channels second]",
+        (2, 48, 5, 3),
+    ),
+    "images, channels last": (
+        of("sam", "SamLayerNorm", 48, data_format="channels_last"),
+        "layer_norm",
+        (2, 48, 5, 48),
+    ),
+    "text": (
+        of("squeezebert", "SqueezeBertLayerNorm", 48),
+        "layer_norm[channels second]",
+        (2, 48, 7),
+    ),
 }
+"""By name: what makes the norm, how the report calls it, a shape, and the precision in bf16."""
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_every_kind(name):
-    module, shown = NORMS[name]()
-    stock = copy.deepcopy(weighted(module))
+    make, shown, shape, *precision = NORMS[name]
+    module = weighted(make())
+    stock, x = copy.deepcopy(module), torch.randn(shape) + 0.3
     assert patched_module(module) == ([shown], [])
     assert type(module) is not type(stock)
     assert isinstance(module, type(stock))
-    equal(stock, module, torch.randn(2, 5, 48) + 0.3)
-    unpatch(OneModule(module))
+    equal(stock, module, x)
+    assert module(x).stride() == stock(x).stride()
+    if "second" in shown:
+        with pytest.raises((RuntimeError, ValueError, IndexError)):  # as the original does
+            module(torch.randn(2, 3, 4, 5, 48))
+    if precision:
+        x = x.bfloat16()
+        with calls_of(shown.partition("[")[0]) as calls:
+            same = (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean()
+        assert calls
+        assert same > 0.95 if precision == [NEAR] else same == 1
+    unpatch(Holder(module))
     assert type(module) is type(stock)
-
-
-OF_ONE_TYPE = {
-    "factor": (lambda: modeling("deepseek_v4").DeepseekV4UnweightedRMSNorm(), "no weight"),
-    "groups": (
-        lambda: modeling("qwen4_exp").Qwen4ExpTextRMSNorm(48, group_size=16),
-        "gemma, groups",
-    ),
-    "rounded 1 + weight": (
-        lambda: modeling("muse_spark").MuseSparkTextCenteredRMSNorm(48),
-        "gemma, rounded 1 + weight",
-    ),
-    "scaled before it": (
-        lambda: modeling("muse_spark").MuseSparkTextInputScaledRMSNorm(48),
-        "scaled before it",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_ONE_TYPE)
-def test_other_rounding_agrees_bit_for_bit(name):
-    make, case = OF_ONE_TYPE[name]
-    module = weighted(make())
-    stock = copy.deepcopy(module)
-    op = "gated_rms_norm" if name == "groups" else "rms_norm"
-    assert patched_module(module) == ([f"{op}[{case}]"], [])
-    equal(stock, module, torch.randn(2, 5, 48))
-    x = torch.randn(64, 48).bfloat16()
-    assert torch.equal(module.bfloat16()(x), stock.bfloat16()(x))
-
-
-ROUNDED_FIRST = {
-    "deberta": (lambda: modeling("deberta").DebertaLayerNorm(48), (2, 5, 48)),
-    "a weight by head": (lambda: modeling("chameleon").ChameleonLayerNorm((4, 48)), (2, 5, 4, 48)),
-}
-
-
-@pytest.mark.parametrize("name", ROUNDED_FIRST)
-def test_layer_norms_rounding_before_the_weight(name):
-    make, shape = ROUNDED_FIRST[name]
-    module = weighted(make())
-    stock = copy.deepcopy(module)
-    assert patched_module(module) == (["layer_norm[rounded before the weight]"], [])
-    equal(stock, module, torch.randn(shape) + 0.3)
-    with calls_of("layer_norm") as calls:
-        x = torch.randn(shape).bfloat16()
-        assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
-    assert calls
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -274,31 +247,6 @@ def test_layer_norms_joining_heads(bias):
 def test_a_row_s_factor_is_no_norm():
     module = modeling("hy_v4").HYV4UnweightedRMSNorm()
     assert patched_module(module) == ([], [])
-
-
-CHANNELS_SECOND = {
-    "images": (lambda: modeling("sam").SamLayerNorm(48, data_format="channels_first"), (5, 3)),
-    "text": (lambda: modeling("squeezebert").SqueezeBertLayerNorm(48), (7,)),
-}
-
-
-@pytest.mark.parametrize("name", CHANNELS_SECOND)
-def test_channels_on_the_second_axis(name):
-    make, rest = CHANNELS_SECOND[name]
-    module, x = weighted(make()), torch.randn(2, 48, *rest) + 0.3
-    stock = copy.deepcopy(module)
-    assert patched_module(module) == (["layer_norm[channels second]"], [])
-    equal(stock, module, x)
-    assert module(x).stride() == stock(x).stride()
-    with pytest.raises((RuntimeError, ValueError, IndexError)):  # as the original does
-        module(torch.randn(2, 3, 4, 5, 48))
-
-
-def test_norms_of_the_last_axis_keep_it():
-    module = weighted(modeling("sam").SamLayerNorm(48, data_format="channels_last"))
-    stock = copy.deepcopy(module)
-    assert patched_module(module) == (["layer_norm"], [])
-    equal(stock, module, torch.randn(2, 48, 5, 48))
 
 
 def grouped(case, size):
@@ -364,25 +312,6 @@ def test_norm_output_may_be_written():
     assert_same_gradients(gradients(module), gradients(stock))
 
 
-class OtherAxis(nn.Module):
-    """A norm of the last axis of matrices, and of another one of images."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
-
-    def forward(self, x):
-        axis = 1 if x.ndim == 4 else -1
-        n = x.float() * torch.rsqrt(x.float().pow(2).mean(axis, keepdim=True) + self.eps)
-        return self.weight * n.to(x.dtype)
-
-
-def test_norms_of_other_axes_are_left_alone():
-    shown, skipped = patched_module(OtherAxis())
-    assert not shown
-    assert "OtherAxis is no RMSNorm" in skipped[0]
-
-
 class Snake(nn.Module):
     """The activation of a vocoder, whose parameters are called as those of a DyT."""
 
@@ -394,25 +323,118 @@ class Snake(nn.Module):
         return x + torch.sin(x * self.alpha.exp()).pow(2) / self.beta.exp()
 
 
-class Mixed(nn.Module):
-    """Takes more than an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x, value):
-        return x - self.alpha * value
-
-
-@pytest.mark.parametrize("case", [Snake, Mixed])
-def test_parameters_called_alpha_make_no_dyt(case):
-    module = case()
-    patch(OneModule(module), strict=True, **HEADLESS)
+def test_parameters_called_alpha_make_no_dyt():
+    module = Snake()
+    patch(Holder(module), strict=True, **HEADLESS)
     assert patched_module(module) == ([], [])
-    assert type(module) is case
-
-
-def test_missing_dyt_is_reported():
+    assert type(module) is Snake
     with pytest.raises(PatchError, match=r"dyt .*the model has no module of this kind"):
-        patch(OneModule(Snake()), strict=True, dyt=True, **HEADLESS)
+        patch(Holder(module), strict=True, dyt=True, **HEADLESS)
+
+
+# --- weights that are written between forward and backward ---
+
+SIZE = 16
+
+
+def _class(name: str) -> Any:
+    module, _, class_name = name.rpartition(".")
+    return getattr(pytest.importorskip(f"transformers.models.{module}"), class_name)
+
+
+WRITTEN: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: _class("llama.modeling_llama.LlamaRMSNorm")(SIZE),
+    "gemma": lambda: _class("gemma.modeling_gemma.GemmaRMSNorm")(SIZE),
+    "olmo2": lambda: _class("olmo2.modeling_olmo2.Olmo2RMSNorm")(SIZE),
+    "t5": lambda: _class("t5.modeling_t5.T5LayerNorm")(SIZE),
+    "cohere": lambda: _class("cohere.modeling_cohere.CohereLayerNorm")(SIZE),
+    "qwen3_next": lambda: _class("qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated")(SIZE),
+    "RMSNorm": lambda: nn.RMSNorm(SIZE, eps=1e-6),
+    "LayerNorm": lambda: nn.LayerNorm(SIZE),
+}
+
+
+def outcome(norm: nn.Module, inputs: list[Tensor]) -> list[Tensor] | None:
+    """The gradients after a write to the weight; None where PyTorch refuses them."""
+    operands = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    y = norm(*operands)
+    with torch.no_grad():
+        norm.weight.mul_(3).add_(1)  # type: ignore[operator, union-attr]
+    leaves = [t for t in (*operands, *norm.parameters()) if t.requires_grad]
+    upstream = torch.arange(y.numel(), dtype=y.dtype).view_as(y) / 30
+    try:
+        return list(torch.autograd.grad(y, leaves, upstream, allow_unused=True))
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_allowed_as_unpatched(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for trains_x, trains_weight in ((True, True), (True, False), (False, True)):
+        stock = WRITTEN[name]().to(dtype)
+        for p in stock.parameters():
+            p.requires_grad_(trains_weight)
+        model = nn.Sequential(copy.deepcopy(stock))
+        report = liger_multi.patch(model, fused_linear_cross_entropy=False)
+        assert report.entries
+        inputs = [torch.randn(3, SIZE, generator=generator).to(dtype).requires_grad_(trains_x)]
+        if name == "qwen3_next":
+            inputs.append(torch.randn(3, SIZE, generator=generator).to(dtype))
+        expected, got = outcome(stock, inputs), outcome(model[0], inputs)
+        if expected is not None:
+            assert got is not None, (trains_x, trains_weight)
+            rtol = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "written"),
+    [
+        ("gemma", "norm"),
+        ("gemma3_text", "norm"),  # of queries and keys with their rotation, too
+        ("llama", "layers.0.input_layernorm"),  # whose input needs no gradient
+        ("qwen3", "layers.0.input_layernorm"),
+    ],
+)
+def test_norms_in_a_model(architecture: str, written: str) -> None:
+    stock = build(architecture)
+    for name, p in stock.named_parameters():
+        p.requires_grad_(written in name)
+    ours = copy.deepcopy(stock)
+    liger_multi.patch(ours)
+    grads = []
+    for model in (stock, ours):
+        loss = model(**batch()).loss
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.mul_(2)
+        loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert grads[0]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_read_only_for_needed_gradients() -> None:
+    x = torch.randn(4, SIZE)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "rms_norm": lambda w: ops.rms_norm(x, w),
+        "gated_rms_norm": lambda w: ops.gated_rms_norm(x, x, w),
+        "poly_norm": lambda w: ops.poly_norm(x, w[:3] * 1, torch.zeros(1)),
+        "dyt": lambda w: ops.dyt(x, torch.ones(1), w, None),
+    }
+    for name, run in calls.items():
+        weight = torch.rand(SIZE, requires_grad=True)
+        expected = torch.autograd.grad(run(weight).sum(), weight)
+        y = run(weight)
+        with torch.no_grad():
+            weight.mul_(5)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), weight), expected, msg=name)
+    weight = torch.rand(SIZE, requires_grad=True)
+    y = ops.rms_norm(x.requires_grad_(), weight)
+    with torch.no_grad():
+        weight.mul_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

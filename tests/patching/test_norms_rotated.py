@@ -10,6 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from liger_multi import ops, use
@@ -17,7 +18,7 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.norms import rotated
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import Graphs, assert_same_training, batch, build, continued
+from tests.models import Graphs, adapters, assert_same_training, batch, build, continued
 from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
@@ -137,22 +138,11 @@ def test_compiled(model_type):
 @pytest.mark.parametrize("first", ["patch", "adapters"])
 def test_adapters_on_the_projections(first):
     """Queries and keys come from one call for both projections, and go into this operator."""
-    peft = pytest.importorskip("peft")
-
-    def adapted(model):
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])
-        torch.manual_seed(3)
-        adapted_model = peft.get_peft_model(model, settings)
-        with torch.no_grad():
-            for name, parameter in adapted_model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-        return adapted_model
-
-    stock, model = adapted(build("qwen3")), build("qwen3")
+    targets, model = ("q_proj", "k_proj", "v_proj"), build("qwen3")
+    stock = adapters(build("qwen3"), targets)
     if first == "patch":
         patch(model)
-    ours = adapted(model)
+    ours = adapters(model, targets)
     kinds = [type(m) for m in attentions(stock)]
     for _ in range(2):
         report = patch(ours)
@@ -251,46 +241,30 @@ def test_sharded_queries_are_left_to_the_model(one_process):
 # --- what runs both operators, or the model's own ---
 
 
-def _hooked(model):
-    for attention in attentions(model):
-        attention.q_norm.register_forward_hook(lambda module, inputs, y: 2 * y)
+CHANGES = {
+    "hook": lambda m: m.q_norm.register_forward_hook(lambda module, inputs, y: 2 * y),
+    "eps": lambda m: setattr(m.k_norm, "variance_epsilon", 0.1),
+    "norm": lambda m: setattr(m, "q_norm", nn.Identity()),
+}
 
 
-def _other_eps(model):
-    for attention in attentions(model):
-        attention.k_norm.variance_epsilon = 0.1
-
-
-def _other_norm(model):
-    for attention in attentions(model):
-        attention.q_norm = nn.Identity()
-
-
-@pytest.mark.parametrize("change", [_hooked, _other_eps, _other_norm])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_norm_is_called_where_the_model_calls_it(change):
     stock, ours, _ = pair()
-    for model in (stock, ours):
-        change(model)
+    for attention in (*attentions(stock), *attentions(ours)):
+        CHANGES[change](attention)
     with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
     assert not record.calls[KEY]
 
 
-def test_rotary_function_replaced_later(monkeypatch):
-    from transformers.models.qwen3 import modeling_qwen3
-
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("apply_rotary_pos_emb", lambda q, k, *rest: (q, k)), ("rotate_half", lambda x: 2 * x)],
+)
+def test_rotary_functions_replaced_later(name, other, monkeypatch):
     stock, ours, _ = pair()
-    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, *rest: (q, k))
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert not record.calls[KEY]
-
-
-def test_rotary_helper_replaced_later(monkeypatch):
-    from transformers.models.qwen3 import modeling_qwen3
-
-    stock, ours, _ = pair()
-    monkeypatch.setattr(modeling_qwen3, "rotate_half", lambda x: 2 * x)
+    monkeypatch.setattr(modeling_qwen3, name, other)
     with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
     assert not record.calls[KEY]
@@ -299,7 +273,6 @@ def test_rotary_helper_replaced_later(monkeypatch):
 @pytest.mark.parametrize("updated", [True, False])
 def test_a_cache_gets_the_angles_themselves(updated):
     """Older forwards hand cos and sin to the cache, in training too."""
-    from transformers.models.qwen3 import modeling_qwen3
 
     class Older(modeling_qwen3.Qwen3Attention):
         def forward(
@@ -376,25 +349,21 @@ def test_angles_of_a_part_of_the_channels():
     assert not report.count(KEY)
 
 
+def scaled_queries(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q = 2 * self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+    k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+    v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+
 def test_code_between_norm_and_rotation():
     """The forward of a replica is compared, so scaled queries are no form of the operator."""
-    from transformers.models.qwen3 import modeling_qwen3
-
-    class Scaled(modeling_qwen3.Qwen3Attention):
-        def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
-            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-            q = 2 * self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-            cos, sin = position_embeddings
-            q, k = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)
-            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-            return self.o_proj(y.transpose(1, 2).flatten(2)), None
-
-    Scaled.forward.__globals__["apply_rotary_pos_emb"] = modeling_qwen3.apply_rotary_pos_emb
     model = build("qwen3")
     for attention in attentions(model):
-        attention.__class__ = Scaled
+        attention.__class__ = type("Scaled", (type(attention),), {"forward": scaled_queries})
     report = patch(model, **{KEY: True})
     assert not report.count(KEY)
 

@@ -5,11 +5,15 @@ import contextlib
 import copy
 import functools
 import gc
+import operator
 import pickle
 import random
 import sys
 import threading
 import types
+import warnings
+from abc import ABCMeta
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -27,7 +31,17 @@ from liger_multi.patching import modeltypes, patch, patched, unpatch
 from liger_multi.patching.held import HeldPatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.harness import PATIENCE
-from tests.models import ARCHITECTURES, Calls, Graphs, assert_same_training, batch, build, pair
+from tests.models import (
+    ARCHITECTURES,
+    Calls,
+    Graphs,
+    Norm,
+    adapters,
+    assert_same_training,
+    batch,
+    build,
+    pair,
+)
 from tests.patching.test_evidence_signature import ALONE, Holder, Tuned, doubled, patched_pair
 from tests.patching.test_norms_find import modeling
 
@@ -83,8 +97,7 @@ def test_a_captured_forward_works_after_the_patch(part, copied, how, monkeypatch
 
 
 def test_a_captured_forward_is_pickled():
-    stock, ours = pair()
-    patch(ours)
+    stock, ours = pair(patching={})
     mlp_of = ours.model.layers[0].mlp
     mlp_of._old_forward = mlp_of.forward
     twin = pickle.loads(pickle.dumps(ours))
@@ -97,8 +110,7 @@ def test_a_captured_forward_is_pickled():
 
 def test_accelerates_hooks_before_and_after_unpatching():
     accelerate = pytest.importorskip("accelerate")
-    stock, ours = pair()
-    patch(ours, **ALONE)
+    stock, ours = pair(patching=ALONE)
     accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
     with torch.no_grad():
         expected = stock(**batch()).loss
@@ -108,8 +120,7 @@ def test_accelerates_hooks_before_and_after_unpatching():
 
 
 def test_a_compiled_forward_after_unpatching():
-    stock, ours = pair(num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair(num_hidden_layers=1, patching={})
     module = ours.model.layers[0].mlp
     module.forward = torch.compile(module.forward, backend="eager", fullgraph=True)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
@@ -138,11 +149,7 @@ def _twice(module, stock, x):
 
 
 def test_captured_forwards_of_adapters():
-    peft = pytest.importorskip("peft")
-    stock = build()
-    names = ["q_proj", "k_proj", "v_proj", "down_proj"]
-    config = peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False)
-    stock = peft.get_peft_model(stock, config)
+    stock = adapters(build(), ["q_proj", "k_proj", "v_proj", "down_proj"], r=2)
     ours = copy.deepcopy(stock)
     assert patch(ours, **ALONE).count("lora") == 8
     for module in ours.modules():
@@ -156,9 +163,9 @@ def test_captured_forwards_of_adapters():
 # --- compiled ---
 
 
+@pytest.mark.slow
 def test_compiled_graphs_keep_compiled_code():
-    stock, ours = pair(num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair(num_hidden_layers=1, patching={})
     graphs = Graphs()
     for model in (stock, ours):
         model.model.layers[0].mlp.act_fn.register_forward_hook(doubled)
@@ -241,15 +248,8 @@ KINDS = ("llama", "gemma2", "qwen3_moe")
 
 
 def adapted():
-    peft = pytest.importorskip("peft")
     layers = ["q_proj", "k_proj", "v_proj", "up_proj", "lm_head"]
-    model = peft.get_peft_model(
-        build("llama", num_hidden_layers=1), peft.LoraConfig(r=2, target_modules=layers)
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    return adapters(build("llama", num_hidden_layers=1), layers, r=2)
 
 
 def build_case(model_type):
@@ -301,6 +301,7 @@ def cases():
             yield pytest.param(model_type, other, id=f"{model_type}-{name}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "other"), cases())
 def test_at_every_line(model_type, other):
     model = build_case(model_type)
@@ -424,31 +425,22 @@ def test_refused_block_requests_nothing():
 
 
 def test_types_in_threads_leave_nothing_patched():
-    ready = threading.Barrier(6)
-    observed, failures = [], []
+    ready, observed = threading.Barrier(6), []
 
     def work(index):
-        try:
-            generator = random.Random(index)
-            for _ in range(15):
-                ready.wait(60)
-                model_type = generator.choice(("llama", "qwen3"))
-                with patched(model_type, **generator.choice(FORMS)):
-                    with contextlib.suppress(PatchError):
-                        if generator.random() < 0.2:
-                            patch(model_type)
-                            unpatch(model_type)
-                    observed.append(modeltypes.registered(model_type))
-        except BaseException as error:
-            failures.append(error)
-            ready.abort()
+        generator = random.Random(index)
+        for _ in range(15):
+            ready.wait(60)
+            model_type = generator.choice(("llama", "qwen3"))
+            with patched(model_type, **generator.choice(FORMS)):
+                with contextlib.suppress(PatchError):
+                    if generator.random() < 0.2:
+                        patch(model_type)
+                        unpatch(model_type)
+                observed.append(modeltypes.registered(model_type))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not failures
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     assert any(observed)
     assert clean()
     assert not is_patched(small())
@@ -460,33 +452,21 @@ def test_models_of_every_thread_are_built_by_the_newest_request():
     def work():
         with patched("llama"):
             inside.set()
-            done.wait(60)
+            assert done.wait(60)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert inside.wait(60)
-    with patched("llama", fused_linear_cross_entropy=False):
-        done.set()
-        thread.join(PATIENCE)
-        model = small()
-        assert is_patched(model)
-        assert type(model.lm_head) is nn.Linear
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        assert inside.wait(60)
+        with patched("llama", fused_linear_cross_entropy=False):
+            done.set()
+            other.result(PATIENCE)
+            model = small()
+    assert is_patched(model)
+    assert type(model.lm_head) is nn.Linear
     assert clean()
 
 
 # --- models ---
-
-
-def test_model_blocks_end_in_any_order():
-    model = small()
-    before = state(model)
-    first = enter(model)
-    second = enter(model, rms_norm=False)
-    newest = state(model)
-    leave(first)
-    assert state(model) == newest
-    leave(second)
-    assert state(model) == before
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -564,23 +544,15 @@ def test_models_in_threads(shared):
     inputs = batch()
     with torch.no_grad():
         expected = models[0](**inputs).loss
-    failures = []
 
     def work(index):
-        try:
-            generator = random.Random(index)
-            for _ in range(8):
-                with patched(models[index], **generator.choice(FORMS)), torch.no_grad():
-                    torch.testing.assert_close(models[index](**inputs).loss, expected)
-        except BaseException as error:
-            failures.append(error)
+        generator = random.Random(index)
+        for _ in range(8):
+            with patched(models[index], **generator.choice(FORMS)), torch.no_grad():
+                torch.testing.assert_close(models[index](**inputs).loss, expected)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not failures
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
     assert [state(m) for m in models] == before
 
 
@@ -590,19 +562,11 @@ def test_models_in_threads(shared):
 @pytest.mark.parametrize("chunk", ["512MiB", "2KiB", "4096", "auto", 1])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_patch_takes_chunks_of_the_operator(chunk, adapted):
-    stock, ours = small(), small()
-    if adapted:
-        peft = pytest.importorskip("peft")
-        stock, ours = (
-            peft.get_peft_model(m, peft.LoraConfig(r=2, target_modules=["lm_head"]))
-            for m in (stock, ours)
-        )
+    stock, ours = (adapters(small(), ["lm_head"]) if adapted else small() for _ in range(2))
     patch(ours, strict=True, fused_linear_cross_entropy={"chunk": chunk})
     head = ours.get_submodule("base_model.model.lm_head" if adapted else "lm_head")
     assert swapped(head).settings.fused.chunk == chunk
-    losses = [m(**batch()).loss for m in (stock, ours)]
-    losses[1].backward()
-    torch.testing.assert_close(*losses)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -639,3 +603,66 @@ def test_other_bad_arguments():
     with pytest.raises(ConfigurationError, match="nosuch"):
         patch(model, rms_norm="nosuch")
     assert not is_patched(model)
+
+
+# --- what looks up the exact class of a module finds that of the unpatched one ---
+
+
+def int8(model):
+    """The model with linear layers in INT8."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"linear": True}, {"linear_float8": {"smallest": 1}}, {"cross_entropy": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_quantize_dynamic(architecture, options):
+    stock, ours = (m.eval() for m in pair(architecture, tied=False, patching=options))
+    expected, got = int8(stock), int8(ours)
+    names = [
+        [f"{type(m).__module__}.{type(m).__name__}" for m in x.modules()] for x in (expected, got)
+    ]
+    assert names[0] == names[1]
+    assert "quantized" in type(got.lm_head).__module__
+    with torch.no_grad():
+        torch.testing.assert_close(got(**batch()).loss, expected(**batch()).loss)
+        torch.testing.assert_close(got(**batch()).logits * 1.0, expected(**batch()).logits)
+
+
+def test_patched_classes_equal_those_of_stock():
+    (stock, first), second = pair(tied=False, patching={}), build(tied=False)
+    patch(second, fused_linear_cross_entropy={"chunk": 7})
+    for name in ("lm_head", "model.norm"):
+        own, ours = (type(m.get_submodule(name)) for m in (stock, first))
+        assert ours is not own
+        assert {own: 1}[ours] == {ours: 1}[own] == 1
+        assert ours in [own]
+        assert ours in {own}
+        assert operator.eq(ours, own)
+        assert operator.eq(own, ours)
+        assert not operator.ne(ours, own)
+    assert operator.ne(type(first.lm_head), type(second.lm_head))
+    assert operator.ne(type(first.lm_head), type(first.model.norm))
+    on_top = type("OnTop", (type(first.lm_head),), {})
+    assert on_top not in (nn.Linear, type(first.lm_head))
+
+
+class Abstract(Norm, metaclass=ABCMeta):
+    """A norm whose class has a metaclass of its own."""
+
+
+def test_a_class_with_a_metaclass():
+    model = nn.Sequential(Abstract())
+    assert patch(model, fused_linear_cross_entropy=False).entries
+    assert operator.eq(type(model[0]), Abstract)
+    assert isinstance(type(model[0]), ABCMeta)
+    again = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(again(torch.ones(2, 12)), model(torch.ones(2, 12)))
+    unpatch(model)
+    assert type(model[0]) is Abstract

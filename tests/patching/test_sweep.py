@@ -181,6 +181,7 @@ def test_results_of_before_claim_nothing():
     assert "not measured in 1 of the equal pairs" in coverage._summary([old, new])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modalities", "dead"),
     [

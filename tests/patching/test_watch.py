@@ -16,8 +16,7 @@ import liger_multi
 from liger_multi.dispatch.op import Op
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.watch import Executed, serves
-from tests.models import Graphs, batch, build
-from tests.patching.test_norms_find import Holder
+from tests.models import Graphs, Holder, batch, build
 
 
 def paths(entries):
@@ -121,6 +120,7 @@ def test_blocks_may_overlap_and_leave_nothing_behind(watched):
     assert (nn.Module._call_impl, Op.__call__) == before
 
 
+@pytest.mark.slow
 def test_compiled_models_are_not_recorded(watched):
     model, report = watched
     graphs = Graphs()

@@ -355,6 +355,7 @@ def test_chunk_sizes(llama):
     assert "budget=0 in a, 2000 in b" in report.first.reason
 
 
+@pytest.mark.slow
 def test_rows_of_a_whole_model_do_not_depend_on_the_batch(llama):
     """Every operator, module and gradient per sequence; sums over rows are rounded in turn."""
     model, batch = llama
@@ -422,6 +423,7 @@ def test_checkpointing_changes_no_bit(llama):
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
+@pytest.mark.slow
 def test_eager_against_compiled(llama):
     model, batch = llama
     same = {"patch": True}

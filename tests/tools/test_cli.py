@@ -506,6 +506,7 @@ raise SystemExit(main({argv!r}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", list(ARGUMENTS))
 def test_no_command_breaks_without_extras(a_model, command):
     names = ("transformers", "accelerate", "peft", "trl", "rich", "matplotlib", "tokenizers")
@@ -621,6 +622,7 @@ def test_a_sequence_beyond_the_positions_has_a_note(capsys, a_model):
     assert "4,096 positions" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_process_that_imports_the_program_does_not_run_it():
     """As a process does that a command spawned; the command would run once more in it."""
     code = "import liger_multi.__main__; print('still here')"

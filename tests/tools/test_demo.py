@@ -62,6 +62,7 @@ def numbers(demo):
     return data
 
 
+@pytest.mark.slow
 def test_the_demo_succeeds(demo):
     _, done = demo
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,11 +5,15 @@ The examples run with ``--tiny`` as a user starts them, learn, and say how to ru
 
 import argparse
 import ast
+import importlib
 import importlib.util
+import inspect
 import json
 import os
+import pydoc
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +26,9 @@ import liger_multi
 from benchmarks import examples as example_runs
 from benchmarks import pictures, store
 from benchmarks.tables import measured as docs_benchmarks
-from benchmarks.tables import operators_h100
 from benchmarks.tables import performance as docs_performance
 from ci import docs
-from ci.docs import blocks as docs_blocks
-from ci.docs import status as docs_status
+from ci import verification as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config
 from tests import comparing, harness
@@ -136,7 +138,7 @@ def test_a_page_has_at_most_200_lines(path):
     """A page answers one question; what is longer is two pages. Rows of tables do not count."""
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if not line.startswith("|")]) <= 200
-    long = [x for x in lines if len(x) > docs_blocks.WIDTH and not x.startswith("|")]
+    long = [x for x in lines if len(x) > docs.WIDTH and not x.startswith("|")]
     assert not long
 
 
@@ -215,20 +217,13 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     assert not re.search("@import|url\\(", (site / "docs" / "site.css").read_text())
 
 
-def test_every_operator_is_beside_its_peers():
-    text = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
-    table = operators_h100.every()
-    assert table.partition("\n\n")[2] in text, "make docs"
-    assert all(f"`{name}`" in table for name in docs.public_operators())
-
-
 def test_what_is_under_80_percent_has_its_limit():
     page = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
     limits = page.partition("\n## Below the target")[2].partition("\n## ")[0]
     under = {
         op
-        for (op, _), rows in operators_h100.measured().items()
-        if (operators_h100.peak(rows["ours"]) or 100) < 79.5
+        for (op, _), rows in docs_performance.operators_measured().items()
+        if (docs_performance.peak(rows["ours"]) or 100) < 79.5
     }
     assert sorted(op for op in under if f"`{op}`" not in limits) == []
 
@@ -293,11 +288,6 @@ def test_every_table_has_its_place_in_a_page():
         assert text.count(f"<!-- {name}:end -->") == 1, name
 
 
-def test_a_page_quotes_no_single_number():
-    for path in EVERY:
-        assert "<!-- = " not in path.read_text(encoding="utf-8"), path.name
-
-
 # --- pictures ---
 
 
@@ -309,44 +299,7 @@ def test_a_picture_shows_what_the_results_have(name):
     assert path.stat().st_size < 80_000
 
 
-def test_the_headline_shows_the_rows_of_the_table_below_it():
-    (memory, speed) = pictures.headline().data["panels"].values()
-    table = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    rows = [
-        line.split("|")[1:-1] for line in table if re.search(r"^\|.*, (peak memory|speed) \|", line)
-    ]
-    shown = {"peak memory": memory, "speed": speed}
-    compared = 0
-    for what, *cells in rows:
-        name, _, metric = what.strip().rpartition(", ")
-        if name in shown[metric]:
-            numbers = [re.search(r"[\d.]+", cell)[0] for cell in cells]
-            assert numbers == list(shown[metric][name].values()), what
-            compared += 1
-    assert compared >= 2
-
-
 # --- one provenance ---
-
-
-def made_tables(text):
-    """The generated parts of a page, by name."""
-    return dict(re.findall(r"<!-- ([\w-]+):start -->(.*?)<!-- \1:end -->", text, re.DOTALL))
-
-
-def test_tables_of_performance_name_card_date_and_versions():
-    pages = {"README.md": ["headline"], "docs/performance.md": list(docs_performance.BLOCKS)}
-    pages["docs/operators-h100.md"] = ["operators-h100"]
-    for page, names in pages.items():
-        tables = made_tables((ROOT / page).read_text(encoding="utf-8"))
-        for name in names:
-            table = tables[name]
-            if "Not measured yet" in table:
-                continue
-            text = table.partition("\n| ")[0].replace("\n", " ")
-            assert re.search(r"NVIDIA H[12]00.*, 20\d\d-\d\d-\d\d.*commit \w+.*torch \d", text), (
-                name
-            )
 
 
 def measured(date, card, rows, run_type="longest", **more):
@@ -425,6 +378,7 @@ def learned(text, steps=12):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != FAST)) for n in EXAMPLES]
 )
@@ -555,3 +509,137 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     text = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
     assert "LazyLogits (2, 32, 1000)" in text
     assert text.rstrip().endswith("LlamaRMSNorm True")
+
+
+# --- what type checkers and ``help`` see ---
+
+ROOMS = (
+    "liger_multi",
+    "liger_multi.ops",
+    "liger_multi.losses",
+    "liger_multi.memory",
+    "liger_multi.nn",
+)
+
+# the types that the package promises to both checkers
+PROMISED = """
+import torch
+from typing_extensions import assert_type
+
+from liger_multi import losses, memory, ops
+from liger_multi.patching import PatchReport
+
+
+def promised(x: torch.Tensor, names: tuple[str, ...]) -> None:
+    assert_type(ops.cross_entropy(x, x), torch.Tensor)
+    assert_type(ops.cross_entropy_with_outputs(x, x, outputs=names), ops.CrossEntropyOutput)
+    assert_type(ops.fused_linear_cross_entropy(x, x, x), torch.Tensor)
+    assert_type(
+        ops.fused_linear_cross_entropy_with_outputs(x, x, x, outputs=("lse", "entropy")),
+        ops.CrossEntropyOutput,
+    )
+    assert_type(ops.rms_norm(x, x), torch.Tensor)
+    assert_type(ops.rms_norm_quantized(x, x), ops.QuantizedOutput)
+    assert_type(ops.ssd_scan_with_state(x, x, x, x, x), tuple[torch.Tensor, torch.Tensor])
+    assert_type(ops.linear_float8_with_codes(x, x), ops.LinearFloat8Output)
+    assert_type(losses.dpo_loss(x, x)[0], torch.Tensor)
+    assert_type(liger_multi.memory.format_bytes(1), str)
+    assert_type(liger_multi.patch("llama"), PatchReport)
+    assert_type(liger_multi.unpatch("llama"), PatchReport)
+    assert_type(TrainerCallback().report, PatchReport | None)
+    with liger_multi.use(rms_norm="reference"), liger_multi.patched("llama") as report:
+        assert_type(report, PatchReport)
+    assert_type(liger_multi.explain("rms_norm").chosen("rms_norm"), str | None)
+    assert_type(memory.estimate("llama-3-8b", 1, 128).peak_bytes, int)
+    ops.cross_entropy(x, x, reductoin="sum")  # type: ignore[call-arg]  # pyright: ignore
+"""
+
+# of packages without types, or with some, names are Any, as for the package itself
+SKIPPED = "accelerate datasets deepspeed peft tokenizers transformers trl"
+CONFIGURATION = f"""\
+[mypy]
+strict = True
+python_version = 3.10
+untyped_calls_exclude = torch
+[mypy-{",".join(f"{name}.*" for name in SKIPPED.split())}]
+follow_imports = skip
+ignore_missing_imports = True
+[mypy-liger_multi.*]
+follow_imports = silent
+"""
+
+
+@pytest.fixture
+def code(tmp_path):
+    """A folder with the examples, and one block of README after the other as a module."""
+    matches = blocks(ROOT / "README.md", "python")
+    assert len(matches) >= 3
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "readme.py").write_text("\n".join([*matches, PROMISED]), encoding="utf-8")
+    for path in (ROOT / "examples").glob("*.py"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def checked(*command):
+    """What a checker said, which finds the package of this checkout."""
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_mypy_strict(code, tmp_path):
+    configuration = tmp_path / "mypy.ini"
+    configuration.write_text(CONFIGURATION, encoding="utf-8")
+    options = ("--config-file", configuration, "--cache-dir", tmp_path / "cache")
+    done = checked("mypy", *options, *code.glob("*.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_pyright(code):
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed: pip install 'pyright[nodejs]'")
+    settings = {
+        "extraPaths": [str(ROOT)],
+        "reportMissingImports": "warning",  # DeepSpeed is not among what tests install
+        "reportPrivateImportUsage": "none",  # TRL exports its trainers in a way that it cannot see
+    }
+    (code / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    done = checked("pyright", "--pythonpath", sys.executable, "--project", code, "--outputjson")
+    text = json.loads(done.stdout)
+    errors = [d for d in text["generalDiagnostics"] if d["severity"] == "error"]
+    assert not errors, json.dumps(errors, indent=1)
+    assert text["summary"]["filesAnalyzed"] == len(list(code.glob("*.py")))
+
+
+FUNCTIONS = {
+    f"{room}.{name}": getattr(importlib.import_module(room), name)
+    for room in ROOMS
+    for name in importlib.import_module(room).__all__
+    if inspect.isfunction(getattr(importlib.import_module(room), name))
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_help_shows_signature_and_docstring(function):
+    """The function's own, and not those of a wrapper."""
+    shown = pydoc.plain(pydoc.render_doc(function))
+    signature, summary = inspect.signature(function), inspect.getdoc(function).splitlines()[0]
+    # Python 3.13 and newer give long signatures a line per argument
+    first = " ".join(" ".join(shown.splitlines()[2:]).partition(summary)[0].split())
+    parameters = list(signature.parameters.values())
+    assert first.startswith(f"{function.__name__}(")
+    assert first.endswith(f" -> {inspect.formatannotation(signature.return_annotation)}")
+    assert [p.name for p in parameters] != ["args", "kwargs"]
+    assert all(p.name in first for p in parameters)
+    assert len(summary) > 20
+    assert summary in shown
+
+
+def test_help_of_the_package_shows_its_version():
+    shown = pydoc.plain(pydoc.render_doc(liger_multi))
+    assert all(line in shown for line in inspect.getdoc(liger_multi).splitlines())
+    assert f"VERSION\n    {liger_multi.__version__}\n" in shown

@@ -88,6 +88,7 @@ def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logits_of_a_compiled_model_raise_after_a_step():
     """They were silently computed with the weights after the step; eager ones raise."""
     stock, ours = patched_pair()
@@ -105,6 +106,7 @@ def test_logits_of_a_compiled_model_raise_after_a_step():
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logits_of_a_compiled_model_keep_their_autocast():
     _, ours = patched_pair()
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
@@ -114,6 +116,7 @@ def test_logits_of_a_compiled_model_keep_their_autocast():
     assert (logits + 0).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_arithmetic_on_logits_of_a_compiled_model():
     stock, ours = patched_pair()
     inputs = models.graph_batch(labels=False)

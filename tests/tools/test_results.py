@@ -20,7 +20,7 @@ import torch._inductor  # inner sessions forget what they import first, and it a
 
 from benchmarks import convergence, recompute, store
 from ci import results
-from ci.docs import status as docs_status
+from ci import verification as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
 from liger_multi.dispatch.registry import backends
 
@@ -75,6 +75,7 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
     assert result.seconds > 0
 
 
+@pytest.mark.slow
 def test_green_runs_have_tests_and_no_failures(run):
     assert run(SUITE, "-k", "not fails").green
     assert not run(SUITE, "-k", "skipped").green
@@ -153,7 +154,7 @@ def test_architectures_are_those_that_are_compiled_for():
 # --- the store ---
 
 CARD = {"name": "A Card 9000"}
-FILES = [path for path in sorted(store.RESULTS.glob("*.json")) if "suite-" not in path.name]
+FILES = [path for path in sorted(store.RESULTS.glob("*.json")) if path != results.KEPT]
 
 
 def bench_run(run_type, hour, rows, **head):
@@ -241,8 +242,8 @@ def test_a_committed_file_has_nothing_old(path):
 def test_results_are_few_files():
     files = [path for path in store.RESULTS.rglob("*") if path.is_file()]
     assert all(path.suffix == ".json" for path in files)
-    files += [*(store.ROOT / "ci" / "baseline").iterdir(), *(store.ROOT / "tests").rglob("*.json")]
-    assert len(files) <= 25
+    files += (store.ROOT / "tests").rglob("*.json")
+    assert len(files) <= 12
 
 
 def suite(part, day, failed=0):
@@ -252,22 +253,23 @@ def suite(part, day, failed=0):
 
 
 def test_suite_keeps_newest_and_last_green_result(tmp_path):
-    results.keep("card", [suite("native", 1), suite("cuda", 1), suite("cuda", 2)], tmp_path)
-    path = results.keep("card", [suite("native", 4), suite("cuda", 3, failed=1)], tmp_path)
-    parts = {(one.part, one.date[-1]) for one in results.kept(tmp_path)}
+    path = tmp_path / "suites.json"
+    results.keep("card", [suite("native", 1), suite("cuda", 1), suite("cuda", 2)], path)
+    results.keep("card", [suite("native", 4), suite("cuda", 3, failed=1)], path)
+    parts = {(one.part, one.date[-1]) for one in results.kept(path)}
     assert parts == {("native", "4"), ("cuda", "3"), ("cuda", "2")}
-    assert len(path.read_text().splitlines()) == 5, "a line a result"
-    results.keep("card", [suite("cuda", 5)], tmp_path)
-    assert {(one.part, one.date[-1]) for one in results.kept(tmp_path)} == {
-        ("native", "4"),
-        ("cuda", "5"),
-    }
+    results.keep("other", [suite("native", 2)], path)
+    assert len(path.read_text().splitlines()) == 4 + 2 * 2 + 2, "a line a result"
+    results.keep("card", [suite("cuda", 5)], path)
+    parts = {(one.part, one.date[-1]) for one in results.suites(path)["card"]}
+    assert parts == {("native", "4"), ("cuda", "5")}
 
 
 def test_committed_suites_have_nothing_old(tmp_path):
-    for path in store.RESULTS.glob("suite-*.json"):
-        again = results.keep(path.stem.removeprefix("suite-"), results._load(path), tmp_path)
-        assert again.read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+    path = tmp_path / "suites.json"
+    for name, ours in results.suites(results.KEPT).items():
+        results.keep(name, ours, path)
+    assert path.read_text(encoding="utf-8") == results.KEPT.read_text(encoding="utf-8")
 
 
 # --- two benchmarks ---

@@ -123,6 +123,7 @@ def test_a_device_without_fp64_is_compared_on_the_cpu(monkeypatch):
     checks.reference_device.cache_clear()
 
 
+@pytest.mark.slow
 def test_importing_loads_neither_formulas_nor_pytest():
     code = (
         "import sys, liger_multi, liger_multi.testing\n"
@@ -225,6 +226,7 @@ def counts(done):
 QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
 
 
+@pytest.mark.slow
 def test_the_suite_runs_on_an_installed_backend(toy):
     done = toy("--backend", "toy", *QUIET)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -306,6 +308,7 @@ def test_reference_completes_a_forward_only_backend(toy):
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

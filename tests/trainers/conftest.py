@@ -1,6 +1,7 @@
 """What tests of the names of Liger-Kernel share."""
 
 import importlib.util
+import sys
 
 import pytest
 
@@ -15,3 +16,12 @@ def installed():
     alias.install()
     yield
     alias.uninstall()
+
+
+@pytest.fixture
+def liger(installed):
+    """``liger_kernel.transformers`` as it is served."""
+    home = "liger_kernel.transformers"
+    for name in ("functional", "monkey_patch", "trainer"):
+        importlib.import_module(f"{home}.{name}")
+    return sys.modules[home]

@@ -1,7 +1,7 @@
 """Choosing an implementation by the names of Liger-Kernel."""
 
-import importlib
 import inspect
+import types
 import warnings
 from types import SimpleNamespace
 
@@ -69,16 +69,16 @@ def test_set_impl_keeps_user_configuration():
 def test_impl_argument_scope(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        functional.ops, "softmax", lambda x: calls.append(chosen_backend()) or x.softmax(-1)
+        functional.ops, "rms_norm", lambda x, *_, **__: calls.append(chosen_backend()) or x
     )
     monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
     monkeypatch.setattr(choosing, "available_impls", lambda *_: ["nvidia-triton", "pytorch"])
-    op_functions.softmax(LOGITS)
-    op_functions.softmax(LOGITS, impl="pytorch")
-    op_functions.softmax(LOGITS, backend="pytorch")
+    op_functions.rms_norm(LOGITS, None)
+    op_functions.rms_norm(LOGITS, None, impl="pytorch")
+    op_functions.rms_norm(LOGITS, None, backend="pytorch")
     choosing.set_impl("pytorch")
-    op_functions.softmax(LOGITS, impl="triton")
-    op_functions.softmax(LOGITS)
+    op_functions.rms_norm(LOGITS, None, impl="triton")
+    op_functions.rms_norm(LOGITS, None)
     reference, auto = ("reference",), ("auto",)
     assert calls == [auto, reference, reference, auto, reference]
 
@@ -162,16 +162,7 @@ def test_functional_covers_operators():
     assert {*choosing.OPERATORS} <= {*liger_multi.ops.__all__}
 
 
-@pytest.fixture
-def importable(monkeypatch):
-    if importlib.util.find_spec("liger_kernel"):
-        pytest.skip("the real package is installed")
-    yield
-    alias.uninstall()
-
-
-def test_top_level_set_impl(importable):
-    alias.install()
+def test_top_level_set_impl(installed):
     import liger_kernel
 
     liger_kernel.set_impl("triton")
@@ -184,7 +175,8 @@ def test_top_level_set_impl(importable):
         _ = liger_kernel.nothing
 
 
-def test_impl_variable_at_install(importable, monkeypatch):
+def test_impl_variable_at_install(installed, monkeypatch):
+    alias.uninstall()
     liger_multi.configure(None)
     monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
     with pytest.warns(choosing.LigerImplFallbackWarning, match="every operator: 'nvidia-cutile'"):
@@ -245,3 +237,57 @@ def test_infer_device_arch(monkeypatch, arch, name):
     assert helpers.infer_device_arch() == name
     monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
     assert helpers.infer_device_arch() == "npu"
+
+
+def test_launch_settings():
+    assert helpers.calculate_settings(1000) == (1024, 4)
+    assert helpers.calculate_settings(1025) == (2048, 8)
+    assert helpers.calculate_settings(8192) == (8192, 16)
+    assert helpers.calculate_settings(65536)[0] == 65536
+    with pytest.raises(RuntimeError, match="65537"):
+        helpers.calculate_settings(65537)
+    assert helpers.compare_version("torch", lambda a, b: a >= b, "2.0")
+    assert not helpers.compare_version("no-such-package-here", lambda a, b: True, "1")
+
+
+def test_ensure_contiguous():
+    calls = helpers.ensure_contiguous(
+        lambda ctx, x, *, y, n: (x.is_contiguous(), y.is_contiguous(), n)
+    )
+    strided = torch.ones(3, 4).T
+    assert calls(None, strided, y=strided, n=2) == (True, True, 2)
+
+
+def test_fsdp_forward_redirection():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.module, self.inside = inner, False
+
+        def forward(self, *args):
+            self.inside = True
+            try:
+                return self.module(*args)
+            finally:
+                self.inside = False
+
+    wrapper = Wrapper(torch.nn.Linear(2, 2))
+    calls = []
+
+    def method(module, x):
+        calls.append(wrapper.inside)
+        return module.weight.sum() + x
+
+    run = helpers._FSDPForwardRedirection()
+    got = run(wrapper, method, wrapper.module, torch.tensor(1.0))
+    torch.testing.assert_close(got, wrapper.module.weight.sum() + 1)
+    assert calls == [True]
+    assert "forward" not in vars(wrapper.module)
+
+    def wrong(module, x):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        run(wrapper, wrong, wrapper.module, torch.tensor(1.0))
+    assert "forward" not in vars(wrapper.module)
+    assert isinstance(wrapper.module.forward, types.MethodType)

@@ -1,5 +1,6 @@
 """The ``Liger*Function`` classes: values and gradients against formulas in fp64."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi.compat.liger_kernel import (
-    block_modules,
     functional,
     losses,
     modules,
@@ -418,6 +418,13 @@ MODULES = {  # options, the class of the same case, its arguments that are param
         (1,),
         lambda m, x, w, a, b, *_: m(x, a, b),
     ),
+    "LigerMultiTokenAttention": (
+        (2, 2, 3, 1, 1),
+        "MultiTokenAttention",
+        (1, 2),
+        lambda m, scores, *_: m(scores),
+    ),
+    "LigerEmbedding": ((7, 8), "Embedding", (0,), lambda m, w, ids: m(ids)),
     "LigerSoftmax": ((), "Softmax", (), lambda m, x: m(x)),
     "LigerSparsemax": ((-1,), "Sparsemax", (), lambda m, x, *_: m(x)),
     "LigerReLUSquared": ((), "ReLUSquared", (), lambda m, x: m(x)),
@@ -614,24 +621,20 @@ function = functional.liger_fused_linear_scaled_cross_entropy_tp
 for a, b in zip(function(*ours, target, group, 0.7, return_entropy=True), got):
     assert torch.equal(a, b)
 
-for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * 12 / 11)):
-    whole = (hidden @ weight.T).double().requires_grad_()
-    right = F.cross_entropy(whole, target, reduction="none", label_smoothing=share)
-    mine = (hidden @ weight.T)[:, part].clone().requires_grad_()
-    apply = op_functions.LigerVocabParallelCEFunction.apply
-    got = apply(mine, target, group, -100, 0.1, formula, "global")
-    right.sum().backward()
-    got.sum().backward()
-    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mine.grad.double(), whole.grad[:, part], rtol=1e-5, atol=1e-5)
-own = range(12)[part]  # every rank smooths over its own classes, as Megatron-Core does
-for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * len(own) / (len(own) - 1))):
+apply = op_functions.LigerVocabParallelCEFunction.apply
+# a partition smooths over a rank's own classes, as Megatron-Core does
+for formula, mode, classes in (
+    ("pytorch", "global", 12), ("megatron", "global", 12),
+    ("pytorch", "partition", 6), ("megatron", "partition", 6),
+):
+    share = 0.1 * (classes / (classes - 1) if formula == "megatron" else 1)
     whole = (hidden @ weight.T).double().requires_grad_()
     p = whole.log_softmax(-1)
     nll = F.nll_loss(p, target, reduction="none")
-    right = torch.where(target == -100, 0, (1 - share) * nll - share * p[:, part].mean(-1))
+    smooth = p.mean(-1) if mode == "global" else p[:, part].mean(-1)
+    right = torch.where(target == -100, 0, (1 - share) * nll - share * smooth)
     mine = (hidden @ weight.T)[:, part].clone().requires_grad_()
-    got = apply(mine, target, group, -100, 0.1, formula, "partition")
+    got = apply(mine, target, group, -100, 0.1, formula, mode)
     right.sum().backward()
     got.sum().backward()
     torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
@@ -740,21 +743,15 @@ def test_norms_of_muse_glimmer():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_multi_token_attention(bias):
-    torch.manual_seed(0)
-    attention = block_modules.LigerMultiTokenAttention(2, 2, 3, padding=1, bias=bias)
-    scores = torch.randn(1, 2, 5, 5, requires_grad=True)
-    causal = torch.ones(5, 5).tril().bool()
-    likely = scores.masked_fill(~causal, float("-inf")).softmax(-1)
-    expected = F.conv2d(likely, attention.weight, attention.bias, padding=1).masked_fill(~causal, 0)
-    same(attention(scores), expected, scores, attention.weight)
+def test_multi_token_attention_parameters(bias):
+    attention = modules.LigerMultiTokenAttention(2, 2, 3, padding=1, bias=bias)
     assert (attention.kernel_size, attention.padding) == ((3, 3), (1, 1))
     assert (attention.bias is not None) == bias
 
 
 def test_neighborhood_attention_layer():
     torch.manual_seed(0)
-    layer = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)
+    layer = modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)
     x = torch.randn(2, 6, 8, requires_grad=True)
     attention, normed = layer.attention, layer.layer_norm(x)
     q, k, v = (
@@ -774,30 +771,25 @@ def test_neighborhood_attention_layer():
 )
 def test_neighborhood_attention_errors(arguments, text):
     with pytest.raises(ValueError, match=text):
-        block_modules.LigerFusedNeighborhoodAttention(*arguments)
+        modules.LigerFusedNeighborhoodAttention(*arguments)
 
 
 def test_neighborhood_attention_dropout():
-    layer = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, 3, dropout=0.5)
+    layer = modules.LigerFusedNeighborhoodAttentionLayer(8, 2, 3, dropout=0.5)
     x = torch.randn(1, 4, 8)
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), layer(x))
 
 
-def test_embedding():
-    embedding = block_modules.LigerEmbedding(5, 3, padding_idx=1)
-    ids = torch.tensor([[0, 1], [4, 0]])
-    actual = embedding(ids)
-    assert torch.equal(actual, F.embedding(ids, embedding.weight))
-    actual.sum().backward()
+def test_embedding_padding_gets_no_gradient():
+    embedding = modules.LigerEmbedding(5, 3, padding_idx=1)
+    embedding(torch.tensor([[0, 1], [4, 0]])).sum().backward()
     assert embedding.weight.grad[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_hyper_connections_around_a_layer():
     torch.manual_seed(0)
-    layer = block_modules.LigerMHC(
-        nn.Linear(8, 8), hc=2, c=8, phi_dtype=torch.float32, allow_fp32=True
-    )
+    layer = modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8, phi_dtype=torch.float32, allow_fp32=True)
     x = torch.randn(3, 2, 8, requires_grad=True)
     pre, post, mix = functional.liger_mhc_coeffs(
         x, layer.phi, layer.b, layer.alpha_pre, layer.alpha_post, layer.alpha_res, allow_fp32=True
@@ -811,9 +803,9 @@ def test_hyper_connections_around_a_layer():
     torch.testing.assert_close(again, actual)
     torch.testing.assert_close(inside, (pre.unsqueeze(-1) * x).sum(-2))
     with pytest.raises(AssertionError, match="allow_fp32=True takes it"):
-        block_modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8)(x)
+        modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8)(x)
     with pytest.warns(UserWarning, match="hc=17 is large"):
-        block_modules.LigerMHC(nn.Identity(), hc=17, c=8)
+        modules.LigerMHC(nn.Identity(), hc=17, c=8)
 
 
 # --- losses ---
@@ -886,3 +878,239 @@ def test_gpt_oss_and_llama4_rope():
     for freqs in (angles, angles[:, None]):  # as a model has them: with an axis of heads
         actual, _ = functional.liger_llama4_vision_rotary_pos_emb(x, x, freqs)
         same(actual, torch.view_as_real(turned).flatten(3), x)
+
+
+# --- against transformers and plain PyTorch ---
+
+
+def named(path):
+    """What stands under a dotted name of transformers."""
+    return importlib.import_module(f"transformers.models.{path}.modeling_{path}")
+
+
+TOKEN_SCALED = {
+    "weights": {"ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1])},
+    "smoothed": {"label_smoothing": 0.2},
+    "squares": {"lse_square_scale": 0.1},
+    "all": {
+        "ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1]),
+        "label_smoothing": 0.2,
+        "lse_square_scale": 0.1,
+        "return_z_loss": True,
+        "return_predicted_tokens": True,
+    },
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", TOKEN_SCALED)
+def test_token_scaling_options(name, reduction):
+    """Tokens that are equally likely scale the whole loss; others each by its probability."""
+    target, options = torch.tensor([0, 4, -100, 2, 3, 1]), TOKEN_SCALED[name]
+    call = functional.liger_fused_linear_cross_entropy
+    x = R(6, 4).requires_grad_()
+
+    def run(weight, **more):
+        loss = call(x, weight, target, reduction=reduction, **options, **more)
+        parts = [loss] if isinstance(loss, torch.Tensor) else [loss.loss, loss.z_loss]
+        return [*parts, *torch.autograd.grad(parts[0].sum(), x)], loss
+
+    for a, b in zip(run(torch.zeros(5, 4), use_token_scaling=True)[0], run(torch.zeros(5, 4))[0]):
+        torch.testing.assert_close(a, b / 5)
+    if reduction == "none":
+        w = R(5, 4)
+        (scaled, *_), loss = run(w, use_token_scaling=True)
+        likely = F.softmax(x @ w.T, -1)[torch.arange(6), target.clamp_min(0)]
+        torch.testing.assert_close(scaled, run(w)[0][0] * likely)
+        if name == "all":
+            assert loss.predicted_tokens is not None
+            assert loss.token_accuracy is None
+
+
+@pytest.mark.parametrize("count", [None, 7.0])
+def test_causal_lm_loss_matches_transformers(count):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    hidden, weight = R(2, 5, 8), R(11, 8)
+    labels = torch.tensor([[1, 2, -100, 4, 5], [6, -100, 8, 9, 10]])
+    more = {} if count is None else {"num_items_in_batch": count}
+    expected = ForCausalLMLoss(hidden @ weight.T, labels, 11, **more)
+    got = losses.LigerForCausalLMLoss(
+        hidden, weight, labels, hidden_size=8, cu_seq_lens_q=None, **more
+    )
+    torch.testing.assert_close(got, expected)
+    moved = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    got = losses.LigerForCausalLMLoss(hidden, weight, None, 8, shift_labels=moved, **more)
+    torch.testing.assert_close(got, expected)
+
+
+NORMS = {
+    "LigerRMSNorm": "LlamaRMSNorm",
+    "LigerRMSNormForGemma": "GemmaRMSNorm",
+    "LigerRMSNormForGemma2": "Gemma2RMSNorm",
+    "LigerRMSNormForGemma3": "Gemma3RMSNorm",
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_match_transformers(name):
+    stock = NORMS[name]
+    family = stock.removesuffix("RMSNorm").lower()
+    expected, got = getattr(named(family), stock)(8), getattr(modules, name)(8)
+    got.load_state_dict(expected.state_dict())
+    x = R(3, 8).bfloat16()
+    assert torch.equal(got.bfloat16()(x), expected.bfloat16()(x))
+
+
+def test_casting_modes():
+    x = R(3, 8)
+    for none in ("none", -1):  # in fp32 nothing is rounded
+        norm = modules.LigerRMSNorm(8, casting_mode=none, in_place=False)
+        assert torch.equal(norm(x), modules.LigerRMSNorm(8)(x))
+        assert (norm.casting_mode, norm.in_place, norm.row_mode) == (none, False, None)
+    with pytest.raises(ValueError, match=r"'llama' \(0\), .*got 'gama'"):
+        modules.LigerRMSNorm(8, casting_mode="gama")
+    with pytest.raises(ValueError, match="init_fn must be"):
+        modules.LigerRMSNorm(8, init_fn="normal")
+
+
+STOCK_MLPS = {
+    "LigerSwiGLUMLP": "llama.Llama",
+    "LigerPhi3SwiGLUMLP": "phi3.Phi3",
+    "LigerGEGLUMLP": "gemma2.Gemma2",
+    "LigerQwen3MoeSwiGLUMLP": "qwen3_moe.Qwen3Moe",
+    "LigerTiledSwiGLUMLP": "llama.Llama",
+    "LigerTiledGEGLUMLP": "gemma2.Gemma2",
+}
+
+
+@pytest.mark.parametrize("name", STOCK_MLPS)
+def test_mlps_match_transformers(name):
+    family, _, prefix = STOCK_MLPS[name].partition(".")
+    home = named(family)
+    config = getattr(home, f"{prefix}Config")(
+        hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=2
+    )
+    expected, got = getattr(home, f"{prefix}MLP")(config), getattr(modules, name)(config)
+    got.load_state_dict(expected.state_dict())
+    x = R(2, 3, 8)
+    torch.testing.assert_close(got(x), expected(x))
+
+
+@pytest.mark.parametrize("width", [41, 3, 1])
+def test_rope_odd_head_dim(width):
+    """As in Liger-Kernel, for angles of a model, which are one channel wider."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 7, width), torch.randn(2, 2, 7, width)
+    angle = torch.randn(1, 7, (width + 1) // 2).repeat(1, 1, 2)
+    assert angle.shape[-1] == width + 1
+    leaves = [x.requires_grad_() for x in (q, k)]
+    pairs = width // 2
+    cos, sin = angle.cos(), angle.sin()
+    for run in (functional.liger_rotary_pos_emb, function("LigerRopeFunction").apply):
+        turned = run(q, k, cos, sin)
+        up = [torch.randn_like(x) for x in leaves]
+        expected = [
+            torch.cat(
+                (
+                    x[..., :pairs] * cos[..., :pairs]
+                    - x[..., pairs : 2 * pairs] * sin[..., :pairs],
+                    x[..., pairs : 2 * pairs] * cos[..., :pairs]
+                    + x[..., :pairs] * sin[..., :pairs],
+                    x[..., 2 * pairs :],
+                ),
+                -1,
+            )
+            for x in leaves
+        ]
+        torch.testing.assert_close(list(turned[:2]), expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(turned[:2], leaves, up), torch.autograd.grad(expected, leaves, up)
+        )
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize(("offset", "casting"), [(1.0, "gemma"), (0.0, "llama")])
+@pytest.mark.parametrize("shape", [(2, 128, 512), (5, 123, 123)])
+def test_modulated_norm_bf16_gradient(shape, offset, casting, weight):
+    """In bf16, where norm and product are rounded before hundreds of rows are added up."""
+    torch.manual_seed(0)
+    x, up = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+    ours, theirs = (
+        (torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * 0.1)
+        .bfloat16()
+        .requires_grad_()
+        for _ in range(2)
+    )
+    w = torch.randn(shape[-1]).bfloat16() if weight else None
+    functional.liger_modulated_rms_norm(x, w, ours, None, 1e-6, offset, casting).backward(up)
+    n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    if casting == "llama":
+        n = n.bfloat16()
+    if weight:
+        n = n * (offset + (w.float() if casting == "gemma" else w))
+    (n.bfloat16() * (1 + theirs)).backward(up)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=0.1, rtol=0.02)
+
+
+def test_rope_is_out_of_place():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    q, k, angle = R(2, 4, 5, 8), R(2, 2, 5, 8), R(2, 5, 8)
+    cos, sin = angle.cos(), angle.sin()
+    before = q.clone()
+    for got, expected in zip(
+        functional.liger_rotary_pos_emb(q, k, cos, sin),
+        apply_rotary_pos_emb(q, k, cos, sin),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+    assert torch.equal(q, before)
+    q, k, angle = R(5, 4, 8).bfloat16(), R(5, 4, 8).bfloat16(), R(5, 8)
+    for got, expected in zip(
+        functional.liger_rotary_pos_emb_vision(q, k, angle.cos(), angle.sin()),
+        apply_rotary_pos_emb_vision(q, k, angle.cos(), angle.sin()),
+        strict=True,
+    ):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, expected)
+
+
+def test_retired_arguments_warn():
+    x, target = R(3, 4), torch.tensor([1, 2, 3])
+    with pytest.warns(DeprecationWarning, match="reduce=False change nothing"):
+        loss = functional.liger_cross_entropy(x, target, reduce=False)
+    assert torch.equal(loss, functional.liger_cross_entropy(x, target))
+    student, teacher = x.log_softmax(-1), R(3, 4).softmax(-1)
+    with pytest.warns(DeprecationWarning, match="size_average=False"):
+        loss = functional.liger_kl_div(student, teacher, size_average=False)
+    assert torch.equal(loss, functional.liger_kl_div(student, teacher))
+
+
+def test_selective_log_softmax_uses_last_ids():
+    logits, ids = R(2, 4, 6), torch.tensor([[5, 1, 2, 3], [4, 0, 5, 1]])
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
+    expected = functional.fused_selective_log_softmax(logits, ids[:, 1:], mask=mask[:, 1:])
+    assert torch.equal(functional.fused_selective_log_softmax(logits, ids, mask=mask), expected)
+    with pytest.raises(ValueError, match="have fewer than L"):
+        functional.fused_selective_log_softmax(logits, ids[:, :2])
+
+
+ATTRIBUTES = {
+    "LigerRMSNorm": "hidden_size variance_epsilon offset casting_mode in_place row_mode",
+    "LigerFusedAddRMSNorm": "variance_epsilon offset casting_mode in_place",
+    "LigerModulatedRMSNorm": "variance_epsilon offset casting_mode in_place",
+    "LigerLayerNorm": "hidden_size variance_epsilon impl mode",
+    "LigerPolyNorm": "variance_epsilon in_place",
+    "LigerTiledSwiGLUMLP": "config hidden_size intermediate_size num_shards",
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_module_attributes(name):
+
+    config = SimpleNamespace(hidden_size=8, intermediate_size=16, hidden_act="silu")
+    args = {"LigerPolyNorm": (), "LigerTiledSwiGLUMLP": (config, 2)}.get(name, (8,))
+    module = getattr(modules, name)(*args)
+    assert [n for n in ATTRIBUTES[name].split() if not hasattr(module, n)] == []

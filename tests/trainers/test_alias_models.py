@@ -1,9 +1,11 @@
 """What the forward of a model takes and returns that is patched by the names of Liger-Kernel."""
 
 import copy
+import importlib
 import inspect
 import io
 import pickle
+from types import MethodType
 
 import pytest
 import torch
@@ -39,6 +41,11 @@ def installed():
     alias.uninstall()
 
 
+def served(path=""):
+    """A module below ``liger_kernel.transformers``."""
+    return importlib.import_module(f"liger_kernel.transformers{path}")
+
+
 def build(family="Llama", **more):
     """A tiny model, and its name in functions."""
     torch.manual_seed(0)
@@ -47,18 +54,14 @@ def build(family="Llama", **more):
 
 
 def patched(family="Llama", **more):
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
     model = build(family, **more)
-    _apply_liger_kernel_to_instance(model=model)
+    served()._apply_liger_kernel_to_instance(model=model)
     return model
 
 
 def of_type(family="Llama", **more):
     """A model of a type that was patched before."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    apply_liger_kernel_to_llama()
+    served().apply_liger_kernel_to_llama()
     try:
         return build(family, **more)
     finally:
@@ -67,12 +70,8 @@ def of_type(family="Llama", **more):
 
 def assigned(family="Llama", **more):
     """A model with the forward of ``liger_kernel.transformers.model``."""
-    from types import MethodType
-
-    from liger_kernel.transformers.model.llama import lce_forward
-
     model = build(family, **more)
-    model.forward = MethodType(lce_forward, model)
+    model.forward = MethodType(served(".model.llama").lce_forward, model)
     return model
 
 
@@ -143,11 +142,9 @@ def test_model_scale_and_softcap_with_options(family):
 
 @pytest.mark.parametrize("patch", [patched, assigned])
 def test_requested_outputs_of_forward(patch):
-    from liger_kernel.transformers.model import output_classes
-
     model = patch()
     plain = model(IDS, labels=LABELS)
-    assert type(plain) is output_classes.LigerCausalLMOutputWithPast
+    assert type(plain) is served(".model.output_classes").LigerCausalLMOutputWithPast
     assert plain.token_accuracy is None
     assert "token_accuracy" not in plain
     asked = model(IDS, labels=LABELS, return_token_accuracy=True, return_predicted_tokens=True)
@@ -163,12 +160,10 @@ def test_requested_outputs_of_forward(patch):
 
 
 def test_moe_output_class_and_aux_loss():
-    from liger_kernel.transformers.model import output_classes
-
     more = {"num_local_experts": 4, "output_router_logits": True}
     stock, model = build("Mixtral", **more), patched("Mixtral", **more)
     right, actual = stock(IDS, labels=LABELS), model(IDS, labels=LABELS, label_smoothing=0.1)
-    assert type(actual) is output_classes.LigerMoeCausalLMOutputWithPast
+    assert type(actual) is served(".model.output_classes").LigerMoeCausalLMOutputWithPast
     torch.testing.assert_close(actual.aux_loss, right.aux_loss)
     expected = formula(right.logits, shifted(LABELS), label_smoothing=0.1)
     expected = expected + stock.router_aux_loss_coef * right.aux_loss
@@ -234,10 +229,8 @@ def test_unreachable_loss_options_raise():
             logits = super().forward(input_ids, **kwargs).logits
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits.mean(), logits)
 
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
     alone = Alone(transformers.LlamaConfig(**SIZES)).train()
-    _apply_liger_kernel_to_instance(model=alone)
+    served()._apply_liger_kernel_to_instance(model=alone)
     assert alone(IDS, labels=LABELS).loss is not None
     assert alone(IDS, labels=LABELS, return_token_accuracy=True).token_accuracy is None
     with pytest.raises(NotImplementedError, match="Alone computes its loss itself, and label_smo"):
@@ -267,16 +260,14 @@ def test_patched_model_copies_and_unpatches():
 
 
 def test_unfused_model_keeps_its_class():
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
     model = build()
-    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    served().apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
     assert type(model) is transformers.LlamaForCausalLM
     other = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES))
-    apply_liger_kernel_to_llama(model=other)
+    served().apply_liger_kernel_to_llama(model=other)
     assert type(other) is transformers.LlamaForSequenceClassification
     with pytest.raises(PatchError, match="unknown kernel option"):
-        apply_liger_kernel_to_llama(model=model, fused_loss=True)
+        served().apply_liger_kernel_to_llama(model=model, fused_loss=True)
 
 
 @pytest.mark.slow
@@ -305,8 +296,7 @@ def test_options_with_checkpointing_and_compile(checkpointing):
 
 @pytest.mark.parametrize("patch", [build, patched])
 def test_lce_maybe_trainable_lm_head(patch):
-    from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head as loss_of
-
+    loss_of = served(".model.llama").lce_maybe_trainable_lm_head
     model, hidden = patch(), torch.randn(2, 9, 32, requires_grad=True)
     expected = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
     loss = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)

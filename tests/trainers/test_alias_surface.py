@@ -1,13 +1,17 @@
-"""Names of liger-kernel: what trainers import and what the package exports is served."""
+"""Names of liger-kernel: installed and taken away, and what trainers import of it is served."""
 
-import importlib
+import importlib.metadata
+import importlib.util
 import os
+import subprocess
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import yaml
 
+from liger_multi.compat import liger_kernel as alias
 from liger_multi.compat.liger_kernel import finder
 from tests.trainers import liger_suite
 
@@ -125,3 +129,55 @@ def test_public_names_and_signatures_of_the_package(installed):
 def test_signature_differences(ours, text):
     expected = liger_suite.parameters(lambda x, y=1: None, 0)
     assert differs(liger_suite.parameters(ours, 0), expected) == text
+
+
+# --- what install does ---
+
+OF_TRL = {"LigerORPOTrainer"}  # derives from a class of TRL
+
+
+def test_table_names_resolve(installed):
+    for path, served in finder.TREE.items():
+        module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
+        assert set(served) | set(finder.LAZY.get(path, {})) <= set(module.__all__)
+        names = set(module.__all__) - (set() if importlib.util.find_spec("trl") else OF_TRL)
+        assert all(getattr(module, name) is not None for name in names)
+        assert module.__spec__ is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is not None, reason="the real package is installed"
+)
+def test_import_is_lazy():
+    code = (
+        "import sys, liger_multi.compat.liger_kernel as a; a.install(); import liger_kernel\n"
+        "assert liger_kernel.__version__\n"
+        "heavy = {'transformers', 'trl', 'triton', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_install_needs_force_over_real_package(tmp_path, monkeypatch):
+    package = tmp_path / "liger_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '0.8.5'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        with pytest.raises(ImportError, match=r"liger_kernel is installed .*force=True"):
+            alias.install()
+        assert not alias.installed()
+        real = importlib.import_module("liger_kernel")
+        with pytest.raises(ImportError, match="liger_kernel is installed"):
+            alias.install()
+        alias.install(force=True)
+        alias.install()  # twice is once
+        assert importlib.import_module("liger_kernel").__version__ == finder.VERSION
+        assert importlib.metadata.version("liger-kernel") == finder.VERSION
+        alias.uninstall()
+        alias.uninstall()
+        assert importlib.import_module("liger_kernel").__file__ == real.__file__
+    finally:
+        alias.uninstall()
+        sys.modules.pop("liger_kernel", None)

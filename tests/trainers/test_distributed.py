@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import io
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 import traceback
 from unittest import mock
 
@@ -32,6 +36,19 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch is built without gloo", allow_module_level=True)
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests import harness, processes
 
@@ -93,9 +110,13 @@ class Run:
         return int((labels[:, 1:] != -100).sum())
 
     def mesh(self):
-        from torch.distributed.device_mesh import init_device_mesh
-
         return init_device_mesh(self.device.type, (WORLD,))
+
+    def folder(self):
+        """An empty folder that both ranks know."""
+        names = [tempfile.mkdtemp() if self.rank == 0 else None]
+        dist.broadcast_object_list(names)
+        return names[0]
 
     def right(self, stock, batch=None, **arguments):
         """Loss and gradients of one process with the whole batch."""
@@ -131,15 +152,62 @@ class Run:
         self.gradients({name(n): p.grad for n, p in model.named_parameters()}, expected[1])
 
 
-# --- data parallelism ---
+# --- data parallelism, and sharded parameters ---
 
 
-@case()
-def ddp(run):
-    stock, ours = run.pair()
-    patch(ours, strict=True)
-    wrapped = nn.parallel.DistributedDataParallel(ours)
+def lora(model, targets="all-linear"):
+    import peft
+
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
+def sharded(run, model, *units, **options):
+    """Decoder layers, other units and the rest of a model, sharded by FSDP2."""
+    layers = next(m for n, m in model.named_modules() if n.endswith("layers"))
+    for unit in (*layers, *units, model):
+        fully_shard(unit, mesh=run.mesh(), **options)
+    return model
+
+
+WRAPS = {
+    "ddp": lambda run, model: nn.parallel.DistributedDataParallel(model),
+    "root": lambda run, model: fully_shard(model, mesh=run.mesh()),
+    "layers": sharded,
+    "head": lambda run, model: sharded(run, model, model.lm_head),
+}
+FEW = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+CHECKPOINTED = {"use_reentrant": False}
+
+
+def trained_as_stock(run, wrap, adapters=False, checkpointed=False, patch_last=False):
+    """A step of wrapped and patched layers is that of one process."""
+    stock = lora(run.build(), FEW) if adapters else run.build()
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours) if checkpointed else ():
+        model.gradient_checkpointing_enable(CHECKPOINTED)
+    wrapped = WRAPS[wrap](run, ours) if patch_last else ours
+    report = patch(ours, strict=True)
+    assert report.count("lora") == (10 if adapters else 0)
+    wrapped = wrapped if patch_last else WRAPS[wrap](run, ours)
     run.same(ours, run.train(wrapped), run.right(stock))
+
+
+TRAINED = {
+    "ddp": {"wrap": "ddp"},
+    "ddp of adapters": {"wrap": "ddp", "adapters": True},
+    "fsdp2 of the root": {"wrap": "root"},
+    "fsdp2 of layers, before the patch": {"wrap": "layers", "patch_last": True},
+    "fsdp2 with the head by itself": {"wrap": "head"},
+    "fsdp2 of adapters": {"wrap": "layers", "adapters": True},
+    "fsdp2 with checkpointing": {"wrap": "layers", "checkpointed": True},
+}
+CASES |= {n: functools.partial(trained_as_stock, **options) for n, options in TRAINED.items()}
 
 
 @case()
@@ -159,118 +227,23 @@ def ddp_accumulating_uneven_batches(run):
     run.same(ours, loss, run.right(stock))
 
 
-def lora(model, **config):
-    import peft
-
-    torch.manual_seed(3)
-    targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    wrapped = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **config)
-    )
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return wrapped
-
-
-@case()
-def ddp_of_adapters(run):
-    stock = lora(run.build())
-    ours = copy.deepcopy(stock)
-    assert patch(ours, strict=True).count("lora") == 10
-    run.same(ours, run.train(nn.parallel.DistributedDataParallel(ours)), run.right(stock))
-
-
-# --- sharded parameters ---
-
-
-def fully_sharded(run, model, *units):
-    from torch.distributed.fsdp import fully_shard
-
-    for unit in (*units, model):
-        fully_shard(unit, mesh=run.mesh())
-
-
-def in_one_unit(run, wrap):
-    """The last norm and the head, as torchtitan has them; both ways to keep the unit."""
-    from torch.distributed.fsdp import fully_shard
-
-    for freed in (True, False):
-        stock, ours = run.pair()
-        wrap(
-            ours,
-            lambda model, freed=freed: fully_shard(
-                [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
-            ),
-        )
-        expected = run.right(stock)
-        for _ in range(2):
-            ours.zero_grad()
-            run.same(ours, run.train(ours, fused=0), expected)
-
-
 @case()
 def fsdp2_with_the_head_and_a_norm_in_one_unit(run):
-    def wrap(ours, group):
-        patch(ours, strict=True)
-        group(ours)
-        fully_sharded(run, ours, *ours.model.layers)
-
-    in_one_unit(run, wrap)
-
-
-@case()
-def fsdp2_with_one_unit_before_the_patch(run):
-    def wrap(ours, group):
-        group(ours)
-        fully_sharded(run, ours, *ours.model.layers)
-        patch(ours, strict=True)
-
-    in_one_unit(run, wrap)
-
-
-@case()
-def fsdp2_of_the_root(run):
-    stock, ours = run.pair()
-    patch(ours, strict=True)
-    fully_sharded(run, ours)
-    run.same(ours, run.train(ours), run.right(stock))
-
-
-@case()
-def fsdp2_of_layers(run):
-    stock, ours = run.pair()
-    fully_sharded(run, ours, *ours.model.layers)
-    patch(ours, strict=True)  # sharding first
-    run.same(ours, run.train(ours), run.right(stock))
-
-
-@case()
-def fsdp2_with_the_head_by_itself(run):
-    stock, ours = run.pair()
-    patch(ours, strict=True)
-    fully_sharded(run, ours, *ours.model.layers, ours.lm_head)
-    run.same(ours, run.train(ours), run.right(stock))
-
-
-@case()
-def fsdp2_of_adapters(run):
-    stock = lora(run.build())
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
-    fully_sharded(run, ours, *ours.base_model.model.model.layers)
-    run.same(ours, run.train(ours), run.right(stock))
-
-
-@case()
-def fsdp2_with_checkpointing(run):
-    stock, ours = run.pair()
-    patch(ours, strict=True)
-    for model in (stock, ours):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    fully_sharded(run, ours, *ours.model.layers)
-    run.same(ours, run.train(ours), run.right(stock))
+    """As torchtitan has them; both ways to keep the unit, patched before and after."""
+    for freed in (True, False):
+        for patch_first in (True, False):
+            stock, ours = run.pair()
+            if patch_first:
+                patch(ours, strict=True)
+            unit = [ours.model.norm, ours.lm_head]
+            fully_shard(unit, mesh=run.mesh(), reshard_after_forward=freed)
+            sharded(run, ours)
+            if not patch_first:
+                patch(ours, strict=True)
+            expected = run.right(stock)
+            for _ in range(2):
+                ours.zero_grad()
+                run.same(ours, run.train(ours, fused=0), expected)
 
 
 @case()
@@ -278,7 +251,7 @@ def fsdp2_with_packed_rows(run):
     """All ranks try the model together, also where one of them has rows of one sample."""
     stock, ours = run.pair()
     patch(ours)
-    fully_sharded(run, ours, *ours.model.layers)
+    sharded(run, ours)
     whole = run.batch()
     positions = torch.arange(12, device=run.device).repeat(4, 1)
     positions[:2, 7:] -= 7
@@ -297,24 +270,27 @@ def fsdp2_with_packed_rows(run):
 EIGHT = {"smallest": 0}
 
 
-def in_float8(run, stock, wrap, eight=EIGHT):
+def in_float8(run, wrap, adapters=False, checkpointed=False):
     """A step of wrapped layers in FP8 is that of one process, and not that of other layers.
 
     The order of a sum may put a number on the other side of a rounding, which moves a gradient by a
     hundredth at most; rounding itself moves each by more.
     """
+    stock = lora(run.build()) if adapters else run.build()
+    if checkpointed:
+        stock.gradient_checkpointing_enable(CHECKPOINTED)
     one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
     for model in (one, ours):
-        assert patch(model, linear_float8=eight).count("linear_float8") == 14
-    wrap(ours)
-    wrapped = nn.parallel.DistributedDataParallel(ours) if wrap is id else ours
+        report = patch(model, linear_float8={**EIGHT, "frozen": adapters})
+        assert report.count("linear_float8") == 14
+    wrapped = WRAPS[wrap](run, ours)
     with mock.patch.object(Primitive, "call", autospec=True, side_effect=Primitive.call) as calls:
         loss = run.train(wrapped)
     expected, other = run.right(one), run.right(stock)
     torch.testing.assert_close(loss, expected[0], rtol=1e-3, atol=0)
     names = [call.args[0].op.name for call in calls.call_args_list]
     # of two layers forward and backward; under checkpointing forward is two steps
-    calls_of_mlp = 0 if "frozen" in eight else 2 if stock.is_gradient_checkpointing else 4
+    calls_of_mlp = 0 if adapters else 2 if checkpointed else 4
     assert names.count("gated_mlp_float8") == calls_of_mlp
     gradients = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
     assert gradients.keys() == expected[1].keys() > set()
@@ -327,60 +303,31 @@ def in_float8(run, stock, wrap, eight=EIGHT):
     assert sum(apart) > len(apart) / 2
 
 
-@case()
-def ddp_in_float8(run):
-    in_float8(run, run.build(), id)
+IN_FLOAT8 = {
+    "ddp in float8": {"wrap": "ddp"},
+    "fsdp2 in float8": {"wrap": "layers"},
+    "fsdp2 in float8 with checkpointing": {"wrap": "layers", "checkpointed": True},
+    "ddp of adapters on a base in float8": {"wrap": "ddp", "adapters": True},
+    "fsdp2 of adapters on a base in float8": {"wrap": "layers", "adapters": True},
+}
+CASES |= {n: functools.partial(in_float8, **options) for n, options in IN_FLOAT8.items()}
 
 
-@case()
-def fsdp2_in_float8(run):
-    in_float8(run, run.build(), lambda ours: fully_sharded(run, ours, *ours.model.layers))
+def forms(run, **sizes):
+    """Trained weights, and adapters on a frozen base, each with its options of the patch."""
+    yield run.build(**sizes), {"gather": True}
+    yield lora(run.build(**sizes)), {"frozen": True}
 
 
-@case()
-def fsdp2_in_float8_with_checkpointing(run):
-    stock = run.build()
-    stock.gradient_checkpointing_enable({"use_reentrant": False})
-    in_float8(run, stock, lambda ours: fully_sharded(run, ours, *ours.model.layers))
-
-
-@case()
-def ddp_of_adapters_on_a_base_in_float8(run):
-    in_float8(run, lora_everywhere(run.build()), id, {**EIGHT, "frozen": True})
-
-
-@case()
-def fsdp2_of_adapters_on_a_base_in_float8(run):
-    stock = lora_everywhere(run.build())
-    layers = lambda ours: ours.base_model.model.model.layers  # noqa: E731
-    wrap = lambda ours: fully_sharded(run, ours, *layers(ours))  # noqa: E731
-    in_float8(run, stock, wrap, {**EIGHT, "frozen": True})
-
-
-def shards(run, **options):
-    """Shard the decoder layers and the rest of a model."""
-    from torch.distributed.fsdp import fully_shard
-
-    def wrap(ours):
-        layers = next(m for n, m in ours.named_modules() if n.endswith("layers"))
-        for unit in (*layers, ours):
-            fully_shard(unit, mesh=run.mesh(), **options)
-
-    return wrap
-
-
-def changes(run, order="patch shard", options={}, **eight):  # noqa: B006
+def changed(run, ours, eight, order="patch shard", **options):
     """Patch and shard a model, in an order."""
-
-    def change(ours):
-        for each in order.split():
-            if each == "shard":
-                shards(run, **options)(ours)
-                continue
+    for each in order.split():
+        if each == "shard":
+            sharded(run, ours, **options)
+        else:
             report = patch(ours, linear_float8={**EIGHT, **eight})
             assert report.count("linear_float8") == 14, report
-
-    return change
+    return ours
 
 
 def coded_parts(ours):
@@ -392,11 +339,11 @@ def coded_parts(ours):
     }
 
 
-def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
+def same_bits(run, stock, eight, order="patch shard", autocast=False, **options):
     """Steps of a sharded model have the bits of one process, as all ranks have the same batch."""
     one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
-    patch(one, linear_float8={**EIGHT, "frozen": frozen})
-    change(ours)
+    patch(one, linear_float8={**EIGHT, "frozen": "frozen" in eight})
+    changed(run, ours, eight, order, **options)
     sgd = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (one, ours)
     ]
@@ -414,7 +361,7 @@ def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
         )
         return call(prim, *args)
 
-    for _ in range(steps):
+    for _ in range(2):
         results = []
         for model in (one, ours):
             coded.clear()
@@ -435,19 +382,16 @@ def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
         for optimizer in sgd:
             optimizer.step()
             optimizer.zero_grad()
-    return one, ours
+    return ours
 
 
-ORDERS = {"patched first": "patch shard", "sharded first": "shard patch"}
-for _name, _order in ORDERS.items():
+@case()
+def fsdp2_gathers_codes_of_trained_weights(run):
+    from liger_multi.patching.float8.shards import TrainedShard
 
-    def _trained(run, order=_order):
-        from liger_multi.patching.float8.shards import TrainedShard
-
-        _, ours = same_bits(run, run.build(), changes(run, order, gather=True))
+    for order in ("patch shard", "shard patch"):
+        ours = same_bits(run, run.build(), {"gather": True}, order)
         assert all(type(t) is TrainedShard for t in coded_parts(ours).values())
-
-    CASES[f"fsdp2 gathers codes of trained weights, {_name}"] = _trained
 
 
 @case()
@@ -455,17 +399,14 @@ def fsdp2_gathers_codes_of_adapters_on_a_frozen_base(run):
     """A rank holds a byte per weight of its rows, and four per row."""
     from liger_multi.patching.float8.weight import Float8Weight
 
-    change = changes(run, frozen=True)
-    stock = lora_everywhere(run.build())
-    _, ours = same_bits(run, stock, change, frozen=True)
-    for name, part in coded_parts(ours).items():
+    stock = lora(run.build())
+    for name, part in coded_parts(same_bits(run, stock, {"frozen": True})).items():
         whole = stock.get_parameter(name)
         assert type(part) is Float8Weight
         assert part.codes.shape == (len(whole) // WORLD, whole.shape[1])
         assert part.codes.untyped_storage().nbytes() == part.codes.numel()
         assert torch.equal(part.original, whole.detach().chunk(WORLD)[run.rank].cpu())
-    late = lora_everywhere(run.build())
-    shards(run)(late)
+    late = sharded(run, lora(run.build()))
     report = patch(late, linear_float8={**EIGHT, "frozen": True})
     reasons = {s.reason for s in report.skipped if s.op == "linear_float8" and "proj" in s.path}
     assert reasons == {"FSDP2 has sharded its weight in 16 bits or more: patch before sharding"}
@@ -474,13 +415,10 @@ def fsdp2_gathers_codes_of_adapters_on_a_frozen_base(run):
 @case()
 def fsdp2_gathers_codes_under_checkpointing(run):
     """Backward gathers again, and finds the codes of forward."""
-    for frozen in (False, True):
-        stock = lora_everywhere(run.build()) if frozen else run.build()
+    for stock, eight in forms(run):
         stock.enable_input_require_grads()
-        stock.gradient_checkpointing_enable({"use_reentrant": False})
-        stock.train()
-        change = changes(run, frozen=True) if frozen else changes(run, gather=True)
-        same_bits(run, stock, change, frozen=frozen)
+        stock.gradient_checkpointing_enable(CHECKPOINTED)
+        same_bits(run, stock.train(), eight)
 
 
 @case()
@@ -488,12 +426,8 @@ def fsdp2_gathers_codes_of_uneven_shards(run):
     """49 rows of two ranks, and one row; weights stay gathered between forward and backward."""
     sizes = {"intermediate_size": 49, "num_key_value_heads": 1, "head_dim": 1}
     for options in ({}, {"reshard_after_forward": False}):
-        for frozen in (False, True):
-            stock = run.build(**sizes)
-            stock = lora_everywhere(stock) if frozen else stock
-            form = {"frozen": True} if frozen else {"gather": True}
-            change = changes(run, options=options, **form)
-            _, ours = same_bits(run, stock, change, frozen=frozen)
+        for stock, eight in forms(run, **sizes):
+            ours = same_bits(run, stock, eight, **options)
             rows = {len(t) for n, t in coded_parts(ours).items() if "up_proj" in n}
             assert rows == {25 - run.rank}
 
@@ -501,16 +435,11 @@ def fsdp2_gathers_codes_of_uneven_shards(run):
 @case()
 def fsdp2_gathers_codes_of_one_rank_and_of_replicas(run):
     """FSDP2 has code of its own for a mesh of one rank, which copies."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh(run.device.type, (WORLD, 1), mesh_dim_names=("replicate", "shard"))
     for part in (mesh["shard"], mesh):
         run.mesh = lambda part=part: part
-        for frozen in (False, True):
-            stock = run.build(intermediate_size=49)
-            stock = lora_everywhere(stock) if frozen else stock
-            change = changes(run, **({"frozen": True} if frozen else {"gather": True}))
-            same_bits(run, stock, change, frozen=frozen)
+        for stock, eight in forms(run, intermediate_size=49):
+            same_bits(run, stock, eight)
     del run.mesh
 
 
@@ -520,7 +449,7 @@ def fsdp2_gathers_codes_over_micro_batches(run):
     stock = run.build()
     one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
     patch(one, linear_float8=EIGHT)
-    changes(run, gather=True)(ours)
+    changed(run, ours, {"gather": True})
     for last in (False, True):
         ours.set_requires_gradient_sync(last)
         ours.set_reshard_after_backward(last)
@@ -532,7 +461,7 @@ def fsdp2_gathers_codes_over_micro_batches(run):
 
 @case()
 def fsdp2_gathers_codes_under_autocast(run):
-    same_bits(run, run.build(), changes(run, gather=True), autocast=True)
+    same_bits(run, run.build(), {"gather": True}, autocast=True)
 
 
 @case(slow=True)
@@ -544,7 +473,7 @@ def fsdp2_gathers_codes_of_compiled_layers(run):
     patch(ours, linear_float8={**EIGHT, "gather": True})
     for layer in ours.model.layers:
         layer.compile(backend="aot_eager")
-    shards(run)(ours)
+    sharded(run, ours)
     for _ in range(2):
         losses = [m(**run.batch()).loss for m in (one, ours)]
         run.close(*losses)
@@ -560,15 +489,12 @@ def fsdp2_gathers_codes_of_compiled_layers(run):
 @case()
 def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
     """Codes are rounded from what the optimizer holds, and not from its 16 bits."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     from liger_multi.reference.float8.rows import PLAIN
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results, stock = [], run.build()
     for options in ({}, {"gather": True}):
-        ours = copy.deepcopy(stock)
-        changes(run, options={"mp_policy": policy}, **options)(ours)
+        ours = changed(run, copy.deepcopy(stock), options, mp_policy=policy)
         loss = ours(**run.batch()).loss
         loss.backward()
         results.append({n: p.grad.full_tensor() for n, p in ours.named_parameters()})
@@ -586,47 +512,44 @@ def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
     assert weight.dtype == torch.bfloat16
 
 
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def plain_forms(run, **sizes):
+    """As ``forms``, where the embedding alone is trained on the frozen base."""
+    for eight in ({"gather": True}, {"frozen": True}):
+        stock = run.build(**sizes).requires_grad_("gather" in eight)
+        stock.model.embed_tokens.requires_grad_(True)
+        yield stock, eight
+
+
+def holds(ours, expected):
+    """A sharded model's numbers are those of one process, in plain tensors."""
+    state = ours.state_dict()
+    for name, whole in expected.state_dict().items():
+        assert type(state[name]._local_tensor) is torch.Tensor
+        assert torch.equal(state[name].full_tensor(), whole), name
+
+
 @case()
 def fsdp2_with_codes_saves_and_loads_numbers(run):
     """Files hold what one process would save; what is loaded is what the next step runs with."""
-    import io
-
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        set_model_state_dict,
-    )
-
-    other = run.build()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.5)
-    for frozen in (False, True):
-        stock = run.build(intermediate_size=49)
+    for stock, eight in plain_forms(run, intermediate_size=49):
+        other = copy.deepcopy(stock)
         with torch.no_grad():
-            other = copy.deepcopy(stock)
             for p in other.parameters():
                 p.mul_(1.3)
-        if frozen:
-            stock.requires_grad_(False)
-            stock.model.embed_tokens.requires_grad_(True)
-        ours, options = copy.deepcopy(stock), {"frozen": True} if frozen else {"gather": True}
-        changes(run, **options)(ours)
-        state = ours.state_dict()
+        ours = changed(run, copy.deepcopy(stock), eight)
         file = io.BytesIO()
-        torch.save(state, file)
+        torch.save(ours.state_dict(), file)
         file.seek(0)
         for t in torch.load(file, weights_only=True).values():
             assert type(t._local_tensor) is torch.Tensor
-        for name, expected in stock.state_dict().items():
-            assert type(state[name]._local_tensor) is torch.Tensor
-            assert torch.equal(state[name].full_tensor(), expected), name
-        whole = StateDictOptions(full_state_dict=True)
-        for name, results in get_model_state_dict(ours, options=whole).items():
+        holds(ours, stock)
+        for name, results in get_model_state_dict(ours, options=WHOLE).items():
             assert torch.equal(results, stock.state_dict()[name]), name
-        set_model_state_dict(ours, other.state_dict(), options=whole)
-        for name, expected in other.state_dict().items():
-            assert torch.equal(ours.state_dict()[name].full_tensor(), expected), name
+        set_model_state_dict(ours, other.state_dict(), options=WHOLE)
+        holds(ours, other)
         patch(other, linear_float8=EIGHT)
         with torch.no_grad():
             assert torch.equal(ours(**run.batch()).loss, other(**run.batch()).loss)
@@ -635,28 +558,15 @@ def fsdp2_with_codes_saves_and_loads_numbers(run):
 @case()
 def fsdp2_with_codes_of_a_model_without_numbers(run):
     """Built on the meta device, patched, sharded, given room and then numbers."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    for frozen in (False, True):
-        stock = run.build()
-        if frozen:
-            stock.requires_grad_(False)
-            stock.model.embed_tokens.requires_grad_(True)
+    for stock, eight in plain_forms(run):
         buffers = {n: b.clone() for n, b in stock.named_buffers()}
-        ours, options = (
-            copy.deepcopy(stock).to("meta"),
-            {"frozen": True} if frozen else {"gather": True},
-        )
-        changes(run, **options)(ours)
+        ours = changed(run, copy.deepcopy(stock).to("meta"), eight)
         ours.to_empty(device=run.device)
         for name, buffer in ours.named_buffers():
             buffer.copy_(buffers[name])
-        whole = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(ours, stock.state_dict(), options=whole)
-        for name, expected in stock.state_dict().items():
-            assert torch.equal(ours.state_dict()[name].full_tensor(), expected), name
-        same_bits(run, stock, lambda _, ours=ours: None, steps=0)
-        patch(stock, linear_float8={**EIGHT, "frozen": frozen})
+        set_model_state_dict(ours, stock.state_dict(), options=WHOLE)
+        holds(ours, stock)
+        patch(stock, linear_float8={**EIGHT, "frozen": "frozen" in eight})
         losses = [m(**run.batch()).loss for m in (ours, stock)]
         assert torch.equal(*losses)
         losses[0].backward()
@@ -669,7 +579,7 @@ def fsdp2_with_codes_has_no_way_back(run):
 
     for options in ({"gather": True}, {"frozen": True}):
         ours = run.build().requires_grad_("frozen" not in options)
-        changes(run, **options)(ours)
+        changed(run, ours, options)
         kinds = [type(m) for m in ours.modules()]
         with pytest.raises(PatchError, match="unpatch before sharding"):
             unpatch(ours)
@@ -679,8 +589,7 @@ def fsdp2_with_codes_has_no_way_back(run):
         again = patch(ours, linear_float8={**EIGHT, **options})
         assert {e.status for e in again.entries if e.op == "linear_float8"} == {"already patched"}
         assert [type(m) for m in ours.modules()] == kinds
-    ours = run.build()
-    shards(run)(ours)
+    ours = sharded(run, run.build())
     ours(**run.batch()).loss.backward()
     report = patch(ours, linear_float8={**EIGHT, "gather": True})
     assert report.count("linear_float8") == 0
@@ -706,9 +615,9 @@ def fsdp2_of_models_converted_by_torchao(run):
     """Its own tensors are gathered by its own rules, beside our norms and activations."""
     for order in ("patch shard", "shard patch"):
         alone, ours = (converted(m) for m in run.pair(hidden_size=64, intermediate_size=128))
-        shards(run)(alone)
+        sharded(run, alone)
         for each in order.split():
-            shards(run)(ours) if each == "shard" else patch(ours, linear_float8=EIGHT)
+            sharded(run, ours) if each == "shard" else patch(ours, linear_float8=EIGHT)
         kinds = {type(t).__name__ for t in coded_parts(ours).values()}
         assert kinds == {"WeightWithDynamicFloat8CastTensor"}
         results = []
@@ -722,23 +631,8 @@ def fsdp2_of_models_converted_by_torchao(run):
             assert (gradient - expected).norm() <= 0.01 * expected.norm(), name
 
 
-def lora_everywhere(model):
-    import peft
-
-    torch.manual_seed(3)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return wrapped
-
-
 @case()
 def fsdp1(run):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
     stock, ours = run.pair()
     patch(ours, strict=True)
     wrapped = FullyShardedDataParallel(
@@ -789,18 +683,15 @@ def tensor_parallel_layers(run):
 @case()
 def tensor_parallel_by_transformers(run):
     """The plan of the model's own configuration, with its head over ranks."""
-    import tempfile
-
     import transformers
 
     stock = run.build(vocab_size=224)  # older transformers take no uneven shards
-    folder = [tempfile.mkdtemp() if run.rank == 0 else None]
-    dist.broadcast_object_list(folder)
+    folder = run.folder()
     if run.rank == 0:
-        stock.save_pretrained(folder[0])
+        stock.save_pretrained(folder)
     dist.barrier()
     ours = transformers.AutoModelForCausalLM.from_pretrained(
-        folder[0], tp_plan="auto", device_mesh=run.mesh()
+        folder, tp_plan="auto", device_mesh=run.mesh()
     ).train()
     patch(ours)
     loss = ours(**run.batch()).loss
@@ -960,11 +851,11 @@ def alike(run, before, stock, ours):
         assert off <= 1e-4 * moved + 1e-6, f"{name}: {off} of {moved}"
 
 
-def zero(run, stage, offload, adapters=False):
+def zero(run, stage, offload=False, adapters=False):
     """Ours against stock in an engine of the same settings."""
     stock, ours = run.pair()
     if adapters:
-        stock, ours = lora(stock), lora(ours)
+        stock, ours = lora(stock, FEW), lora(ours, FEW)
     patch(ours)
     before = {n: p.detach().clone() for n, p in stock.named_parameters()}
     options = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -980,12 +871,8 @@ def zero(run, stage, offload, adapters=False):
 @case(slow=True)
 def deepspeed_zero_3_on_nvme(run):
     """Parameters and the optimizer's state in files; what is below a megabyte a rank stays."""
-    import pathlib
-    import tempfile
-
-    folder = [tempfile.mkdtemp() if run.rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    place = {"device": "nvme", "nvme_path": folder[0], "buffer_count": 4}
+    folder = run.folder()
+    place = {"device": "nvme", "nvme_path": folder, "buffer_count": 4}
     options = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -998,7 +885,7 @@ def deepspeed_zero_3_on_nvme(run):
     before = {n: p.detach().clone() for n, p in stock.named_parameters()}
     expected = stepped(run, stock, dict(options))
     results = stepped(run, ours, dict(options))
-    swapped = {f.parent.parent.name for f in pathlib.Path(folder[0]).rglob("*.swp")}
+    swapped = {f.parent.parent.name for f in pathlib.Path(folder).rglob("*.swp")}
     assert len(swapped) == 2, swapped  # a folder of parameters, and the optimizer's
     alike(run, before, expected, results)
 
@@ -1023,29 +910,15 @@ class OnHiddenStates(nn.Module):
         return CausalLMOutput(loss=loss)
 
 
-@case(slow=True)
-def deepspeed_zero_1(run):
-    zero(run, 1, offload=False)
-
-
-@case(slow=True)
-def deepspeed_zero_2_offloaded(run):
-    zero(run, 2, offload=True)
-
-
-@case(slow=True)
-def deepspeed_zero_3(run):
-    zero(run, 3, offload=False)
-
-
-@case(slow=True)
-def deepspeed_zero_3_offloaded(run):
-    zero(run, 3, offload=True)
-
-
-@case(slow=True)
-def deepspeed_zero_3_of_adapters(run):
-    zero(run, 3, offload=False, adapters=True)
+ZERO = {
+    "deepspeed zero 1": {"stage": 1},
+    "deepspeed zero 2 offloaded": {"stage": 2, "offload": True},
+    "deepspeed zero 3": {"stage": 3},
+    "deepspeed zero 3 offloaded": {"stage": 3, "offload": True},
+    "deepspeed zero 3 of adapters": {"stage": 3, "adapters": True},
+}
+CASES |= {n: functools.partial(zero, **options) for n, options in ZERO.items()}
+SLOW += ZERO
 
 
 @case(slow=True)

@@ -11,8 +11,7 @@ from torch import nn
 
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.patching.swap import Patched, swapped
-from tests.models import build
+from tests.models import build, patched_ops
 
 
 @pytest.fixture
@@ -36,10 +35,6 @@ def imported(monkeypatch):
     return import_with
 
 
-def ops_of(model):
-    return {swapped(m).op for m in model.modules() if isinstance(m, Patched)}
-
-
 # --- axolotl ---
 
 
@@ -55,10 +50,10 @@ def axolotl(imported):
 def test_axolotl_patches_by_its_key(axolotl):
     plugin, model = axolotl.LigerMultiPlugin(), build()
     plugin.post_model_build({"liger_multi": None, "lora_mlp_kernel": True}, model)
-    assert ops_of(model) == set()
+    assert patched_ops(model) == {}
     plugin.post_model_build({"liger_multi": {"swiglu": False}, "liger_rope": None}, model)
-    assert {"rms_norm", "fused_linear_cross_entropy"} <= ops_of(model)
-    assert "swiglu" not in ops_of(model)
+    assert {"rms_norm", "fused_linear_cross_entropy"} <= {*patched_ops(model)}
+    assert "swiglu" not in patched_ops(model)
     module, _, name = plugin.get_input_args().rpartition(".")
     assert (module, name) == (axolotl.__name__, "LigerMultiArgs")
 
@@ -81,7 +76,7 @@ def test_axolotl_leaves_out_what_another_key_replaces(axolotl):
     options = {"swiglu": False, "lora": False, "fused_linear_cross_entropy": False}
     keys = {"lora_mlp_kernel": True, "lora_qkv_kernel": True, "cut_cross_entropy": True}
     axolotl.LigerMultiPlugin().post_model_build({"liger_multi": options, **keys}, model)
-    assert "rms_norm" in ops_of(model)
+    assert "rms_norm" in patched_ops(model)
 
 
 # --- ms-swift ---
@@ -94,7 +89,7 @@ def test_ms_swift_finds_the_callback_and_its_options(imported, monkeypatch):
     model = build()
     callback = known["liger_multi"](SimpleNamespace(), "the trainer")
     callback.on_init_end(SimpleNamespace(use_liger_kernel=False), None, None, model=model)
-    assert "rms_norm" in ops_of(model)
+    assert "rms_norm" in patched_ops(model)
     assert callback.report.count("rope") == 0
     assert callback.trainer == "the trainer"
     for wrong in ("rope", "[1]"):

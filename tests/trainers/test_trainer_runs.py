@@ -71,6 +71,7 @@ def test_switch_is_on_in_second_run_only(tmp_path, monkeypatch):
         driver.compared(runner, "a", replace(run, calls=("rms_norm", "rope")))
 
 
+@pytest.mark.slow
 def test_launch_serves_names_and_counts_calls(tmp_path):
     (tmp_path / "toy.py").write_text(
         "import sys, torch\n"

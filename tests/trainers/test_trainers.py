@@ -1,9 +1,14 @@
-"""The callbacks: an unmodified trainer trains the same model, with our operators in it."""
+"""The callbacks of the Trainer and of Lightning: an unmodified trainer trains the same model."""
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
 import gc
+import importlib.util
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from liger_multi import patch
+from liger_multi import integrations, patch
 from liger_multi.errors import PatchError
 from liger_multi.integrations import TrainerCallback
 from liger_multi.patching.swap import Patched
@@ -37,6 +42,7 @@ def patched_modules(model):
     return [path for path, m in model.named_modules() if isinstance(m, Patched)]
 
 
+@pytest.mark.slow
 def test_loss_curve_is_that_of_the_stock_trainer(tmp_path, fused, caplog):
     stock, ours = pair()
     callback = TrainerCallback(rms_norm="reference", fused_linear_cross_entropy={"chunk": 5})
@@ -62,6 +68,7 @@ def test_a_model_outlives_its_trainer_patched(tmp_path):
     assert patched_modules(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True], ids=["stock before", "patched before"])
 def test_unpatch_at_end_brings_the_very_same_classes_back(tmp_path, before):
     model = build()
@@ -77,6 +84,7 @@ def test_unpatch_at_end_brings_the_very_same_classes_back(tmp_path, before):
     assert callback.report.count("swiglu") == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
     hf_trainer = []
 
@@ -94,6 +102,7 @@ def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
     assert patched_modules(hf_trainer[-1])
 
 
+@pytest.mark.slow
 def test_evaluation_before_and_after_training(tmp_path, fused):
     stock, ours = pair()
     results = []
@@ -131,6 +140,7 @@ def test_resume_and_what_is_saved(tmp_path):
         torch.testing.assert_close(b, a, **TRAINED)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_accumulation(tmp_path, fused):
     options = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 2}
     stock, ours = pair()
@@ -201,3 +211,93 @@ def test_accelerate_needs_no_callback(fresh_accelerator):
             curves[-1].append(loss.item())
     np.testing.assert_allclose(curves[1], curves[0], rtol=2e-2)
     assert len(set(curves[1])) == 4
+
+
+# --- Lightning ---
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("lightning==2.6.6", "lightning-utilities", "torchmetrics")
+CODE = """
+import copy, sys, warnings
+warnings.simplefilter("ignore")
+import lightning as L
+import torch
+from tests.models import build
+from tests.models import Texts
+from liger_multi.integrations import LightningCallback
+from liger_multi.patching.swap import Patched
+
+
+class Module(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.losses, self.scores = model, [], []
+
+    def training_step(self, inputs, index):
+        loss = self.model(**inputs).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, inputs, index):
+        self.scores.append(self.model(**inputs).loss.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(model, *callbacks):
+    module = Module(model)
+    loader = torch.utils.data.DataLoader(Texts(4), batch_size=2)
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+    )
+    trainer.fit(module, loader, loader)
+    return module
+
+
+def patched(model):
+    return sum(isinstance(m, Patched) for m in model.modules())
+
+
+stock, ours = build(), build()
+callback = LightningCallback(unpatch_at_end=True, fused_linear_cross_entropy={"chunk": 5})
+wanted, got = run(stock), run(ours, callback)
+assert len(wanted.losses) == 4 and len(wanted.scores) >= 4
+for a, b in zip(wanted.losses + wanted.scores, got.losses + got.scores, strict=True):
+    assert abs(a - b) < 1e-5 * a, (a, b)
+assert callback.report.count("rms_norm") == 5
+assert callback.report.count("fused_linear_cross_entropy") == 1
+assert patched(ours) == 0
+run(ours, LightningCallback())
+assert patched(ours) == 11
+print("same")
+"""
+
+
+@pytest.mark.slow
+def test_lightning_trains_as_before(tmp_path):
+    place = tmp_path / "packages"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT), str(ROOT / "tests")]
+    if not importlib.util.find_spec("lightning"):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        install = subprocess.run([*pip, str(place), *PACKAGES], capture_output=True, text=True)
+        if install.returncode:
+            pytest.skip(f"Lightning cannot be installed here: {install.stderr.strip()[-200:]}")
+        paths.append(str(place))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("same")
+
+
+def test_without_lightning_the_reason_is_an_import_error():
+    """Nothing else of the package needs it."""
+    if importlib.util.find_spec("lightning") or importlib.util.find_spec("pytorch_lightning"):
+        pytest.skip("Lightning is installed")
+    with pytest.raises(ModuleNotFoundError, match="lightning"):
+        _ = integrations.LightningCallback
+    assert integrations.TrainerCallback.__name__ == "TrainerCallback"

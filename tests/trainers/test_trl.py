@@ -15,15 +15,11 @@ import liger_multi
 from liger_multi import losses
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.integrations import TrainerCallback
-from liger_multi.patching.swap import Patched, swapped
-from tests.models import Calls, arguments, build, rows, tokenizer
+from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer
 
+transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
-pytest.importorskip("trl")
-
-
-# --- callbacks and import names ---
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +45,40 @@ KINDS = {
 }
 
 
-def run(name, place, tmp_path, callbacks=(), **more):
-    """Losses of the steps, and the trained model."""
-    import transformers
-
-    data, options, call = KINDS[name]
+def trained(trainer, place, config, data, count=8, patched=False, **more):
+    """Losses of the steps, the weights after the last, and the model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-    config = getattr(trl, f"{name}Config")(**arguments(tmp_path, max_steps=2, **options, **more))
-    torch.manual_seed(5)
-    trained = getattr(trl, f"{name}Trainer")(
+    if patched:
+        liger_multi.patch(model)
+    made = trainer(
         model,
         args=config,
-        train_dataset=rows(data),
+        train_dataset=rows(data, count),
         processing_class=tokenizer(),
-        callbacks=list(callbacks),
-        **call,
+        **more,
     )
-    trained.train()
-    losses = [row["loss"] for row in trained.state.log_history if "loss" in row]
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return losses, weights, model
+    torch.manual_seed(5)
+    made.train()
+    steps = [row["loss"] for row in made.state.log_history if "loss" in row]
+    return steps, torch.cat([p.detach().flatten() for p in model.parameters()]), model
+
+
+def assert_same(stock, ours, steps=4):
+    """Losses of every step, and the weights after the last."""
+    assert len(stock[0]) == steps
+    assert ours[0] == pytest.approx(stock[0], rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(ours[1], stock[1], rtol=1e-4, atol=1e-6)
+    assert len(set(stock[0])) > 1 or steps < 4
+
+
+# --- callbacks and import names ---
+
+
+def run(name, place, tmp_path, callbacks=(), **more):
+    data, options, call = KINDS[name]
+    config = getattr(trl, f"{name}Config")(**arguments(tmp_path, max_steps=2, **options, **more))
+    trainer = getattr(trl, f"{name}Trainer")
+    return trained(trainer, place, config, data, callbacks=list(callbacks), **call)
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +94,13 @@ def stock(saved, tmp_path_factory):
     return losses
 
 
-def assert_same(expected, got):
-    assert len(expected[0]) == 2
-    assert got[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-6)
-
-
-def ops_of(model):
-    return {swapped(m).op for m in model.modules() if isinstance(m, Patched)}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_callback(name, stock, saved, tmp_path, monkeypatch):
     expected, callback = stock(name), TrainerCallback()
     calls = Calls(monkeypatch)
     got = run(name, saved, tmp_path, [callback])
-    assert_same(expected, got)
+    assert_same(expected, got, 2)
     assert callback.report.count("rms_norm") == 5
     assert calls["rms_norm"] >= 10
     assert calls["rope"] >= 4
@@ -120,50 +121,13 @@ def test_use_liger_kernel(name, stock, saved, tmp_path, monkeypatch):
             )
     finally:
         alias.uninstall()
-    assert_same(expected, got)
-    assert ops_of(got[2]) == {"rms_norm", "swiglu"}
+    assert_same(expected, got, 2)
+    assert {*patched_ops(got[2])} == {"rms_norm", "swiglu"}
     assert calls["rms_norm"] >= 10
     assert calls["rope"] == 0
 
 
 # --- losses ---
-
-
-@pytest.fixture(scope="module")
-def saved_padded(tmp_path_factory):
-    """A tiny model on disk, from which trainers load references."""
-    words, place = tokenizer(), tmp_path_factory.mktemp("model")
-    model = build(
-        "llama",
-        vocab_size=len(words),
-        pad_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id,
-    )
-    model.save_pretrained(place)
-    return place
-
-
-def model(saved_padded):
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(saved_padded, dtype=torch.float32)
-
-
-def curve(trainer):
-    torch.manual_seed(5)
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    return losses, weights
-
-
-def assert_same_curves(stock, ours, moved=True):
-    """Losses of every step, and the weights after the last."""
-    (a, x), (b, y) = stock, ours
-    assert len(a) == len(b) == 4
-    assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
-    assert len(set(a)) > 1 or not moved
-    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
 
 def states(model, input_ids, attention_mask):
@@ -183,9 +147,9 @@ def scored(model, inputs, prefix=""):
 # --- the first page ---
 
 
-def test_the_first_page_runs(tmp_path, saved_padded, monkeypatch):
+def test_the_first_page_runs(tmp_path, saved, monkeypatch):
     """Every block of README, where a file is at hand and a small model stands for the one named."""
-    tokenizer().save_pretrained(saved_padded)
+    tokenizer().save_pretrained(saved)
     monkeypatch.chdir(tmp_path)
     Path("train.txt").write_text("one two three four\n" * 4)
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -194,13 +158,13 @@ def test_the_first_page_runs(tmp_path, saved_padded, monkeypatch):
     trained = []
     for block in blocks:
         own = {}
-        block = block.replace("Qwen/Qwen2.5-0.5B", str(saved_padded))
+        block = block.replace("Qwen/Qwen2.5-0.5B", str(saved))
         if not torch.accelerator.is_available():  # as the block says
             block = block.replace('= SFTConfig("out") ', '= SFTConfig("out", bf16=False) ')
         exec(compile(block, "README.md", "exec"), own)
         if "trainer" in own:
             assert own["trainer"].state.global_step > 2
-            assert {"rms_norm", "swiglu"} <= ops_of(own["trainer"].model)
+            assert {"rms_norm", "swiglu"} <= {*patched_ops(own["trainer"].model)}
             trained.append(type(own["trainer"]).__name__)
     assert trained == ["Trainer", "SFTTrainer"]
 
@@ -208,12 +172,12 @@ def test_the_first_page_runs(tmp_path, saved_padded, monkeypatch):
 # --- supervised: a subclass's compute_loss, or compute_loss_func ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["subclass", "function", "function on a patched model"])
-def test_sft(tmp_path, saved_padded, way):
+def test_sft(tmp_path, saved, way):
     """Two micro-batches a step, whose tokens are counted together."""
-    from trl import SFTConfig, SFTTrainer
 
-    class Ours(SFTTrainer):
+    class Ours(trl.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             hidden = states(model, inputs["input_ids"], inputs["attention_mask"])
             return losses.sequence_loss(
@@ -227,38 +191,21 @@ def test_sft(tmp_path, saved_padded, way):
             outputs.logits[:, :-1], labels[:, 1:], num_items=num_items_in_batch
         )[0]
 
-    def run(trainer, patched=False, **more):
-        own = model(saved_padded)
-        if patched:
-            liger_multi.patch(own)
-        config = SFTConfig(**arguments(tmp_path, gradient_accumulation_steps=2), max_length=32)
-        return curve(
-            trainer(
-                own,
-                config,
-                train_dataset=rows("completion", 16),
-                processing_class=tokenizer(),
-                **more,
-            )
-        )
-
-    stock = run(SFTTrainer)
+    config = trl.SFTConfig(**arguments(tmp_path, gradient_accumulation_steps=2), max_length=32)
+    stock = trained(trl.SFTTrainer, saved, config, "completion", 16)
     if way == "subclass":
-        return assert_same_curves(stock, run(Ours))
+        return assert_same(stock, trained(Ours, saved, config, "completion", 16))
+    more = {"patched": "patched" in way, "compute_loss_func": function}
     with pytest.warns(FutureWarning, match="compute_loss_func"):
-        return assert_same_curves(
-            stock, run(SFTTrainer, "patched" in way, compute_loss_func=function)
-        )
+        return assert_same(stock, trained(trl.SFTTrainer, saved, config, "completion", 16, **more))
 
 
 # --- preferences: a subclass's compute_loss ---
 
 
 @pytest.mark.parametrize("name", ["sigmoid", ["sigmoid", "bco_pair", "sft"]])
-def test_dpo(tmp_path, saved_padded, name):
-    from trl import DPOConfig, DPOTrainer
-
-    class Ours(DPOTrainer):
+def test_dpo(tmp_path, saved, name):
+    class Ours(trl.DPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             policy, target = scored(model, inputs)
             with torch.no_grad():
@@ -272,31 +219,14 @@ def test_dpo(tmp_path, saved_padded, name):
                 beta=self.beta,
             )[0]
 
-    def run(trainer):
-        weights = None if isinstance(name, str) else (0.8, 0.2, 1.0)
-        config = DPOConfig(
-            **arguments(tmp_path),
-            loss_type=name,
-            beta=0.3,
-            loss_weights=None if weights is None else list(weights),
-        )
-        return curve(
-            trainer(
-                model(saved_padded),
-                None,
-                args=config,
-                train_dataset=rows("pair"),
-                processing_class=tokenizer(),
-            )
-        )
-
-    assert_same_curves(run(DPOTrainer), run(Ours))
+    weights = None if isinstance(name, str) else [0.8, 0.2, 1.0]
+    options = {"loss_type": name, "beta": 0.3, "loss_weights": weights}
+    config = trl.DPOConfig(**arguments(tmp_path), **options)
+    assert_same(*(trained(cls, saved, config, "pair") for cls in (trl.DPOTrainer, Ours)))
 
 
-def test_kto(tmp_path, saved_padded):
-    from trl import KTOConfig, KTOTrainer
-
-    class Ours(KTOTrainer):
+def test_kto(tmp_path, saved):
+    class Ours(trl.KTOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             policy, target = scored(model, inputs)
             with torch.no_grad():
@@ -315,19 +245,8 @@ def test_kto(tmp_path, saved_padded):
                 desirable_weight=1.5,
             )[0]
 
-    def run(trainer):
-        config = KTOConfig(**arguments(tmp_path), beta=0.3, desirable_weight=1.5)
-        return curve(
-            trainer(
-                model(saved_padded),
-                None,
-                args=config,
-                train_dataset=rows("label"),
-                processing_class=tokenizer(),
-            )
-        )
-
-    assert_same_curves(run(KTOTrainer), run(Ours))
+    config = trl.KTOConfig(**arguments(tmp_path), beta=0.3, desirable_weight=1.5)
+    assert_same(*(trained(cls, saved, config, "label") for cls in (trl.KTOTrainer, Ours)))
 
 
 # --- policies: a subclass's compute_loss ---
@@ -340,10 +259,8 @@ def test_kto(tmp_path, saved_padded):
         ("grpo", {"importance_sampling_level": "sequence"}),
     ],
 )
-def test_grpo(tmp_path, saved_padded, name, extra):
-    from trl import GRPOConfig, GRPOTrainer
-
-    class Ours(GRPOTrainer):
+def test_grpo(tmp_path, saved, name, extra):
+    class Ours(trl.GRPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             calls = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -365,25 +282,12 @@ def test_grpo(tmp_path, saved_padded, name, extra):
                 correct_kl=self.args.use_bias_correction_kl and self.beta != 0,
             )[0]
 
-    def reward(completion_ids, **_):
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    def run(trainer):
-        config = GRPOConfig(
-            **arguments(tmp_path, per_device_train_batch_size=4, learning_rate=0.1),
-            loss_type=name,
-            num_generations=4,
-            max_completion_length=6,
-            **extra,
-        )
-        return curve(
-            trainer(
-                model(saved_padded),
-                reward,
-                args=config,
-                train_dataset=rows("prompt"),
-                processing_class=tokenizer(),
-            )
-        )
-
-    assert_same_curves(run(GRPOTrainer), run(Ours))
+    config = trl.GRPOConfig(
+        **arguments(tmp_path, per_device_train_batch_size=4, learning_rate=0.1),
+        loss_type=name,
+        num_generations=4,
+        max_completion_length=6,
+        **extra,
+    )
+    more = {"reward_funcs": reward}
+    assert_same(*(trained(c, saved, config, "prompt", **more) for c in (trl.GRPOTrainer, Ours)))

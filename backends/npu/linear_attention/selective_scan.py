@@ -66,90 +66,6 @@ def _begins(first_ptr, at, t):
     return begins
 
 
-@jitted
-def _scan_forward_kernel(
-    u_ptr,
-    delta_ptr,
-    A_ptr,
-    B_ptr,
-    C_ptr,
-    D_ptr,
-    z_ptr,
-    bias_ptr,
-    first_ptr,
-    initial_ptr,
-    y_ptr,
-    states_ptr,
-    final_ptr,
-    u_batch,
-    u_stride,
-    delta_batch,
-    delta_stride,
-    z_batch,
-    z_stride,
-    first_batch,
-    length,
-    low,
-    high,
-    each,
-    cols,
-    size,
-    steps,
-    pieces,
-    SOFT: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The recurrence over the tokens [low, high).
-
-    Program: every num_programs-th piece, BLOCK / STATES channels of a sequence, with the state
-    before token low from ``initial``, (batch, size, cols), or zeros. Writes y (batch, length,
-    cols), the state before every ``each`` tokens, (batch, ceil((high - low) / each), size, cols),
-    and that after the last one, those of which have a pointer.
-    """
-    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
-        batch = tl.cast(piece // steps, tl.int64)
-        col = (piece % steps) * (BLOCK // STATES) + tl.arange(0, BLOCK // STATES)
-        n, mask = tl.arange(0, STATES), col < cols
-        tile = n[:, None] * cols + col[None, :]
-        inside = (n < size)[:, None] & mask[None, :]
-        A = tl.load(A_ptr + tile, mask=inside, other=0.0)
-        h = tl.zeros([STATES, BLOCK // STATES], tl.float32)
-        if initial_ptr is not None:
-            h = tl.load(initial_ptr + batch * size * cols + tile, mask=inside, other=0.0)
-        bias = tl.zeros([BLOCK // STATES], tl.float32)
-        if bias_ptr is not None:
-            bias = _row(bias_ptr, col, mask)
-        skip = tl.zeros([BLOCK // STATES], tl.float32)
-        if D_ptr is not None:
-            skip = _row(D_ptr, col, mask)
-        spans = (high - low + each - 1) // each
-        for s in range(spans):
-            if states_ptr is not None:
-                at_h = states_ptr + (batch * spans + s) * size * cols + tile
-                tl.store(at_h, h, mask=inside)
-            for i in range(low + s * each, tl.minimum(low + s * each + each, high)):
-                t = tl.cast(i, tl.int64)
-                u = _row(u_ptr, batch * u_batch + t * u_stride + col, mask)
-                raw = _row(delta_ptr, batch * delta_batch + t * delta_stride + col, mask) + bias
-                delta = _step(raw, SOFT)
-                at_n = (batch * length + t) * size + n
-                B = _row(B_ptr, at_n, n < size)
-                if first_ptr is not None:
-                    h = tl.where(_begins(first_ptr, batch * first_batch + t, t), 0.0, h)
-                h = tl.exp(delta[None, :] * A) * h + (delta * u)[None, :] * B[:, None]
-                if y_ptr is not None:
-                    C = _row(C_ptr, at_n, n < size)
-                    y = tl.sum(h * C[:, None], 0) + skip * u
-                    if z_ptr is not None:
-                        z = _row(z_ptr, batch * z_batch + t * z_stride + col, mask)
-                        y = y * z * tl.sigmoid(z)
-                    at_y = y_ptr + (batch * length + t) * cols + col
-                    tl.store(at_y, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if final_ptr is not None:
-            tl.store(final_ptr + batch * size * cols + tile, h, mask=inside)
-
-
 @triton.jit
 def _put(ptr, value, at, mask):
     """Round and write, if there is where."""
@@ -157,11 +73,76 @@ def _put(ptr, value, at, mask):
         tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=mask)
 
 
+@jitted
+def _scan_forward_kernel(
+    u_ptr,
+    delta_ptr,
+    A_ptr,
+    BC_ptr,
+    channel_ptr,
+    z_ptr,
+    first_ptr,
+    state_ptr,
+    y_ptr,
+    states_ptr,
+    z_stride,
+    length,
+    low,
+    high,
+    each,
+    cols,
+    size,
+    pieces,
+    SOFT: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The recurrence over the tokens [low, high).
+
+    Program: every num_programs-th piece, BLOCK / STATES channels of a sequence. ``state``,
+    (batch, size, cols), is the one before token low, and gets that after the last one. Writes y
+    (batch, length, cols) and the state before every ``each`` tokens, (batch,
+    ceil((high - low) / each), size, cols), those of which have a pointer.
+    """
+    steps = tl.cdiv(cols, BLOCK // STATES)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        batch = tl.cast(piece // steps, tl.int64)
+        col = (piece % steps) * (BLOCK // STATES) + tl.arange(0, BLOCK // STATES)
+        n, mask = tl.arange(0, STATES), col < cols
+        tile = n[:, None] * cols + col[None, :]
+        inside = (n < size)[:, None] & mask[None, :]
+        A = tl.load(A_ptr + tile, mask=inside, other=0.0)
+        h = tl.load(state_ptr + batch * size * cols + tile, mask=inside, other=0.0)
+        skip, bias = _row(channel_ptr, col, mask), _row(channel_ptr, cols + col, mask)
+        spans = (high - low + each - 1) // each
+        for s in range(spans):
+            if states_ptr is not None:
+                at_h = states_ptr + (batch * spans + s) * size * cols + tile
+                tl.store(at_h, h, mask=inside)
+            for i in range(low + s * each, tl.minimum(low + s * each + each, high)):
+                t = tl.cast(i, tl.int64)
+                row = batch * length + t
+                at = row * cols + col
+                u = _row(u_ptr, at, mask)
+                delta = _step(_row(delta_ptr, at, mask) + bias, SOFT)
+                B = _row(BC_ptr, row * 2 * size + n, n < size)
+                if first_ptr is not None:
+                    h = tl.where(_begins(first_ptr, row, t), 0.0, h)
+                h = tl.exp(delta[None, :] * A) * h + (delta * u)[None, :] * B[:, None]
+                if y_ptr is not None:
+                    C = _row(BC_ptr, (row * 2 + 1) * size + n, n < size)
+                    y = tl.sum(h * C[:, None], 0) + skip * u
+                    if z_ptr is not None:
+                        z = _row(z_ptr, row * z_stride + col, mask)
+                        y = y * z * tl.sigmoid(z)
+                    _put(y_ptr, y, at, mask)
+        tl.store(state_ptr + batch * size * cols + tile, h, mask=inside)
+
+
 @triton.jit
-def _sum(ptr, value, at, mask):
-    """Add to a sum that passes from launch to launch, if there is one."""
-    if ptr is not None:
-        tl.store(ptr + at, tl.load(ptr + at, mask=mask, other=0.0) + value, mask=mask)
+def _add(ptr, value, at, mask):
+    """Add to a sum that passes from launch to launch."""
+    tl.store(ptr + at, tl.load(ptr + at, mask=mask, other=0.0) + value, mask=mask)
 
 
 @jitted
@@ -170,37 +151,22 @@ def _scan_reverse_kernel(
     u_ptr,
     delta_ptr,
     A_ptr,
-    B_ptr,
-    C_ptr,
-    D_ptr,
+    BC_ptr,
+    channel_ptr,
     z_ptr,
-    bias_ptr,
     first_ptr,
     states_ptr,
-    dstate_ptr,
+    carry_ptr,
     du_ptr,
     ddelta_ptr,
     dz_ptr,
-    dA_ptr,
-    dB_ptr,
-    dC_ptr,
-    dD_ptr,
-    dbias_ptr,
-    dy_batch,
-    dy_stride,
-    u_batch,
-    u_stride,
-    delta_batch,
-    delta_stride,
-    z_batch,
+    dBC_ptr,
     z_stride,
-    first_batch,
     length,
     low,
     high,
     cols,
     size,
-    steps,
     pieces,
     SOFT: tl.constexpr,
     STATES: tl.constexpr,
@@ -209,74 +175,69 @@ def _scan_reverse_kernel(
     """Gradients of the tokens [low, high), from the last to the first.
 
     Program: as forward. Reads the states before these tokens, (batch, high - low, size, cols).
-    ``dstate`` holds the gradient of the state after them, and gets that of the state before them.
-    Writes du, ddelta and dz (batch, length, cols), adds to the sums dA (batch, size, cols), dD and
-    dbias (batch, cols), and writes for its channels dB and dC, (batch, high - low, steps, size).
+    ``carry`` (batch, 2 size + 2, cols) holds the gradient of the state after them, which becomes
+    that of the state before them, and sums that are added to: dA, dD and dbias. Writes du, ddelta
+    and dz (batch, length, cols), and for its channels dB beside dC, (batch, high - low, steps,
+    2 size).
     """
+    steps = tl.cdiv(cols, BLOCK // STATES)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         batch = tl.cast(piece // steps, tl.int64)
         col = (piece % steps) * (BLOCK // STATES) + tl.arange(0, BLOCK // STATES)
         n, mask = tl.arange(0, STATES), col < cols
         tile = n[:, None] * cols + col[None, :]
         inside = (n < size)[:, None] & mask[None, :]
+        carry = carry_ptr + batch * (2 * size + 2) * cols
         A = tl.load(A_ptr + tile, mask=inside, other=0.0)
-        m = tl.load(dstate_ptr + batch * size * cols + tile, mask=inside, other=0.0)
-        bias = tl.zeros([BLOCK // STATES], tl.float32)
-        skip, by_bias, by_skip = bias, bias, bias
+        m = tl.load(carry + tile, mask=inside, other=0.0)
+        skip, bias = _row(channel_ptr, col, mask), _row(channel_ptr, cols + col, mask)
+        by_bias = tl.zeros([BLOCK // STATES], tl.float32)
+        by_skip = by_bias
         by_A = tl.zeros([STATES, BLOCK // STATES], tl.float32)
-        if bias_ptr is not None:
-            bias = _row(bias_ptr, col, mask)
-        if D_ptr is not None:
-            skip = _row(D_ptr, col, mask)
         for i in range(high - low):
             t = tl.cast(high - 1 - i, tl.int64)
-            u = _row(u_ptr, batch * u_batch + t * u_stride + col, mask)
-            raw = _row(delta_ptr, batch * delta_batch + t * delta_stride + col, mask) + bias
-            up = _row(dy_ptr, batch * dy_batch + t * dy_stride + col, mask)
+            row, within = batch * length + t, batch * (high - low) + t - low
+            at = row * cols + col
+            u, up = _row(u_ptr, at, mask), _row(dy_ptr, at, mask)
+            raw = _row(delta_ptr, at, mask) + bias
             delta = _step(raw, SOFT)
-            at_n, at = (batch * length + t) * size + n, (batch * length + t) * cols + col
-            B, C = _row(B_ptr, at_n, n < size), _row(C_ptr, at_n, n < size)
-            at_h = (batch * (high - low) + t - low) * size * cols + tile
-            h = tl.load(states_ptr + at_h, mask=inside, other=0.0)
-            begins = _begins(first_ptr, batch * first_batch + t, t)
+            B = _row(BC_ptr, row * 2 * size + n, n < size)
+            C = _row(BC_ptr, (row * 2 + 1) * size + n, n < size)
+            h = tl.load(states_ptr + within * size * cols + tile, mask=inside, other=0.0)
+            begins = _begins(first_ptr, row, t)
             if first_ptr is not None:
                 h = tl.where(begins, 0.0, h)
             decay = tl.exp(delta[None, :] * A)
             kept = decay * h
             h = kept + (delta * u)[None, :] * B[:, None]
             if z_ptr is not None:
-                z = _row(z_ptr, batch * z_batch + t * z_stride + col, mask)
+                z = _row(z_ptr, row * z_stride + col, mask)
                 p = tl.sigmoid(z)
                 if dz_ptr is not None:
                     y = tl.sum(h * C[:, None], 0) + skip * u
                     _put(dz_ptr, up * y * p * (1.0 + z * (1.0 - p)), at, mask)
                 up = up * z * p
             m = m + up[None, :] * C[:, None]
-            at_part = ((batch * (high - low) + t - low) * steps + piece % steps) * size + n
-            if dC_ptr is not None:
-                tl.store(dC_ptr + at_part, tl.sum(h * up[None, :], 1), mask=n < size)
-            if dB_ptr is not None:
-                tl.store(dB_ptr + at_part, tl.sum(m * (delta * u)[None, :], 1), mask=n < size)
+            at_part = (within * steps + piece % steps) * 2 * size + n
+            _put(dBC_ptr, tl.sum(m * (delta * u)[None, :], 1), at_part, n < size)
+            _put(dBC_ptr, tl.sum(h * up[None, :], 1), at_part + size, n < size)
             added = tl.sum(m * B[:, None], 0)
             through = m * kept
-            if dA_ptr is not None:
-                by_A += through * delta[None, :]
-            if dD_ptr is not None:
-                by_skip += up * u
             dsteps = tl.sum(through * A, 0) + u * added
             if SOFT:
                 dsteps = dsteps * tl.sigmoid(raw)
-            if dbias_ptr is not None:
-                by_bias += dsteps
+            by_A += through * delta[None, :]
+            by_skip += up * u
+            by_bias += dsteps
             _put(du_ptr, delta * added + skip * up, at, mask)
             _put(ddelta_ptr, dsteps, at, mask)
             m = decay * m
             if first_ptr is not None:
                 m = tl.where(begins, 0.0, m)
-        tl.store(dstate_ptr + batch * size * cols + tile, m, mask=inside)
-        _sum(dA_ptr, by_A, batch * size * cols + tile, inside)
-        _sum(dD_ptr, by_skip, batch * cols + col, mask)
-        _sum(dbias_ptr, by_bias, batch * cols + col, mask)
+        tl.store(carry + tile, m, mask=inside)
+        _add(carry, by_A, size * cols + tile, inside)
+        _add(carry, by_skip, 2 * size * cols + col, mask)
+        _add(carry, by_bias, (2 * size + 1) * cols + col, mask)
 
 
 # --- launchers ---
@@ -286,8 +247,12 @@ class Inputs(NamedTuple):
     """The tensors of a call as kernels take them, and the shape of their work.
 
     Attributes:
-        u: Channels are adjacent, as those of delta and z.
+        u: Contiguous, as delta is.
         A: fp32 (N, D), so that channels are adjacent.
+        BC: B beside C, (B, T, 2 N).
+        channel: D and delta_bias in fp32, (2, D); 0 for what is not given.
+        z: Rows at equal distances, such as a slice of a projection's result.
+        first: As many rows as sequences.
         block: Numbers of the states of a program.
         states: N, or the next power of two.
         steps: Programs that share the channels of a sequence.
@@ -296,11 +261,9 @@ class Inputs(NamedTuple):
     u: Tensor
     delta: Tensor
     A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Optional[Tensor]
+    BC: Tensor
+    channel: Tensor
     z: Optional[Tensor]
-    bias: Optional[Tensor]
     first: Optional[Tensor]
     soft: bool
     block: int
@@ -312,24 +275,15 @@ class Inputs(NamedTuple):
         """Sequences, states of a channel, channels."""
         return self.u.shape[0], *self.A.shape
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Those of u, delta and z over sequences and tokens, and of first over sequences."""
-        rows = [t for x in (self.u, self.delta, self.z) for t in _strides(x)]
-        return *rows, 0 if self.first is None or len(self.first) == 1 else self.first.stride(0)
-
-    def states_like(self, count: int = 1) -> Tensor:
-        """Memory for so many states of all channels, (B, count, N, D)."""
-        batch, size, cols = self.sizes
-        return self.u.new_empty((batch, count, size, cols), dtype=torch.float32)
+    def rooms(self, count: int) -> Tensor:
+        """Room for so many rows of all channels in fp32, (B, count, D)."""
+        return self.u.new_empty((len(self.u), count, self.u.shape[2]), dtype=torch.float32)
 
 
-def _strides(x: Optional[Tensor]) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _in_rows(x: Tensor) -> Tensor:
+    """``(B, T, D)`` whose rows have one distance and adjacent channels."""
+    even = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)
+    return x if even else x.contiguous()
 
 
 def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
@@ -359,17 +313,18 @@ def _given(
     first: Optional[Tensor],
     soft: bool,
 ) -> Inputs:
-    skip, bias = (None if x is None else x.contiguous() for x in (D, bias))
+    channel = u.new_zeros((2, u.shape[2]), dtype=torch.float32)
+    for row, x in zip(channel, (D, bias), strict=True):
+        if x is not None:
+            row.copy_(x)
     return Inputs(
-        _adjacent(u),
-        _adjacent(delta),
+        u.contiguous(),
+        delta.contiguous(),
         A.float().t().contiguous(),
-        B.contiguous(),
-        C.contiguous(),
-        skip,
-        None if z is None else _adjacent(z),
-        bias,
-        None if first is None else first.contiguous(),
+        torch.cat((B, C), -1),
+        channel,
+        None if z is None else _in_rows(z),
+        None if first is None else first.expand(len(u), -1).contiguous(),
         soft,
         *shape_of(name, u, A.shape[1]),
     )
@@ -379,15 +334,12 @@ def _run(
     inputs: Inputs,
     part: slice,
     each: int,
-    initial: Optional[Tensor],
+    state: Tensor,
     y: Optional[Tensor],
     states: Optional[Tensor],
-    final: Optional[Tensor],
 ) -> None:
-    """One launch over some tokens."""
+    """One launch over some tokens; the state becomes that after them."""
     batch, size, cols = inputs.sizes
-    # what only y has belongs to no recurrence
-    skip, z = (inputs.D, inputs.z) if y is not None else (None, None)
     pieces = batch * inputs.steps
     start(
         _scan_forward_kernel,
@@ -395,24 +347,20 @@ def _run(
         inputs.u,
         inputs.delta,
         inputs.A,
-        inputs.B,
-        inputs.C,
-        skip,
-        z,
-        inputs.bias,
+        inputs.BC,
+        inputs.channel,
+        None if y is None else inputs.z,  # the gate belongs to no recurrence
         inputs.first,
-        initial,
+        state,
         y,
         states,
-        final,
-        *inputs.strides,
+        0 if inputs.z is None else inputs.z.stride(1),
         inputs.u.shape[1],
         part.start,
         part.stop,
         each,
         cols,
         size,
-        inputs.steps,
         pieces,
         SOFT=inputs.soft,
         STATES=inputs.states,
@@ -420,9 +368,10 @@ def _run(
     )
 
 
-def _across(state: Tensor) -> Tensor:
-    """States ``(B, D, N)`` as (B, N, D) in fp32, or back."""
-    return state.float().mT.contiguous()
+def _across(state: Optional[Tensor], u: Tensor, size: int) -> Tensor:
+    """A copy of states ``(B, D, N)`` as (B, N, D) in fp32, or zeros."""
+    across = u.new_zeros((u.shape[0], size, u.shape[2]), dtype=torch.float32)
+    return across if state is None else across.copy_(state.mT)
 
 
 def supports(A: Tensor) -> Optional[str]:
@@ -448,54 +397,31 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch."""
     y = u.new_empty(u.shape)
-    shape = (u.shape[0], *A.shape) if output_final_state else (0,)
-    final = u.new_zeros(shape, dtype=torch.float32)
-    initial = None if initial_state is None else _across(initial_state)
     kept = u.new_empty(reference.kept_shape(u, A), dtype=torch.float32)
-    if not y.numel():
-        last = final if initial is None or not output_final_state else _across(initial)
-        return y, last, kept
-    inputs = _given("scan_forward", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
-    room = inputs.states_like()[:, 0] if output_final_state else None
-    each, states = (reference.SPAN, kept) if kept.numel() else (u.shape[1], None)
-    _run(inputs, slice(0, u.shape[1]), each, initial, y, states, room)
-    return y, final if room is None else _across(room), kept
-
-
-class Sums(NamedTuple):
-    """Gradients (B, ...) that pass from span to span, those that are needed."""
-
-    A: Optional[Tensor]
-    D: Optional[Tensor]
-    bias: Optional[Tensor]
+    state = _across(initial_state, u, A.shape[1])
+    if y.numel():
+        inputs = _given("scan_forward", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+        each, states = (reference.SPAN, kept) if kept.numel() else (u.shape[1], None)
+        _run(inputs, slice(0, u.shape[1]), each, state, y, states)
+    return y, state.mT.contiguous() if output_final_state else state.new_empty(0), kept
 
 
 class TokenGradients(NamedTuple):
-    """Gradients of every token, those that are needed."""
+    """Gradients of every token; those of u, delta and z are None where they are not needed."""
 
     u: Optional[Tensor]
     delta: Optional[Tensor]
     z: Optional[Tensor]
-    B: Optional[Tensor]
-    C: Optional[Tensor]
+    BC: Tensor
 
 
 def _reverse(
-    inputs: Inputs,
-    dy: Tensor,
-    part: slice,
-    states: Tensor,
-    dstate: Tensor,
-    rows: TokenGradients,
-    sums: Sums,
+    inputs: Inputs, dy: Tensor, part: slice, states: Tensor, carry: Tensor, rows: TokenGradients
 ) -> None:
     """One launch over the tokens of a span, and sums over programs."""
     batch, size, cols = inputs.sizes
     pieces, count = batch * inputs.steps, part.stop - part.start
-    shape = (batch, count, inputs.steps, size)
-    by_b, by_c = (
-        None if x is None else x.new_empty(shape, dtype=torch.float32) for x in (rows.B, rows.C)
-    )
+    shares = carry.new_empty((batch, count, inputs.steps, 2 * size))
     start(
         _scan_reverse_kernel,
         pieces,
@@ -503,66 +429,45 @@ def _reverse(
         inputs.u,
         inputs.delta,
         inputs.A,
-        inputs.B,
-        inputs.C,
-        inputs.D,
+        inputs.BC,
+        inputs.channel,
         inputs.z,
-        inputs.bias,
         inputs.first,
         states,
-        dstate,
+        carry,
         rows.u,
         rows.delta,
         rows.z,
-        sums.A,
-        by_b,
-        by_c,
-        sums.D,
-        sums.bias,
-        *_strides(dy),
-        *inputs.strides,
+        shares,
+        0 if inputs.z is None else inputs.z.stride(1),
         inputs.u.shape[1],
         part.start,
         part.stop,
         cols,
         size,
-        inputs.steps,
         pieces,
         SOFT=inputs.soft,
         STATES=inputs.states,
         BLOCK=inputs.block,
     )
-    for rows_gradient, parts in ((rows.B, by_b), (rows.C, by_c)):
-        if rows_gradient is not None and parts is not None:
-            rows_gradient[:, part] = parts.sum(2).to(rows_gradient.dtype)
+    rows.BC[:, part] = shares.sum(2)
 
 
 def _over_spans(
-    inputs: Inputs,
-    dy: Tensor,
-    initial: Optional[Tensor],
-    dstate: Tensor,
-    rows: TokenGradients,
-    sums: Sums,
+    inputs: Inputs, dy: Tensor, initial: Tensor, carry: Tensor, rows: TokenGradients
 ) -> None:
-    """The states before every span, then the spans in reverse; dstate becomes that of the first."""
-    length = inputs.u.shape[1]
+    """The states before every span, then the spans in reverse."""
+    length, size = inputs.u.shape[1], inputs.A.shape[0]
     each = max(SPAN, math.isqrt(length))
     count = -(-length // each)
-    before = inputs.states_like(count)
-    _run(inputs, slice(0, length), each, initial, None, before, None)
+    before = inputs.rooms(count * size)
+    _run(inputs, slice(0, length), each, initial, None, before)
     for i in reversed(range(count)):
         part = slice(i * each, min(i * each + each, length))
-        states = inputs.states_like(part.stop - part.start)
-        _run(inputs, part, 1, before[:, i].contiguous(), None, states, None)
-        _reverse(inputs, dy, part, states, dstate, rows, sums)
-
-
-def _summed(total: Optional[Tensor], like: Optional[Tensor], u: Tensor) -> Tensor:
-    """A sum over sequences in the dtype of its tensor; empty if it is not needed."""
-    if total is None or like is None:
-        return (u if like is None else like).new_empty(0)
-    return total.sum(0).to(like.dtype)
+        states = inputs.rooms((part.stop - part.start) * size)
+        state = before[:, i * size : (i + 1) * size].contiguous()
+        _run(inputs, part, 1, state, None, states)
+        _reverse(inputs, dy, part, states, carry, rows)
 
 
 def backward(
@@ -592,43 +497,34 @@ def backward(
 ) -> Nine:
     """Two launches for every span of tokens."""
     inputs = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
-    (batch, size, cols), wide = inputs.sizes, torch.float32
-    rows = TokenGradients(
-        *(
-            x.new_empty(x.shape) if needed and x is not None else None
-            for x, needed in (
-                (u, needs_u),
-                (delta, needs_delta),
-                (z, needs_z),
-                (B, needs_B),
-                (C, needs_C),
-            )
-        )
+    batch, size, cols = inputs.sizes
+    du, ddelta, dz = (
+        x.new_empty(x.shape) if needed and x is not None else None
+        for x, needed in ((u, needs_u), (delta, needs_delta), (z, needs_z))
     )
-    shapes = ((batch, size, cols), (batch, cols), (batch, cols))
-    needs_sums = (needs_A, needs_D and D is not None, needs_delta_bias and delta_bias is not None)
-    sums = Sums(
-        *(
-            u.new_zeros(shape, dtype=wide) if needed else None
-            for shape, needed in zip(shapes, needs_sums, strict=True)
-        )
-    )
-    dstate = u.new_zeros((batch, size, cols), dtype=wide)
+    rows = TokenGradients(du, ddelta, dz, u.new_zeros(inputs.BC.shape, dtype=torch.float32))
+    carry = u.new_zeros((batch, 2 * size + 2, cols), dtype=torch.float32)
     if dfinal_state is not None:
-        dstate = _across(dfinal_state)
+        carry[:, :size] = dfinal_state.mT
     if u.numel():
-        initial = None if initial_state is None else _across(initial_state)
-        up = torch.zeros_like(inputs.u) if dy is None else _adjacent(dy)
-        _over_spans(inputs, up, initial, dstate, rows, sums)
-    du, ddelta, dz, dB, dC = (
-        (u if x is None else x).new_empty(0) if row_gradient is None else row_gradient
-        for x, row_gradient in zip((u, delta, z, B, C), rows, strict=True)
+        up = torch.zeros_like(inputs.u) if dy is None else dy.contiguous()
+        _over_spans(inputs, up, _across(initial_state, u, size), carry, rows)
+    sums, (dB, dC) = carry[:, size:].sum(0), rows.BC.chunk(2, -1)
+
+    def needed(gradient: Optional[Tensor], like: Optional[Tensor], need: bool = True) -> Tensor:
+        """The gradient in the dtype of its tensor; empty where there is none or nobody asks."""
+        if gradient is None or like is None or not need:
+            return (u if like is None else like).new_empty(0)
+        return gradient.to(like.dtype).contiguous()
+
+    return (
+        needed(du, u),
+        needed(ddelta, delta),
+        needed(sums[:size].t(), A, needs_A),
+        needed(dB, B, needs_B),
+        needed(dC, C, needs_C),
+        needed(sums[size], D, needs_D),
+        needed(dz, z),
+        needed(sums[size + 1], delta_bias, needs_delta_bias),
+        needed(carry[:, :size].mT, initial_state, needs_initial_state),
     )
-    dA = A.new_empty(0) if sums.A is None else sums.A.sum(0).t().contiguous().to(A.dtype)
-    dinitial = u.new_empty(0)
-    if initial_state is not None:
-        dinitial = initial_state.new_empty(0)
-        if needs_initial_state:
-            dinitial = dstate.mT.contiguous().to(initial_state.dtype)
-    dD, dbias = _summed(sums.D, D, u), _summed(sums.bias, delta_bias, u)
-    return du, ddelta, dA, dB, dC, dD, dz, dbias, dinitial

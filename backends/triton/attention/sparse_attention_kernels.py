@@ -22,7 +22,7 @@ from liger_multi.backends.triton.attention.attention_kernels import (
     product,
     store_rows,
 )
-from liger_multi.backends.triton.common.rows import LN2, LOG2E, round_to
+from liger_multi.backends.triton.common.rows import LN2, LOG2E, add_dot, round_to
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def product_of_two(a, a_rest, b, b_rest, REST: tl.constexpr):
     """``a @ b'`` over both parts of the channels."""
     s = product(a, tl.trans(b))
     if REST > 0:
-        s += product(a_rest, tl.trans(b_rest))
+        s = add_dot(a_rest, tl.trans(b_rest), s)
     return s
 
 

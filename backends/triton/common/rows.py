@@ -245,6 +245,19 @@ def bf16_parts(x):
 
 
 @triton.jit
+def add_dot(a, b, total):
+    """``total + a @ b`` in fp32, for the second dot of a turn of a loop, and those after it.
+
+    Compilers get two dots of one turn through one accumulator wrong (ci.static.patterns). So this
+    dot begins with zeros, and its result is added. Triton would make an addition into a dot with an
+    accumulator again; of a fused multiply-add it does not.
+    """
+    if INTERPRETED:  # which cannot multiply bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, total)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)) of an fp32 x, with 0 and 1 as limits."""
     return 1.0 / (1.0 + tl.exp2(x * -LOG2E))

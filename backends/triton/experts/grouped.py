@@ -26,6 +26,7 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     INTERPRETED,
     LONGEST_ROW,
+    add_dot,
     assume_cols,
     assume_rows,
     bf16_parts,
@@ -112,14 +113,12 @@ def dot(a, b, total):
         return tl.dot(a, b, total, input_precision="ieee")
     elif a.dtype == tl.bfloat16:
         b0, b1, b2 = bf16_parts(b)
-        total = tl.dot(a, b2, total, input_precision="ieee")
-        total = tl.dot(a, b1, total, input_precision="ieee")
-        return tl.dot(a, b0, total, input_precision="ieee")
+        total = tl.dot(a, b0, total, input_precision="ieee")
+        return add_dot(a, b2, add_dot(a, b1, total))
     elif b.dtype == tl.bfloat16:
         a0, a1, a2 = bf16_parts(a)
-        total = tl.dot(a2, b, total, input_precision="ieee")
-        total = tl.dot(a1, b, total, input_precision="ieee")
-        return tl.dot(a0, b, total, input_precision="ieee")
+        total = tl.dot(a0, b, total, input_precision="ieee")
+        return add_dot(a2, b, add_dot(a1, b, total))
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
+    add_dot,
     assume_cols,
     bf16_parts,
     cdiv,
@@ -66,8 +67,8 @@ def _thin_dot(low, w, total, PARTS: tl.constexpr):
     if PARTS:
         l0, l1, l2 = bf16_parts(low)
         w0, w1, w2 = bf16_parts(w)
-        small = dot(l2, w0, dot(l1, w1, dot(l0, w2, total)))
-        return dot(l0, w0, dot(l1, w0, dot(l0, w1, small)))
+        total = add_dot(l0, w1, add_dot(l1, w0, dot(l0, w0, total)))
+        return add_dot(l0, w2, add_dot(l1, w1, add_dot(l2, w0, total)))
     else:
         return dot(low, w, total)
 

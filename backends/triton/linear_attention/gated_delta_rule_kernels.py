@@ -40,6 +40,7 @@ from liger_multi.backends.triton.attention.attention_kernels import product
 from liger_multi.backends.triton.common.rows import (
     INTERPRETED,
     LOG2E,
+    add_dot,
     assume_rows,
     round_to,
     short_offsets,
@@ -751,7 +752,7 @@ def _delta_rule_reverse_kernel(
         x = y * (beta * e * by)[:, None]
         if ISOLATED:
             x = _of_state(x, begins)
-        dstate = _plus(dstate, tl.trans(k), round_to(-x, dtype))
+        dstate = add_dot(tl.trans(k), round_to(-x, dtype), dstate)
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
@@ -1028,7 +1029,7 @@ def _times_pairs(
 
     A loop for each: Triton gives the first of two GEMMs with one sum to fewer warps.
     """
-    HALF: tl.constexpr = max(16, CHUNK // 2)
+    HALF: tl.constexpr = CHUNK // 2 if CHUNK > 32 else 16
     row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
     acc = tl.zeros([CHUNK, SIZE], tl.float32)
     for part in tl.range(0, CHUNK, HALF):
@@ -1046,7 +1047,7 @@ def _times_pairs(
         columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
         rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         mixed = columns.to(tl.float32) + tl.trans(rows).to(tl.float32)
-        acc = _plus(acc, round_to(mixed, k.dtype), k)
+        acc = add_dot(round_to(mixed, k.dtype), k, acc)
     return acc
 
 

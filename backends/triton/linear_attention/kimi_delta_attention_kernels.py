@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 
 from liger_multi.backends.triton.attention.attention_kernels import product
-from liger_multi.backends.triton.common.rows import LOG2E, round_to
+from liger_multi.backends.triton.common.rows import LOG2E, add_dot, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
     NORM_EPS,
     _assume_heads,
@@ -514,7 +514,7 @@ def _kimi_delta_forward_kernel(
                 near, _ = _finite_rows(n)
                 y = tl.where(n == n, _plus(_of_state(y, begins), p, near), float("nan"))
             else:
-                y = _plus(y, p, n)
+                y = add_dot(p, n, y)
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if ISOLATED:
             n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
@@ -620,7 +620,7 @@ def _kimi_delta_reverse_kernel(
             dn = _plus(_of_last(dn, begins, CHUNK), tl.trans(p), dy)
             y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
-            dn = _plus(dn, tl.trans(p), dy)
+            dn = add_dot(tl.trans(p), dy, dn)
             y = product(tl.trans(a), round_to(dn, dtype))
         n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         tl.store(dbeta_ptr + start + tl.arange(0, CHUNK), tl.sum(y * n.to(tl.float32), 1))
@@ -630,7 +630,7 @@ def _kimi_delta_reverse_kernel(
             dy, dv = _of_state(dy, begins), _of_state(dv, begins)
             dstate = _over(dstate, begins, CHUNK)
         dstate = _plus(dstate * z[:, None], tl.trans(queries), dy)
-        dstate = _plus(dstate, tl.trans(keys), round_to(-dv, dtype))
+        dstate = add_dot(tl.trans(keys), round_to(-dv, dtype), dstate)
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
@@ -949,7 +949,7 @@ def _kimi_delta_queries_kernel(
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
     chunk, stream = whole % chunks, whole // chunks
-    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
@@ -1058,7 +1058,7 @@ def _kimi_delta_keys_kernel(
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
     chunk, stream = whole % chunks, whole // chunks
-    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP

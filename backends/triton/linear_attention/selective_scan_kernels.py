@@ -676,7 +676,7 @@ def _states_again(
     EVEN: tl.constexpr,
 ):
     """The state before a part of a chunk: ``part`` times COUNT tokens on from ``first``."""
-    for _ in tl.range(0, part):
+    for _part in tl.range(0, part):
         u = _load_tokens(u_ptr, first, u_step, first, lane, length, left, COUNT, EVEN)
         raw = _load_tokens(delta_ptr, first, delta_step, first, lane, length, left, COUNT, EVEN)
         begins = _load_begins(first_ptr, first, length, COUNT)
@@ -797,7 +797,8 @@ def _fetch_earlier(
     part, and rows of the tokens that are a chunk before it.
     """
     earlier = tile + tl.maximum(index - 1, 0) // PARTS
-    line = 32 * tl.arange(0, max(1, SIZE * BLOCK // 32))
+    LINES: tl.constexpr = SIZE * BLOCK // 32 if SIZE * BLOCK > 32 else 1
+    line = 32 * tl.arange(0, LINES)
     fetch(states_ptr + earlier * (SIZE * BLOCK) + line)
     ahead = tl.maximum(index - PARTS, 0) * KEPT
     if AHEAD > 0:

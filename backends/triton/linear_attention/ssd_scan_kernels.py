@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from liger_multi.backends.triton.attention.attention_kernels import product
-from liger_multi.backends.triton.common.rows import LOG2E, above, round_to
+from liger_multi.backends.triton.common.rows import LOG2E, above, add_dot, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
     _after,
     _assume_heads,
@@ -582,7 +582,7 @@ def _ssd_pairs_kernel(
             else:
                 drows = _plus(drows, p, dy)
             dsteps += tl.sum(drows * x, 1)
-            dpairs = _plus(dpairs, round_to(x * steps[:, None], b.dtype), tl.trans(dy))
+            dpairs = add_dot(round_to(x * steps[:, None], b.dtype), tl.trans(dy), dpairs)
             dx, wide = drows * steps[:, None], dy.to(tl.float32)
             if skip_ptr is not None:
                 dx += wide * _skipped(skip_ptr, head, column, VALUE, BLOCK)
@@ -687,7 +687,7 @@ def _ssd_groups_kernel(
             s = _tile(
                 states_ptr + whole * DIM * VALUE, first, VALUE, DIM, column, SIZE, VALUE, BLOCK
             )
-            read = _plus(read, dy, tl.trans(s))
+            read = add_dot(dy, tl.trans(s), read)
             x = _tile(
                 x_ptr + batch * x_steps[0] + head * x_steps[2],
                 start,
@@ -701,7 +701,7 @@ def _ssd_groups_kernel(
             ds = _tile(
                 dstates_ptr + whole * DIM * VALUE, first, VALUE, DIM, column, SIZE, VALUE, BLOCK
             )
-            kept = _plus(kept, round_to(x * steps[:, None], ds.dtype), tl.trans(ds))
+            kept = add_dot(round_to(x * steps[:, None], ds.dtype), tl.trans(ds), kept)
             passed += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
         if PACKED:
             read, kept = _not_gone(read, e[:, None]), _not_gone(kept, r[:, None])

@@ -26,6 +26,7 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LOG2E,
     LONGEST_ROW,
+    add_dot,
     assume_cols,
     assume_rows,
     bf16_parts,
@@ -118,22 +119,23 @@ def mix_gradient_config(
 def _exact_dot(a, b, total, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr):
     """``total + a @ b`` from A and B parts, without the GEMMs of parts i and j where i + j > DEPTH.
 
-    What is left out is 2^(-8 (DEPTH + 1)) of the result. The small terms are added first.
+    What is left out is 2^(-8 (DEPTH + 1)) of the result.
     """
     a0, a1, a2 = bf16_parts(a)
     b0, b1, b2 = bf16_parts(b)
-    if DEPTH > 1:
-        if A > 2:
-            total = dot(a2, b0, total)
-        if B > 2:
-            total = dot(a0, b2, total)
-        if A > 1 and B > 1:
-            total = dot(a1, b1, total)
-    if A > 1:
-        total = dot(a1, b0, total)
+    total = dot(a0, b0, total)
     if B > 1:
-        total = dot(a0, b1, total)
-    return dot(a0, b0, total)
+        total = add_dot(a0, b1, total)
+    if A > 1:
+        total = add_dot(a1, b0, total)
+    if DEPTH > 1:
+        if A > 1 and B > 1:
+            total = add_dot(a1, b1, total)
+        if B > 2:
+            total = add_dot(a0, b2, total)
+        if A > 2:
+            total = add_dot(a2, b0, total)
+    return total
 
 
 @triton.jit

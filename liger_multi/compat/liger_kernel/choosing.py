@@ -141,41 +141,23 @@ def get_discovery_failures() -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-_REGISTER = (
-    "{}: an implementation of one's own is a backend here; docs/extending.md says how one is added"
-)
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{name}: an implementation of one's own is a backend here; docs/extending.md says how "
+            "one is added"
+        )
+
+    return refuse
 
 
-def register_impl(
-    op_name: str,
-    *,
-    impl_name: str | None = None,
-    capability: Capability | None = None,
-    modes: tuple[str, ...] = (),
-    default_mode: str | None = None,
-    preference_rank: int = 100,
-    tolerances: dict[Any, Any] | None = None,
-    notes: str = "",
-    backend: str | None = None,
-) -> Any:
-    """Refused.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(_REGISTER.format("register_impl"))
-
-
-def declare_op_locations(op_name: str, module_paths: Any) -> None:
-    """Refused.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(_REGISTER.format("declare_op_locations"))
-
-
-register_op = register_impl
+register_impl = register_op = _refused("register_impl")
+declare_op_locations = _refused("declare_op_locations")
 
 
 # --- what was chosen ---

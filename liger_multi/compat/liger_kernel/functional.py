@@ -17,6 +17,7 @@ from torch import Tensor
 
 from liger_multi import checks, losses, ops
 from liger_multi.compat.liger_kernel.outputs import NAMES, CrossEntropyOutput, TargetError
+from liger_multi.compat.liger_kernel.signatures import adapter
 from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_log_prob
 
 __all__ = ["CrossEntropyOutput"]
@@ -29,11 +30,6 @@ _CASTINGS = {
     "none": "llama",
     -1: "llama",
 }
-_BESIDE = {
-    "return_z_loss": "z_loss",
-    "return_token_accuracy": "token_accuracy",
-    "return_predicted_tokens": "predicted_tokens",
-}
 
 
 def casting_of(name: str, mode: str | int) -> str:
@@ -45,9 +41,9 @@ def casting_of(name: str, mode: str | int) -> str:
     return _CASTINGS[mode]
 
 
-def flag_names(flags: dict[str, bool]) -> tuple[str, ...]:
-    """Names of the outputs that Liger's flags ask for."""
-    return tuple(_BESIDE[flag] for flag, on in flags.items() if on)
+def output_names(*flags: bool) -> tuple[str, ...]:
+    """Names of the outputs that Liger's flags ask for: z-loss, token accuracy, predictions."""
+    return tuple(name for name, on in zip(NAMES[1:], flags, strict=True) if on)
 
 
 def retired(name: str, size_average: Any, reduce: Any, usual: Any) -> None:
@@ -136,13 +132,7 @@ def liger_cross_entropy(
         softcap=softcap,
         reduction=reduction,
         inplace=inplace,
-        outputs=flag_names(
-            {
-                "return_z_loss": return_z_loss,
-                "return_token_accuracy": return_token_accuracy,
-                "return_predicted_tokens": return_predicted_tokens,
-            }
-        ),
+        outputs=output_names(return_z_loss, return_token_accuracy, return_predicted_tokens),
     )
 
 
@@ -176,13 +166,7 @@ def liger_fused_linear_cross_entropy(
         "z_loss": lse_square_scale,
         "reduction": reduction,
         "accumulate": torch.float32 if accum_dtype is None else accum_dtype,
-        "outputs": flag_names(
-            {
-                "return_z_loss": return_z_loss,
-                "return_token_accuracy": return_token_accuracy,
-                "return_predicted_tokens": return_predicted_tokens,
-            }
-        ),
+        "outputs": output_names(return_z_loss, return_token_accuracy, return_predicted_tokens),
     }
     more = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
     if not use_token_scaling:
@@ -437,6 +421,25 @@ def fused_selective_log_softmax(
     return output.log_prob
 
 
+# --- operators as they are, whose arguments have other names and another order ---
+
+liger_layer_norm = adapter(ops.layer_norm, "X:x W:weight B:bias eps")
+liger_group_norm = adapter(
+    ops.group_norm,
+    "X:x affine_scaling_weight:weight affine_shifting_bias:bias num_channels num_groups eps",
+)
+liger_dyt = adapter(ops.dyt, "x alpha gamma:weight beta:bias")
+liger_softmax = adapter(ops.softmax, "x")
+liger_sparsemax = adapter(ops.sparsemax, "input:x dim")
+liger_relu_squared = adapter(ops.relu_squared, "x")
+liger_attn_res = adapter(ops.attention_residuals, "V:blocks w_query:query w_norm:weight eps")
+liger_fused_neighborhood_attention = adapter(
+    ops.neighborhood_attention, "query:q key:k value:v kernel_size dilation scale"
+)
+liger_mhc_pre = adapter(ops.hyper_connections_pre, "x h_pre:pre")
+liger_mhc_post_res = adapter(ops.hyper_connections_post, "x f_out:out h_post:post h_res:mix")
+
+
 # --- norms and activations: results have the dtype of the first input, whatever the weights' ---
 
 
@@ -489,48 +492,11 @@ def liger_modulated_rms_norm(
     return out.to(X.dtype)
 
 
-def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
-    """:func:`liger_multi.ops.layer_norm`."""
-    return ops.layer_norm(X, W, B, eps)
-
-
-def liger_group_norm(
-    X: Tensor,
-    affine_scaling_weight: Tensor,
-    affine_shifting_bias: Tensor,
-    num_channels: int,
-    num_groups: int,
-    eps: float,
-) -> Tensor:
-    """:func:`liger_multi.ops.group_norm`."""
-    return ops.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
 def liger_poly_norm(
     X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True
 ) -> Tensor:
     """:func:`liger_multi.ops.poly_norm`."""
     return ops.poly_norm(X, W, B.reshape(1), eps).to(X.dtype)
-
-
-def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
-    """:func:`liger_multi.ops.dyt`."""
-    return ops.dyt(x, alpha, gamma, beta)
-
-
-def liger_softmax(x: Tensor) -> Tensor:
-    """:func:`liger_multi.ops.softmax`."""
-    return ops.softmax(x)
-
-
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """:func:`liger_multi.ops.sparsemax`."""
-    return ops.sparsemax(input, dim)
-
-
-def liger_relu_squared(x: Tensor) -> Tensor:
-    """:func:`liger_multi.ops.relu_squared`."""
-    return ops.relu_squared(x)
 
 
 def liger_swiglu(
@@ -631,11 +597,6 @@ def liger_rotary_pos_emb_gpt_oss(
 # --- blocks: attention and residual streams ---
 
 
-def liger_attn_res(V: Tensor, w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:
-    """:func:`liger_multi.ops.attention_residuals`."""
-    return ops.attention_residuals(V, w_query, w_norm, eps)
-
-
 def _single(size: Any) -> Any:
     """One number for two equal ones."""
     return size[0] if isinstance(size, (tuple, list)) and len({*size}) == 1 else size
@@ -662,18 +623,6 @@ def liger_multi_token_attention(
         groups=groups,
         sparse=sparse,
     )
-
-
-def liger_fused_neighborhood_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: int = 7,
-    dilation: int = 1,
-    scale: float | None = None,
-) -> Tensor:
-    """:func:`liger_multi.ops.neighborhood_attention`."""
-    return ops.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
 
 
 def liger_mhc_coeffs(
@@ -708,16 +657,6 @@ def liger_mhc_coeffs(
         post_scale=post_mult,
     )
     return pre + (pre_eps - sinkhorn_eps), post, mix
-
-
-def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
-    """:func:`liger_multi.ops.hyper_connections_pre`."""
-    return ops.hyper_connections_pre(x, h_pre)
-
-
-def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    """:func:`liger_multi.ops.hyper_connections_post`."""
-    return ops.hyper_connections_post(x, f_out, h_post, h_res)
 
 
 def liger_mhc_apply(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_multi import checks
 from liger_multi.compat.liger_kernel import functional, op_functions
 from liger_multi.compat.liger_kernel.outputs import ArgumentError, CrossEntropyOutput
-from liger_multi.compat.liger_kernel.signatures import parameters
+from liger_multi.compat.liger_kernel.signatures import adapter, parameters
 
 
 def defaults_of(names: str, like: Callable[..., Any], **defaults: Any) -> dict[str, Any]:
@@ -65,96 +65,99 @@ class Options(nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
+# --- functions whose options a module keeps ---
+
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def check_cross_entropy(label_smoothing: float, reduction: str, softcap: float | None) -> None:
-    """Check that the options of a cross entropy are in range."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ArgumentError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"reduction must be one of {REDUCTIONS}. Got: {reduction}")
-    if softcap is not None and softcap <= 0:
-        raise ArgumentError(f"softcap must be greater than 0.0 or None. Got: {softcap}")
-
-
-class LigerCrossEntropyLoss(Options):
-    """:func:`liger_multi.ops.cross_entropy`."""
-
-    defaults = defaults_of(
-        op_functions.OF_LOGITS,
-        functional.liger_cross_entropy,
-    )
-
-    def check(self) -> None:
-        """Check that the options are in range."""
-        check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
-
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """The loss of logits."""
-        return functional.liger_cross_entropy(_input, target, **self.options)
-
-
-class LigerFusedLinearCrossEntropyLoss(Options):
-    """:func:`liger_multi.ops.fused_linear_cross_entropy`; the weight comes first."""
-
-    defaults = defaults_of(
-        op_functions.OF_HEAD,
-        functional.liger_fused_linear_cross_entropy,
-    )
-
-    def check(self) -> None:
-        """Check that the options are in range."""
-        check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor | CrossEntropyOutput:
-        """The loss of ``_input @ lin_weight.T + bias``."""
-        return functional.liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, **self.options
+def _check_cross_entropy(o: Options) -> None:
+    if not 0.0 <= o.label_smoothing <= 1.0:
+        raise ArgumentError(
+            f"label_smoothing must be between 0.0 and 1.0. Got: {o.label_smoothing}"
         )
+    if o.reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction must be one of {REDUCTIONS}. Got: {o.reduction}")
+    if o.softcap is not None and o.softcap <= 0:
+        raise ArgumentError(f"softcap must be greater than 0.0 or None. Got: {o.softcap}")
 
 
-class LigerFusedLinearJSD(Options):
-    """:func:`liger_multi.ops.fused_linear_jsd`."""
-
-    defaults = defaults_of(
-        "jsd_beta ignore_index temperature accum_dtype", functional.liger_fused_linear_jsd
-    )
-
-    def check(self) -> None:
-        """Check that the options are in range."""
-        if not self.temperature:
-            raise ArgumentError("temperature cannot be 0.")
-
-    def forward(
-        self,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:
-        """The divergence of two heads."""
-        return functional.liger_fused_linear_jsd(
-            student_input,
-            student_weight,
-            teacher_input,
-            teacher_weight,
-            shift_labels,
-            **self.options,
-        )
+def _check_temperature(o: Options) -> None:
+    if not o.temperature:
+        raise ArgumentError("temperature cannot be 0.")
 
 
-class LigerJSD(Options):
-    """:func:`liger_multi.ops.jsd`."""
+def _module(
+    name: str,
+    function: Callable[..., Any],
+    arguments: str,
+    options: str,
+    check: Callable[[Options], None] = lambda o: None,
+    **defaults: Any,
+) -> type[Any]:
+    """A class that is constructed with options of a function, and called with its arguments."""
+    call = adapter(function, f"{arguments} {options}")
 
-    defaults = defaults_of("beta ignore_index", functional.liger_jsd)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs, **self.options)
 
-    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """The divergence of log-probabilities, the student's first."""
-        return functional.liger_jsd(log_q, log_p, shift_labels, **self.options)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    shown = [own, *parameters(arguments, function).values()]
+    forward.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    members = {
+        "defaults": defaults_of(options, function, **defaults),
+        "check": check,
+        "forward": forward,
+        "__doc__": function.__doc__,
+        "__module__": __name__,
+    }
+    return type(name, (Options,), members)
+
+
+_f, _heads = functional, "student_input student_weight teacher_input teacher_weight shift_labels"
+LigerCrossEntropyLoss = _module(
+    "LigerCrossEntropyLoss",
+    _f.liger_cross_entropy,
+    "_input:input target",
+    op_functions.OF_LOGITS,
+    _check_cross_entropy,
+)
+LigerFusedLinearCrossEntropyLoss = _module(
+    "LigerFusedLinearCrossEntropyLoss",
+    _f.liger_fused_linear_cross_entropy,
+    "lin_weight:weight _input:input target bias",
+    op_functions.OF_HEAD,
+    _check_cross_entropy,
+)
+LigerFusedLinearJSD = _module(
+    "LigerFusedLinearJSD",
+    _f.liger_fused_linear_jsd,
+    _heads,
+    "jsd_beta ignore_index temperature accum_dtype",
+    _check_temperature,
+)
+LigerFusedLinearKLDivLoss = _module(
+    "LigerFusedLinearKLDivLoss",
+    _f.liger_fused_linear_kl_div,
+    "student_input student_weight target shift_labels",
+    "reduction ignore_index temperature eps accum_dtype",
+    _check_temperature,
+)
+LigerJSD = _module(
+    "LigerJSD", _f.liger_jsd, "log_q:input log_p:target shift_labels", "beta ignore_index"
+)
+LigerTVDLoss = _module(
+    "LigerTVDLoss",
+    _f.liger_tvd,
+    "p:input q:target shift_labels",
+    "reduction ignore_index",
+    reduction="batchmean",
+)
+LigerFusedCETVDLoss = _module(
+    "LigerFusedCETVDLoss",
+    op_functions.cross_entropy_and_distance,
+    "student_logits teacher_logits target",
+    "ignore_index",
+)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -168,55 +171,6 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         """The divergence of log-probabilities from a distribution."""
         return functional.liger_kl_div(
             y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps
-        )
-
-
-class LigerTVDLoss(Options):
-    """:func:`liger_multi.ops.tvd`."""
-
-    defaults = defaults_of("reduction ignore_index", functional.liger_tvd, reduction="batchmean")
-
-    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """The distance of two distributions."""
-        return functional.liger_tvd(p, q, shift_labels, **self.options)
-
-
-class LigerFusedLinearKLDivLoss(Options):
-    """:func:`functional.liger_fused_linear_kl_div`."""
-
-    defaults = defaults_of(
-        "reduction ignore_index temperature eps accum_dtype", functional.liger_fused_linear_kl_div
-    )
-
-    def check(self) -> None:
-        """Check that the options are in range."""
-        if not self.temperature:
-            raise ArgumentError("temperature cannot be 0.")
-
-    def forward(
-        self,
-        student_input: Tensor,
-        student_weight: Tensor,
-        target: Tensor,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:
-        """The divergence of a head's tokens from given distributions."""
-        return functional.liger_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, **self.options
-        )
-
-
-class LigerFusedCETVDLoss(Options):
-    """Cross entropy and total variation distance of every token."""
-
-    defaults: ClassVar[dict[str, Any]] = {"ignore_index": -100}
-
-    def forward(
-        self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Both, in fp32."""
-        return op_functions.cross_entropy_and_distance(
-            student_logits, teacher_logits, target, self.ignore_index
         )
 
 

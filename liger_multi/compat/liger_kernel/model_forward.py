@@ -8,21 +8,33 @@ own. It hands keywords to ``loss_function``, and that is where they are read.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_multi import ops, patching
+from liger_multi._torch_private import outside_of_graphs
 from liger_multi.compat.liger_kernel import functional
-from liger_multi.compat.liger_kernel.losses import LigerFusedLinearCrossEntropyLoss
-from liger_multi.compat.liger_kernel.output_classes import extended, make_loaded
-from liger_multi.compat.liger_kernel.outputs import unpack_cross_entropy_result
+from liger_multi.compat.liger_kernel.functional import casting_of, liger_rms_norm
+from liger_multi.compat.liger_kernel.losses import (
+    LigerForCausalLMLoss,
+    LigerFusedLinearCrossEntropyLoss,
+)
+from liger_multi.compat.liger_kernel.outputs import (
+    CrossEntropyOutput,
+    extended,
+    make_loaded,
+    unpack_cross_entropy_result,
+)
 from liger_multi.losses import Head
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.head.traced import TracedLogits, real_logits
+from liger_multi.patching.options import BUILT_IN
 from liger_multi.patching.swap import Patched, Swap, apply, swapped
 
 _OP = "loss options"
@@ -207,3 +219,171 @@ def dress(model: nn.Module) -> None:
         apply(base, Swap(_OP, type(base), LigerModel, None))
     elif held.around is None and held.behavior is not LigerModel:
         apply(base, replace(held, around=LigerModel))
+
+
+# --- forwards that people assign to classes and to models: the model's own, head patched ---
+
+_READY = "_liger_multi_forward_ready"
+
+_HEADS = ("fused_linear_cross_entropy", "cross_entropy")
+_HEAD_ALONE = {op: op == _HEADS[0] for op in BUILT_IN}
+_stock: dict[type, Callable[..., Any]] = {}
+"""Class of transformers to its own forward."""
+
+
+def remember(folders: Iterable[str]) -> None:
+    """Note the forwards of the classes in modeling files that this transformers has."""
+    for folder in folders:
+        name = f"transformers.models.{folder}.modeling_{folder}"
+        try:
+            namespace = vars(importlib.import_module(name))
+        except ModuleNotFoundError:
+            continue
+        kinds = [x for x in namespace.values() if isinstance(x, type) and x.__module__ == name]
+        for model_class in kinds:
+            own = vars(model_class).get("forward", lce_forward)
+            if own is not lce_forward:
+                _stock.setdefault(model_class, own)
+
+
+def _make_ready(model: Any) -> None:
+    """Patch the head, where it is not patched, and note that this was done."""
+    swaps = (swapped(module) for module in model.modules())
+    if not any(swap is not None and swap.op in _HEADS for swap in swaps):
+        patching.patch(model, **_HEAD_ALONE)
+    dress(model)
+    setattr(model, _READY, True)
+
+
+# A graph breaks at the first call of a model, and at no other.
+outside_of_graphs(_make_ready, "lce_forward patches the head of a model at its first call")
+
+
+def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own forward, whose head is patched at the first call.
+
+    Its keywords are those of :func:`model_forward.answer`. Logits are computed if they are read.
+
+    Raises:
+        TypeError: A class whose file of ``liger_kernel.transformers.model`` was not imported.
+    """
+    stock = next(
+        (_stock[model_class] for model_class in type(self).__mro__ if model_class in _stock), None
+    )
+    if stock is None:
+        raise TypeError(
+            f"lce_forward: the forward of {type(self).__qualname__} is not known; import the file "
+            "of its model from liger_kernel.transformers.model before it is assigned"
+        )
+    if not getattr(self, _READY, False):
+        _make_ready(self)
+    names = names_of(stock) if args else ()
+    return answer(self, functools.partial(stock, self), args, kwargs, names)
+
+
+def lce_maybe_trainable_lm_head(
+    self: Any,
+    hidden_states: Tensor,
+    hidden_size: int,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    **loss_kwargs: Any,
+) -> Any:
+    """The fused loss of a model's head, which may have an adapter or be sharded by FSDP."""
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        return unpack_cross_entropy_result(
+            LigerForCausalLMLoss(
+                hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
+            )
+        )
+
+    value, *metrics = Head(hidden_states, self.lm_head).run(loss)
+    asked = any(x is not None for x in metrics)
+    return CrossEntropyOutput(value, *metrics) if asked else value
+
+
+def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:
+    """The forwards of a file, by their names."""
+    file = path.rpartition(".")[2]
+    remember((file, f"{file}_dense", f"{file}_moe"))
+    of_head = {"lce_maybe_trainable_lm_head": lce_maybe_trainable_lm_head}
+    return {name: of_head.get(name, lce_forward) for name in names.split()}
+
+
+# --- one module becomes ours in place: for functions that people register for their own types ---
+
+
+def _bind_method_to_module(module: nn.Module, method_name: str, new_method: Callable) -> None:  # type: ignore[type-arg]
+    """Give one module a method of its own."""
+    vars(module)[method_name] = new_method.__get__(module, type(module))
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or the copies that an adapter's wrapper has of it."""
+    copies = getattr(module, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        yield from copies.values()
+        yield module.original_module  # type: ignore[misc]
+    else:
+        yield module
+
+
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return liger_rms_norm(
+        hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+    )
+
+
+def _layer_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return ops.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+def _eps_of(module: Any, usual: float) -> float:
+    names = ("variance_epsilon", "eps")
+    eps = next((getattr(module, name) for name in names if getattr(module, name, None)), usual)
+    return float(eps)
+
+
+def _patch_rms_norm_module(
+    module: nn.Module,
+    offset: float = 0.0,
+    eps: float = 1e-6,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> None:
+    """Let a norm with a weight run :func:`liger_multi.ops.rms_norm`; its own eps has precedence."""
+    for part in _parts(module):
+        own: Any = part
+        own.offset, own.casting_mode = offset, casting_mode
+        own.casting = casting_of("rms_norm", casting_mode)
+        own.variance_epsilon, own.in_place, own.row_mode = _eps_of(part, eps), in_place, row_mode
+        _bind_method_to_module(part, "forward", _rms_norm)
+
+
+def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
+    """Let a layer norm run :func:`liger_multi.ops.layer_norm`; its own eps has precedence."""
+    for part in _parts(module):
+        own: Any = part
+        own.variance_epsilon = _eps_of(part, eps)
+        _bind_method_to_module(part, "forward", _layer_norm)
+
+
+def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> None:
+    """Let an MLP run the forward of one of the MLPs of ``liger_kernel.transformers``."""
+    for name, value in inspect.getmembers(liger_module, lambda x: isinstance(x, property)):
+        if not hasattr(module, name):  # what forward reads of the configuration
+            setattr(module, name, value.fget(module))
+    _bind_method_to_module(module, "forward", liger_module.forward)
+
+
+def _gelu_mlp(self: Any, x: Tensor) -> Tensor:
+    inner = ops.geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh")
+    result: Tensor = self.down_proj(inner)
+    return result
+
+
+def _patch_geglu_module(module: nn.Module) -> None:
+    """Let an MLP with gate_proj, up_proj and down_proj run :func:`liger_multi.ops.geglu`."""
+    _bind_method_to_module(module, "forward", _gelu_mlp)

@@ -42,8 +42,6 @@ HOMES: dict[str, dict[str, str]] = {
         "transformers.geglu": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
         "transformers.tiled_mlp": "LigerTiledSwiGLUMLP LigerTiledGEGLUMLP",
         "transformers.mlp": "LigerFalconH1MLP LigerMLP",
-    },
-    "block_modules": {
         "transformers.mhc": "LigerMHC",
         "transformers.multi_token_attention": "LigerMultiTokenAttention",
         "transformers.fused_neighborhood_attention": (
@@ -91,11 +89,6 @@ HOMES: dict[str, dict[str, str]] = {
         ),
         "ops.grpo_loss": "fused_selective_log_softmax",
     },
-    "grpo": {
-        "ops": "GrpoLossFunction",
-        "ops.grpo_loss": "GrpoLossFunction",
-        "transformers.grpo_loss": "triton_grpo_loss",
-    },
     "op_functions": {
         "functional": (
             "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu "
@@ -119,23 +112,24 @@ HOMES: dict[str, dict[str, str]] = {
     "chunked.preference": {
         "chunked_loss": (
             "LigerFusedLinearDPOLoss LigerFusedLinearORPOLoss LigerFusedLinearCPOLoss "
-            "LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss"
+            "LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss LigerFusedLinearJSDLoss "
+            "LigerFusedLinearCosineSimilarityLoss"
         ),
+        "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss",
+        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
         **{
             f"chunked_loss.{name.lower()}_loss": f"LigerFusedLinear{name}Loss"
             for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO")
         },
     },
     "chunked.policy": {
+        "ops": "GrpoLossFunction",
+        "ops.grpo_loss": "GrpoLossFunction",
+        "transformers.grpo_loss": "triton_grpo_loss",
         "chunked_loss": "LigerFusedLinearGRPOLoss",
         "chunked_loss.grpo_loss": (
             "LigerFusedLinearGRPOLoss k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn"
         ),
-    },
-    "chunked.distillation": {
-        "chunked_loss": "LigerFusedLinearJSDLoss LigerFusedLinearCosineSimilarityLoss",
-        "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss",
-        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
     },
     "chunked.functions": {
         "chunked_loss.functional": (
@@ -160,7 +154,7 @@ HOMES: dict[str, dict[str, str]] = {
         "transformers.monkey_patch": _MODELS,
         "transformers.trainer_integration": "_apply_liger_kernel",
     },
-    "patches": {
+    "model_forward": {
         "transformers.monkey_patch": (
             "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module "
             "_patch_rms_norm_module _patch_swiglu_module"
@@ -217,7 +211,7 @@ OF_OPS = (
 )
 """File of ``liger_kernel.ops`` and its class, without ``Liger`` and ``Function``."""
 
-EXPORTED = ("modules", "block_modules", "losses")
+EXPORTED = ("modules", "losses")
 """What submodules of ``transformers`` have of these modules here, ``transformers`` has too."""
 
 _CAUSAL = (
@@ -269,26 +263,20 @@ TREE = _table()
 
 DYNAMIC = {
     **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
-    **{path: ("forwards", names) for path, names in FORWARDS.items()},
-    "transformers.model.output_classes": ("output_classes", ""),
+    **{path: ("model_forward", names) for path, names in FORWARDS.items()},
+    "transformers.model.output_classes": ("outputs", ""),
 }
 """Submodules that also have what ``functions(path, names)`` of a module here makes."""
 
-_AUTO = {"AutoLigerKernelForCausalLM": "auto"}
-_ORPO = {"LigerORPOTrainer": "orpo"}
+_AUTO = {"AutoLigerKernelForCausalLM": "lazy"}
+_ORPO = {"LigerORPOTrainer": "lazy"}
+_VERSIONS = "IS_TRANSFORMERS_V5_OR_LATER MIN_SUPPORTED_TRANSFORMERS_VERSION transformer_version"
 LAZY = {
     "": dict.fromkeys(_CHOICE.split(), "choosing"),
     "transformers": _AUTO,
     "transformers.auto_model": _AUTO,
     "transformers.trainer": _ORPO,
     "transformers.trainer.orpo_trainer": _ORPO,
-    "transformers.monkey_patch": dict.fromkeys(
-        (
-            "IS_TRANSFORMERS_V5_OR_LATER",
-            "MIN_SUPPORTED_TRANSFORMERS_VERSION",
-            "transformer_version",
-        ),
-        "versions",
-    ),
+    "transformers.monkey_patch": dict.fromkeys(_VERSIONS.split(), "lazy"),
 }
 """Submodule to names that are looked up when they are asked for: they import transformers."""

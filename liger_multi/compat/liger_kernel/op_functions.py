@@ -220,18 +220,6 @@ def _packed(y: Tensor, in_place: bool = False) -> Tensor:
     return ops.swiglu_packed(y)
 
 
-def _moe(
-    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """:func:`liger_multi.ops.fused_moe`."""
-    return ops.fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-
-
-def _embedding(embeddings: Tensor, indices: Tensor) -> Tensor:
-    """:func:`liger_multi.ops.embedding`."""
-    return ops.embedding(indices, embeddings)
-
-
 # --- the classes of liger_kernel.ops ---
 
 OF_LOGITS = (
@@ -265,9 +253,9 @@ CLASSES: dict[str, Callable[..., Any]] = {
     "SiLUMul": f.liger_swiglu,
     "FusedGateUpSiLUMul": _packed,
     "GELUMul": f.liger_geglu,
-    "ReLUSquared": adapter(f.liger_relu_squared, "X:x"),
-    "Softmax": adapter(f.liger_softmax, "input_:x"),
-    "Sparsemax": adapter(f.liger_sparsemax, "x:input dim"),
+    "ReLUSquared": adapter(ops.relu_squared, "X:x"),
+    "Softmax": adapter(ops.softmax, "input_:x"),
+    "Sparsemax": adapter(ops.sparsemax, "x dim"),
     "Rope": f.liger_rope,
     "Qwen2VLMRope": f.liger_qwen2vl_mrope,
     "Llama4Rope": adapter(f.liger_llama4_text_rotary_pos_emb, "q:xq k:xk freqs_cis BLOCK_SIZE"),
@@ -296,14 +284,18 @@ CLASSES: dict[str, Callable[..., Any]] = {
     ),
     "MLP": mlp,
     "TiledMLP": adapter(apply_tiled_mlp, "fn mlp_module x shards:num_shards compute_params"),
-    "FusedMoE": _moe,
+    "FusedMoE": adapter(
+        ops.fused_moe,
+        "x gate_up_proj:gate_up_weight down_proj:down_weight top_k_index:index "
+        "top_k_weights:routing",
+    ),
     "MHCCoeffs": f.liger_mhc_coeffs,
     "MHCPre": f.liger_mhc_pre,
     "MHCPostRes": f.liger_mhc_post_res,
-    "AttnRes": adapter(f.liger_attn_res, "V_stacked:V w_query w_norm eps"),
+    "AttnRes": adapter(ops.attention_residuals, "V_stacked:blocks w_query:query w_norm:weight eps"),
     "MultiTokenAttention": f.liger_multi_token_attention,
     "FusedNeighborhoodAttention": f.liger_fused_neighborhood_attention,
-    "Embedding": _embedding,
+    "Embedding": adapter(ops.embedding, "embeddings:weight indices:index"),
 }
 """Name without ``Liger`` and ``Function`` to what ``apply`` is."""
 globals().update(
@@ -348,7 +340,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
         eps=1e-6,
         in_place=False,
     ),
-    "layer_norm": adapter(f.liger_layer_norm, "x:X weight:W bias:B eps", bias=None, eps=1e-6),
+    "layer_norm": adapter(ops.layer_norm, "x weight bias eps", eps=1e-6),
     "fused_add_rms_norm": adapter(
         f.liger_fused_add_rms_norm,
         "X R W eps offset casting_mode in_place",

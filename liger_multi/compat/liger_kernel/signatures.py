@@ -39,12 +39,13 @@ def adapter(call: Call, names: str, like: Call | None = None, **defaults: Any) -
 
     Args:
         call: Does the work.
-        names: As for :func:`parameters`. What ``like`` does not know is taken and left out.
+        names: As for :func:`parameters`. What neither ``like`` nor ``defaults`` knows is taken and
+            left out.
         like: Has the signature of ``call``, where that takes any keywords.
         defaults: Defaults that differ.
     """
     like = like or call
-    known = inspect.signature(like).parameters
+    known = {*inspect.signature(like).parameters, *defaults}
     ours = {n: o or n for n, _, o in (entry.partition(":") for entry in names.split())}
     order, idle = tuple(ours), frozenset(n for n, o in ours.items() if o not in known)
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import multiprocessing
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
 
 from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.cost import Card, card_of, host_bytes
-from liger_multi.memory.planning.forked import can_fork, forked
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
     PRECISIONS,
@@ -571,110 +578,164 @@ def _group(settings: Settings) -> Settings:
     )
 
 
+# --- a second process, where the machine has a core for it ---
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process may work: no thread is lost in it, and a second core waits."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    return len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_initialized()
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Run ``work`` in a copy of this process, which has imported what is slow to import.
+
+    Yields a function that waits for what ``work`` returned, plain data. It returns None where the
+    process failed: whoever does the work instead meets the error.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(work, there), daemon=True)
+    process.start()
+    there.close()
+
+    def result() -> Any:
+        try:
+            return here.recv()
+        except (EOFError, OSError):
+            return None
+
+    try:
+        yield result
+    finally:
+        process.terminate()
+        process.join()
+        here.close()
+
+
+def _work(work: Callable[[], Any], to: Connection) -> None:
+    torch.set_num_threads(1)  # those of the first process are not here
+    with contextlib.suppress(Exception):
+        to.send(work())
+
+
 # --- what a plan cannot do by itself ---
+
+
+class _Way(NamedTuple):
+    """What notes are made from: of the best candidate, or of the nearest where nothing fits."""
+
+    best: Candidate
+    s: Settings
+    card: Card
+    shapes: Shapes
+
+
+class _Note(NamedTuple):
+    """Advice, and what it depends on."""
+
+    holds: Callable[[_Way], Any]
+    text: str
+
+
+NOTES = (
+    _Note(
+        lambda w: w.s.precision in PURE,
+        "Weights and AdamW states in bfloat16: updates below a 256th of a weight are lost. "
+        "precision='amp' keeps fp32 weights at 16 bytes a trained parameter.",
+    ),
+    _Note(
+        lambda w: w.s.precision == "fp8",
+        "apply(plan, model) has wide linear layers multiply in FP8 (linear_float8); the loss "
+        "of a run in FP8 differs: compare some steps with bf16 first (docs/fp8.md).",
+    ),
+    _Note(
+        lambda w: w.s.precision == "amp",
+        "Run forward and loss under torch.autocast(dtype=torch.bfloat16), backward outside of "
+        "it; bfloat16 needs no loss scaling. Trainer and accelerate do so with bf16.",
+    ),
+    _Note(
+        lambda w: w.s.precision == "fp16",
+        "float16 overflows at 65 504: scale the loss (torch.amp.GradScaler, starting at 2**16; "
+        "unscale_ before clipping), skip steps with infinite gradients, keep fp32 weights. "
+        "Trainer and accelerate do so with fp16, DeepSpeed by its fp16 section.",
+    ),
+    _Note(
+        lambda w: w.s.precision == "fp32",
+        "fp32 products run at the rate without TF32; "
+        "torch.set_float32_matmul_precision('high') is faster where 10 bits of mantissa do.",
+    ),
+    _Note(
+        lambda w: not w.card.bf16 and w.s.precision in (*PURE, "amp"),
+        "{w.card.name} has no bfloat16 products in hardware; ask for precision='fp16'.",
+    ),
+    _Note(
+        lambda w: w.s.spread == "ddp",
+        "DDP keeps buckets as large as the gradients, which are counted; "
+        "gradient_as_bucket_view=True saves them. Where links are slow, PyTorch's "
+        "communication hooks compress gradients: bf16_compress_hook or PowerSGD "
+        "(torch.distributed.algorithms.ddp_comm_hooks; ddp_comm_hook of accelerate's "
+        "DistributedDataParallelKwargs).",
+    ),
+    _Note(
+        lambda w: w.s.spread.startswith("zero"),
+        "ZeRO++ of DeepSpeed compresses what ZeRO-3 sends: zero_quantized_weights, "
+        "zero_quantized_gradients, zero_hpz_partition_size. "
+        "compression=True writes them into the DeepSpeed JSON of a ZeRO-3 plan.",
+    ),
+    _Note(
+        lambda w: w.s.pipeline > 1,
+        "Stages of a pipeline need torch.distributed.pipelining or DeepSpeed's pipelines: "
+        "neither Trainer nor accelerate cuts a model into stages, and no file says so.",
+    ),
+    _Note(
+        lambda w: w.s.tensor > 1,
+        "Tensor parallelism is counted with whole embeddings, norms and logits on every "
+        "device (tp_plan='auto' of transformers divides attention and MLPs).",
+    ),
+    _Note(
+        lambda w: w.s.recompute != "none" and w.s.layers,
+        "Recompute policy {w.s.recompute!r} on the first {w.s.layers} of {w.shapes.count} "
+        "layers: liger_multi.memory.apply(plan, model), or apply_recompute.",
+    ),
+    _Note(
+        lambda w: w.s.tiles > 1 or w.s.offload_activations or w.s.chunk,
+        "apply(plan, model) sets what stands in no engine's file: chunks, tiles, offload.",
+    ),
+    _Note(
+        lambda w: w.best.host_bytes,
+        "{host} of the host's memory are needed for each device.",
+    ),
+    _Note(
+        lambda w: w.shapes.quantized,
+        "{quantized} of frozen weights are counted at their stored size, and the largest of "
+        "them once more as it is dequantized for a product.",
+    ),
+    _Note(
+        lambda w: w.card.guessed,
+        "The card is known by its memory only; times are told with the rates of {w.card.name}.",
+    ),
+    _Note(
+        lambda w: True,
+        "Times rank ways to train and are no forecast; windows of attention are not counted, "
+        "nor are compilers.",
+    ),
+)
 
 
 def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
     """Notes on the best candidate, or on the nearest where nothing fits."""
     best = plan.best if plan.best.fits else plan.nearest
-    notes = [*_lengths(best.settings, plan, shapes), *_precision(best.settings, card)]
-    notes += _spread(best.settings, plan)
-    return [*notes, *_rest(best, card, shapes)]
-
-
-def _lengths(settings: Any, plan: TrainingPlan, shapes: Shapes) -> Iterator[str]:
-    positions = shapes.facts.positions
-    note = beyond(positions, settings.sequence)
-    if note:
-        yield note
-    elif positions and positions in (plan.longest_sequence, plan.most_sequence):
-        yield (
+    way, positions = _Way(best, best.settings, card, shapes), shapes.facts.positions
+    length = beyond(positions, best.settings.sequence)
+    if not length and positions and positions in (plan.longest_sequence, plan.most_sequence):
+        length = (
             f"The longest sequence is what the model has positions for (max_position_embeddings: "
             f"{positions:,}); memory would allow more."
         )
-
-
-def _precision(settings: Any, card: Card) -> Iterator[str]:
-    if settings.precision in PURE:
-        yield (
-            "Weights and AdamW states in bfloat16: updates below a 256th of a weight are lost. "
-            "precision='amp' keeps fp32 weights at 16 bytes a trained parameter."
-        )
-    if settings.precision == "fp8":
-        yield (
-            "apply(plan, model) has wide linear layers multiply in FP8 (linear_float8); the loss "
-            "of a run in FP8 differs: compare some steps with bf16 first (docs/fp8.md)."
-        )
-    elif settings.precision == "amp":
-        yield (
-            "Run forward and loss under torch.autocast(dtype=torch.bfloat16), backward outside of "
-            "it; bfloat16 needs no loss scaling. Trainer and accelerate do so with bf16."
-        )
-    elif settings.precision == "fp16":
-        yield (
-            "float16 overflows at 65 504: scale the loss (torch.amp.GradScaler, starting at 2**16; "
-            "unscale_ before clipping), skip steps with infinite gradients, keep fp32 weights. "
-            "Trainer and accelerate do so with fp16, DeepSpeed by its fp16 section."
-        )
-    elif settings.precision == "fp32":
-        yield (
-            "fp32 products run at the rate without TF32; "
-            "torch.set_float32_matmul_precision('high') is faster where 10 bits of mantissa do."
-        )
-    if not card.bf16 and settings.precision in (*PURE, "amp"):
-        yield f"{card.name} has no bfloat16 products in hardware; ask for precision='fp16'."
-
-
-def _spread(settings: Any, plan: TrainingPlan) -> Iterator[str]:
-    if plan.devices == 1:
-        return
-    if settings.spread == "ddp":
-        yield (
-            "DDP keeps buckets as large as the gradients, which are counted; "
-            "gradient_as_bucket_view=True saves them. Where links are slow, PyTorch's "
-            "communication hooks compress gradients: bf16_compress_hook or PowerSGD "
-            "(torch.distributed.algorithms.ddp_comm_hooks; ddp_comm_hook of accelerate's "
-            "DistributedDataParallelKwargs)."
-        )
-    if settings.spread.startswith("zero"):
-        yield (
-            "ZeRO++ of DeepSpeed compresses what ZeRO-3 sends: zero_quantized_weights, "
-            "zero_quantized_gradients, zero_hpz_partition_size. "
-            "compression=True writes them into the DeepSpeed JSON of a ZeRO-3 plan."
-        )
-    if settings.pipeline > 1:
-        yield (
-            "Stages of a pipeline need torch.distributed.pipelining or DeepSpeed's pipelines: "
-            "neither Trainer nor accelerate cuts a model into stages, and no file says so."
-        )
-    if settings.tensor > 1:
-        yield (
-            "Tensor parallelism is counted with whole embeddings, norms and logits on every "
-            "device (tp_plan='auto' of transformers divides attention and MLPs)."
-        )
-
-
-def _rest(best: Any, card: Card, shapes: Shapes) -> Iterator[str]:
-    settings = best.settings
-    if settings.recompute != "none" and settings.layers:
-        yield (
-            f"Recompute policy {settings.recompute!r} on the first {settings.layers} of "
-            f"{shapes.count} layers: liger_multi.memory.apply(plan, model), or apply_recompute."
-        )
-    if settings.tiles > 1 or settings.offload_activations or settings.chunk:
-        yield "apply(plan, model) sets what stands in no engine's file: chunks, tiles, offload."
-    if best.host_bytes:
-        yield f"{format_bytes(best.host_bytes)} of the host's memory are needed for each device."
-    if shapes.quantized:
-        yield (
-            f"{format_bytes(shapes.quantized)} of frozen weights are counted at their stored "
-            "size, and the largest of them once more as it is dequantized for a product."
-        )
-    if card.guessed:
-        yield (
-            f"The card is known by its memory only; times are told with the rates of {card.name}."
-        )
-    yield (
-        "Times rank ways to train and are no forecast; windows of attention are not counted, nor "
-        "are compilers."
-    )
+    sizes = {"host": best.host_bytes, "quantized": shapes.quantized}
+    words = {name: format_bytes(size) for name, size in sizes.items()}
+    notes = [note.text.format(w=way, **words) for note in NOTES if note.holds(way)]
+    return [length, *notes] if length else notes

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import outside_of_graphs
+from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops import QuantizedWeight
@@ -187,14 +188,14 @@ class _Groups:
         parts: Parameters, stacks or tensors.
         names: Of the factors that are tensors, with an expert each on the first axis.
         others: The rest of the factors.
-        autocast: Device, whether it is on, and its dtype.
+        autocast: Device, and the dtype of its autocast.
     """
 
     run: Callable[..., Tensor]
     parts: Sequence[Any]
     names: tuple[str, ...]
     others: Mapping[str, Any]
-    autocast: tuple[str, bool, torch.dtype]
+    autocast: tuple[str, torch.dtype | None]
 
     def slices(self) -> Iterator[tuple[slice, list[Tensor]]]:
         """Every group: its experts, and their weights, which exist until the next is asked for."""
@@ -217,8 +218,7 @@ class _Groups:
     ) -> Tensor:
         """The sum of a group, of whose experts ``thin`` are the factors."""
         named = {**self.others, **dict(zip(self.names, thin, strict=True))}
-        device, on, dtype = self.autocast
-        with torch.autocast(device, dtype, enabled=on):
+        with autocast(*self.autocast):
             return self.run(weights, x, index - some.start, routing, named)
 
 
@@ -293,9 +293,9 @@ def in_groups(
     """
     thin = {name: f for name, f in factors.items() if isinstance(f, Tensor)}
     others = {name: f for name, f in factors.items() if name not in thin}
-    device = x.device.type
-    autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    groups = _Groups(run, parts, tuple(thin), others, autocast)
+    device_type = x.device.type
+    under = device_type, autocast_dtype(device_type)
+    groups = _Groups(run, parts, tuple(thin), others, under)
     return cast(Tensor, cast(Any, _InGroups).apply(groups, x, index, routing, *thin.values()))
 
 

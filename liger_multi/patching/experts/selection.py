@@ -13,10 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from liger_multi._torch_private import constant_in_graphs
-from liger_multi.checks import autocast_dtype
+from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.patching.swap import unpatched_class
 
 EAGER, BATCHED, GROUPED = "eager", "batched_mm_experts_forward", "grouped_mm_experts_forward"
@@ -41,7 +39,7 @@ def computes_in_weight_dtype(module: Any, device_type: str) -> bool:
 def autocast_of(module: Any, device_type: str) -> contextlib.AbstractContextManager[Any]:
     """No autocast where the selected implementation has none."""
     if computes_in_weight_dtype(module, device_type):
-        return torch.autocast(device_type, enabled=False)
+        return autocast(device_type, None)
     return contextlib.nullcontext()
 
 

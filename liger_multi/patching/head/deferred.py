@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled, next_sequence_nr
-from liger_multi.checks import autocast_dtype
+from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.resolve import mode_in_force
 from liger_multi.parameters import Evaluated, Job
@@ -402,10 +402,7 @@ class _Circumstances:
     def _restored(self, grad: bool) -> Iterator[None]:
         device_type, dtype = self.device_type, self.autocast_dtype
         with contextlib.ExitStack() as stack:
-            if device_type != "meta":
-                stack.enter_context(
-                    torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
-                )
+            stack.enter_context(autocast(device_type, dtype))
             if not grad:
                 stack.enter_context(torch.no_grad())
             if self.strict and self.strict != mode_in_force():
@@ -419,9 +416,9 @@ class _Circumstances:
     def traced(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast as in the forward pass, in a form that a compiler traces."""
         device_type, dtype = self.device_type, self.autocast_dtype
-        if device_type == "meta" or dtype == autocast_dtype(device_type):
+        if dtype == autocast_dtype(device_type):
             return contextlib.nullcontext()
-        return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+        return autocast(device_type, dtype)
 
 
 class Guard(_Circumstances):

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from liger_multi.checks import autocast_dtype
+from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.parameters import Job
 from liger_multi.patching.head.deferred import DeferredLogits
@@ -77,7 +77,7 @@ class _Plan:
         device_type, dtype = self.device_type, self.autocast_dtype
         if dtype == autocast_dtype(device_type):
             return contextlib.nullcontext()
-        return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+        return autocast(device_type, dtype)
 
     def forward(self, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, max(1, hidden.shape[0]), self.step)

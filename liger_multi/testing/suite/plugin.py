@@ -7,71 +7,23 @@ Expected failures are a text file with one test id and its reason per line::
 
 ``*`` in an id stands for any text. A test that passes unexpectedly fails, so that its line goes.
 
-Whatever the ``empty`` family returns holds NaN, so that uninitialized memory shows itself.
+Uninitialized memory holds NaN (:mod:`liger_multi.testing.poison`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from liger_multi._torch_private import tensor_constructors
 from liger_multi.dispatch.registry import backends
 from liger_multi.errors import unknown
 from liger_multi.testing.checks import device_of, refusal
-
-# --- uninitialized memory that shows itself ---
-
-_EMPTY: dict[Any, tuple[str, ...]] = {
-    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
-    torch.Tensor: ("new_empty", "new_empty_strided"),
-}
-
-
-def poison_value(dtype: torch.dtype) -> float | int | bool | None:
-    """What uninitialized memory of a dtype holds under test: NaN, the largest integer, or True."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype is torch.bool:
-        return True
-    try:
-        return torch.iinfo(dtype).max
-    except TypeError:
-        return None  # quantized and sub-byte dtypes cannot be filled
-
-
-def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = original(*args, **kwargs)
-        value = poison_value(tensor.dtype)
-        if value is not None and tensor.numel():
-            with torch.no_grad():
-                tensor.fill_(value)
-        return tensor
-
-    empty.__name__ = original.__name__
-    empty.__wrapped__ = original  # type: ignore[attr-defined]
-    return empty
-
-
-def poison_empty() -> None:
-    """Fill whatever the ``empty`` family returns, for the rest of the process; idempotent."""
-    # cached there: contexts such as torch.device("meta") know the functions that are replaced here
-    constructors = tensor_constructors()
-    if constructors is not None:
-        constructors()
-    for owner, names in _EMPTY.items():
-        for name in names:
-            original = getattr(owner, name)
-            if not hasattr(original, "__wrapped__"):
-                setattr(owner, name, _poisoned(original))
-
+from liger_multi.testing.poison import poison_empty
 
 # --- expected failures ---
 

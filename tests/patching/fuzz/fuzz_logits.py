@@ -2,10 +2,7 @@
 
 A program is a list of statements that its seed determines, and is printed as the Python that runs.
 Stock and patched run the same text, and are compared by public behavior alone: values, dtypes,
-shapes, strides, ``requires_grad``, gradients and errors. Failing programs shrink to few statements.
-
-    python tests/patching/fuzz/fuzz_logits.py --seed 1 --programs 500 --mode eager --shrink
-    python tests/patching/fuzz/fuzz_logits.py --replay program.txt
+shapes, strides, ``requires_grad``, gradients and errors.
 
 Modes: ``eager``; ``compiled``, where the model is compiled and the program is not; ``whole``, where
 the model and the first statements of the program are compiled as one function.
@@ -13,26 +10,17 @@ the model and the first statements of the program are compiled as one function.
 
 from __future__ import annotations
 
-import argparse
-import builtins
-import contextlib
 import random
 import re
 import string
-import sys
 import textwrap
-import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from fuzz_logits_compare import SAVES_LOGITS, UNCOUNTED, Fuzzer, Verdict
-from fuzz_logits_run import MODELS, MODES, Program, code, inputs, models, names_of, statements
+from fuzz_logits_run import MODELS, Program, code, inputs, models, statements
 from fuzz_logits_steps import CE, CEP, CONTEXTS, EAGER_FORWARDS, FAMILIES, FORWARDS, NLL, PRELUDE, V
 from torch import Tensor
 
@@ -207,85 +195,6 @@ def programs(seed: int, count: int, mode: str = "eager", start: int = 0) -> Iter
         yield Generator(seed * 1_000_003 + i, mode).program()
 
 
-def shrink(program: Program, judge: Callable[[Program], Verdict], expected: Verdict) -> Program:
-    """The fewest and shortest statements that still fail in the same way."""
-
-    worst = min(expected.topic.split(", "), key=_gravity)
-
-    def fails(other: Program) -> bool:
-        verdict = judge(other)
-        return verdict.outcome == "failed" and worst in verdict.topic.split(", ")
-
-    current, changed = program, True
-    while changed:
-        changed = False
-        for other in _smaller(current):
-            if fails(other):
-                current, changed = other, True
-                break
-    return current
-
-
-SIMPLEST = {"eager": "llama", "compiled": "small", "whole": "small"}
-GRAVITY = (
-    "crash",
-    "values",
-    "values of gradient",
-    "ours raises",
-    "error on reading",
-    "stock raises",
-)
-
-
-def _gravity(topic: str) -> int:
-    return GRAVITY.index(topic) if topic in GRAVITY else len(GRAVITY) + (topic == "strides")
-
-
-def _smaller(program: Program) -> Iterator[Program]:
-    if program.mode != "eager":
-        yield replace(program, mode="eager", graph=0)
-    if program.model != SIMPLEST[program.mode]:
-        yield replace(program, model=SIMPLEST[program.mode])
-    for at in reversed(range(len(program.steps))):
-        other = _without(program, at)
-        if other is not None and len(other.steps) < len(program.steps):
-            yield other
-    for at, step in enumerate(program.steps):
-        for simpler in _simpler(step):
-            steps = (*program.steps[:at], simpler, *program.steps[at + 1 :])
-            yield replace(program, steps=steps)
-
-
-def _simpler(step: str) -> Iterator[str]:
-    if step.startswith("with "):
-        yield textwrap.dedent(step.split("\n", 1)[1])
-    if step.startswith("total ="):
-        terms = step.removeprefix("total = ").split(" + ")
-        if len(terms) > 1:
-            yield from (f"total = {' + '.join(t for t in terms if t is not x)}" for x in terms)
-        elif "*" in terms[0]:
-            yield f"total = {terms[0].split('* ')[1]}"
-    if step in ("z = model(ids, logits_to_keep=3).logits", "z = model(ids, return_dict=False)[0]"):
-        yield "z = model(ids).logits"
-
-
-def _without(program: Program, at: int) -> Program | None:
-    """The program without a statement and those that need it; None where names run out."""
-    known, steps, graph = {*PRELUDE, *inputs(), "model", *dir(builtins)}, [], 0
-    for i, step in enumerate(program.steps):
-        read, stored, deleted = names_of(step)
-        if i == at or not read - stored <= known or not (read & stored) - known <= stored:
-            continue
-        if any(name in read and name not in known for name in stored):
-            continue
-        known = (known | stored) - deleted
-        steps.append(step)
-        graph += i < program.graph
-    if not steps or (program.mode == "whole" and not graph):
-        return None
-    return replace(program, steps=tuple(steps), graph=graph)
-
-
 def run(
     seed: int, count: int, mode: str = "eager", start: int = 0, fused: FusedCalls | None = None
 ) -> Iterator[tuple[Program, Verdict]]:
@@ -300,60 +209,3 @@ def run(
 def report(program: Program, verdict: Verdict) -> str:
     """A failure with the program that shows it."""
     return f"{verdict.topic}\n{textwrap.indent(verdict.why, '  ')}\n{program}\n"
-
-
-def main() -> int:
-    """Run, print the failures and count the verdicts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--programs", type=int, default=200, metavar="N")
-    parser.add_argument("--start", type=int, default=0, metavar="N", help="number of the first")
-    parser.add_argument("--mode", choices=MODES, default="eager")
-    parser.add_argument("--shrink", action="store_true", help="print short failing programs")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file")
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
-    for name in LIMITS:
-        setattr(torch._dynamo.config, name, 2000)
-    fused = FusedCalls(pytest.MonkeyPatch())
-    if options.replay:
-        program = Program.parse(options.replay.read_text())
-        verdict = Fuzzer(fused).judge(program)
-        print(verdict.outcome, f"fused {verdict.fused}", report(program, verdict), sep="\n")
-        return int(verdict.outcome == "failed")
-    counts, observed, started = Counter[str](), Counter[str](), time.perf_counter()
-    with _progress(options.programs) as (advance, show):
-        for program, verdict in run(
-            options.seed, options.programs, options.mode, options.start, fused
-        ):
-            counts[verdict.outcome] += 1
-            counts["fused"] += bool(verdict.fused)
-            counts["without finite gradients"] += not verdict.finite
-            if verdict.outcome == "failed":
-                observed[verdict.topic] += 1
-                if options.shrink:
-                    program = shrink(program, Fuzzer(fused).judge, verdict)
-                    verdict = Fuzzer(fused).judge(program)
-                show(report(program, verdict))
-            elif verdict.topic:
-                observed[f"{verdict.outcome}: {verdict.topic}"] += 1
-            advance()
-    print(f"{time.perf_counter() - started:.0f} s", dict(counts), dict(observed), sep="\n")
-    return int(bool(counts["failed"]))
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[], None], Callable[[str], None]]]:
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield (lambda: None), print
-        return
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("programs", total=total)
-        yield (lambda: progress.advance(task)), print
-
-
-if __name__ == "__main__":
-    sys.exit(main())

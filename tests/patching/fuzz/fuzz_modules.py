@@ -1,29 +1,22 @@
-"""Random modules, patched and not: ``python tests/patching/fuzz/fuzz_modules.py --seed 7``.
+"""Random modules, patched and not.
 
 A case is the source of a module class, with features that a patch may overlook (dropouts, buffers,
 scales, detached gradients, casts), and a list of actions of user code: modes, hooks, changed
 attributes, replaced submodules and methods. The patched module must equal a copy that is not
 patched, in its output, its dtype, every gradient, the random numbers that it draws and the
-attributes that it leaves, at the start and after every action. ``--shrink`` drops features and
-actions as long as a case still fails, and prints what remains.
+attributes that it leaves, at the start and after every action.
 """
-# ruff: noqa: E402  (the path comes first)
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import random
 import sys
-import time
 import types
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-sys.path[:0] = [str(Path(__file__).parents[3])]
 
 import torch
 from torch import nn
@@ -706,21 +699,6 @@ def _compared(case: Case, twins: list[Twin], outcome: Outcome) -> str:
     return ""
 
 
-def shrunk(case: Case) -> Case:
-    """The case with as few features and actions as still fail."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for field_of in ("actions", "features"):
-            held = getattr(case, field_of)
-            for at in range(len(held)):
-                less = replace(case, **{field_of: (*held[:at], *held[at + 1 :])})
-                if examine(less).failure:
-                    case, smaller = less, True
-                    break
-    return case
-
-
 @dataclass
 class Summary:
     """Counts of a run, and the cases that failed."""
@@ -743,28 +721,3 @@ def run(seed: int, modules: int) -> Summary:
         if outcome.failure:
             summary.failures.append((case, outcome.failure))
     return summary
-
-
-def main() -> int:
-    """Print every failing case; 1 where there is one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of the first module")
-    parser.add_argument("--modules", type=int, default=1, help="how many, each of the next seed")
-    parser.add_argument("--shrink", action="store_true", help="drop what a failure does not need")
-    options = parser.parse_args()
-    started = time.monotonic()
-    summary = run(options.seed, options.modules)
-    if options.modules == 1:
-        print(generate(options.seed))
-    for case, failure in summary.failures:
-        case = shrunk(case) if options.shrink else case
-        print(f"\n--- {examine(case).failure or failure}\n{case}")
-    print(
-        f"{len(summary.failures)} failures; {dict(summary.counts)}; "
-        f"{time.monotonic() - started:.0f} s"
-    )
-    return int(bool(summary.failures))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

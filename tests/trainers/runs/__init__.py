@@ -1,9 +1,9 @@
 """Trainers, run with the switch that brings in this library's operators and without.
 
 ``trainers.yaml`` is the table: what is installed, how the trainer is started, its switch, and the
-runs. ``python -m tests.trainers.runs NAME`` builds the trainer's environment and runs each of
-them without the switch and, with the import names of Liger-Kernel served, with it. Both have
-to log the same numbers, and operators of ours have to have been called. Nothing of a trainer is
+runs. ``python -m tests.trainers.runs.driver NAME`` builds the trainer's environment and runs each
+of them without the switch and, with the import names of Liger-Kernel served, with it. Both have to
+log the same numbers, and operators of ours have to have been called. Nothing of a trainer is
 changed.
 """
 

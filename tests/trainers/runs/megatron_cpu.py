@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.trainers.runs.cpu import ALONE
+from tests.trainers.runs.setting import ALONE
 
 PARTS = ("rms_norm", "cross_entropy", "swiglu")
 CLASSES, LENGTH, BATCH = 64, 16, 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import create_mask
 
-from tests.trainers.runs.cpu import ALONE, accelerator
+from tests.trainers.runs.setting import ALONE, accelerator
 
 
 def sum_only(unit: FSDPModule, factor: float) -> None:

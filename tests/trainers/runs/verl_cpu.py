@@ -7,8 +7,8 @@ registered for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -17,72 +17,41 @@ import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from tests.trainers.runs.cpu import accelerator
+from tests.trainers.runs.setting import accelerator
+
+
+def answer(value: Any = None) -> Callable[..., Any]:
+    """A method that answers the same whatever it is asked; None where a CPU has nothing to do."""
+    return lambda self, *args, **kwargs: value
 
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):  # type: ignore[misc]
     """What verl asks of a device."""
 
-    device_name = "cpu"
-    vendor_name = "cpu"
+    device_name = vendor_name = "cpu"
     device_module: ModuleType = accelerator()
+    is_available = answer(True)
+    current_device = answer("cpu")
+    device_count = answer(1)
+    get_device_capability = answer((None, None))
+    communication_backend_name = answer("gloo")
+    visible_devices_envvar = answer("CUDA_VISIBLE_DEVICES")
+    ray_resource_name = answer("CPU")
+    ray_noset_envvars = answer([])
+    is_ipc_supported = answer(False)
+    set_device = synchronize = set_allocator_settings = empty_cache = answer()
+    profiler_start = profiler_stop = cudart = answer()
 
-    def is_available(self) -> bool:
-        """There is always one."""
-        return True
-
-    def current_device(self) -> str:
-        """An argument for ``Tensor.to``."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        """One a process."""
-        return 1
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """A CPU has none."""
-        return (None, None)
-
-    def communication_backend_name(self) -> str:
-        """What ``torch.distributed`` has for CPUs."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """Nothing reads it."""
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
         """No profiler."""
-        yield
-
-    def ray_resource_name(self) -> str:
-        """A worker takes a CPU."""
-        return "CPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """Nothing to keep from Ray."""
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        """No memory of a device to share."""
-        return False
-
-    def cudart(self) -> None:
-        """No runtime."""
+        return nullcontext()
 
     def manual_seed(self, seed: int) -> None:
         """Seed."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def nothing(self, *_: Any) -> None:
-        """What a CPU has nothing to do for."""
-
-    set_device = synchronize = set_allocator_settings = empty_cache = nothing
-    profiler_start = profiler_stop = nothing
 
 
 _init = torch.distributed.init_process_group

@@ -23,8 +23,8 @@ from liger_multi.compat.liger_kernel.functional import wide
 from liger_multi.compat.liger_kernel.outputs import ArgumentError
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.losses.one_pass import curved, mean_logits, tiled_sum
-from liger_multi.losses.pairs import chosen_nll, sequences, with_nll_targets
-from liger_multi.losses.shared import divisor, masked_mean
+from liger_multi.losses.pairs import pair_tokens, sequences
+from liger_multi.losses.shared import divisor
 
 Tensors = tuple[Tensor, Tensor, Tensor | None]
 Made = tuple[Tensor, tuple[Tensor, ...]]
@@ -181,7 +181,7 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head = losses.Head(hidden, weight, bias)
-            _, sums, nll = pair_tokens(head, target, labels, ignore_index, average_log_prob)
+            _, sums, nll = pair_answers(head, target, labels, ignore_index, average_log_prob)
             nll = nll if compute_nll_loss else torch.zeros_like(nll)
             (chosen, rejected), total = sums.chunk(2), _Total()
             for part in _chunks(len(chosen), chunk_size):
@@ -200,27 +200,13 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
         return cls.run(ctx, (_input, weight, bias), loss)  # type: ignore[no-any-return]
 
 
-def pair_tokens(
+def pair_answers(
     head: losses.Head, target: Tensor, nll_target: Tensor | None, ignore_index: int, average: bool
 ) -> tuple[ops.LogProbOutput, Tensor, Tensor]:
-    """Statistics of tokens, log-probabilities of sequences, and the chosen answers' mean NLL.
-
-    Where ``nll_target`` has a token that ``target`` ignores, the statistics have it too.
-    """
-
-    def log_prob(rest: Tensor) -> Tensor:
-        log_prob = losses.tokens(head, rest, ignore_index=ignore_index).log_prob
-        assert log_prob is not None
-        return log_prob
-
+    """Statistics of tokens, log-probabilities of sequences, and the chosen answers' mean NLL."""
+    own, nll = pair_tokens("LigerFusedLinear*Loss", head, target, nll_target, (), ignore_index)
     mask = target != ignore_index
-    every = target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
-    own = losses.tokens(head, every, ignore_index=ignore_index)
     assert own.log_prob is not None
-    if nll_target is None:
-        nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])
-    else:
-        nll = chosen_nll(own.log_prob, log_prob, target, nll_target, ignore_index)
     return own, sequences(torch.where(mask, own.log_prob, 0), mask, None, average), nll
 
 

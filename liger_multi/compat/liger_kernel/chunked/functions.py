@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from liger_multi.compat.liger_kernel.chunked import bases, distillation, policy, preference
+from liger_multi.compat.liger_kernel.chunked import bases, policy, preference
 
 _HOOKS = ("forward", "preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn")
 
@@ -108,53 +108,28 @@ liger_fused_linear_grpo = _applied(
     "temperature compiled use_ref_model chunk_size vllm_is_ratio delta use_bias_correction_kl "
     "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
 )
-liger_fused_linear_jsd = _applied(distillation.LigerFusedLinearJSDLoss, _TEACHER)
-liger_fused_linear_cosine = _applied(distillation.LigerFusedLinearCosineSimilarityLoss, _TEACHER)
+liger_fused_linear_jsd = _applied(preference.LigerFusedLinearJSDLoss, _TEACHER)
+liger_fused_linear_cosine = _applied(preference.LigerFusedLinearCosineSimilarityLoss, _TEACHER)
 
 
-class LigerFusedLinearDPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
-    """:class:`LigerFusedLinearDPOLoss`."""
-
-    apply = staticmethod(liger_fused_linear_dpo)
-
-
-class LigerFusedLinearCPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
-    """:class:`LigerFusedLinearCPOLoss`."""
-
-    apply = staticmethod(liger_fused_linear_cpo)
-
-
-class LigerFusedLinearSimPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
-    """:class:`LigerFusedLinearSimPOLoss`, by default without the NLL."""
-
-    apply = staticmethod(liger_fused_linear_simpo)
-
-
-class LigerFusedLinearORPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
-    """:class:`LigerFusedLinearORPOLoss`."""
-
-    apply = staticmethod(liger_fused_linear_orpo)
-
-
-class LigerFusedLinearKTOFunction(_Sealed, bases.LigerFusedLinearUnpairedPreferenceBase):
-    """:class:`LigerFusedLinearKTOLoss`, by default with a reference."""
-
-    apply = staticmethod(liger_fused_linear_kto)
-
-
-class LigerFusedLinearGRPOFunction(_Sealed, bases.LigerFusedLinearPPOBase):
-    """:class:`LigerFusedLinearGRPOLoss`."""
-
-    apply = staticmethod(liger_fused_linear_grpo)
-
-
-class LigerFusedLinearJSDFunction(_Sealed, bases.LigerFusedLinearDistillationBase):
-    """:class:`LigerFusedLinearJSDLoss`."""
-
-    apply = staticmethod(liger_fused_linear_jsd)
-
-
-class LigerFusedLinearCosineSimilarityFunction(_Sealed, bases.LigerFusedLinearDistillationBase):
-    """:class:`LigerFusedLinearCosineSimilarityLoss`."""
-
-    apply = staticmethod(liger_fused_linear_cosine)
+_PAIR_BASE = bases.LigerFusedLinearPreferenceBase
+_TEACHER_BASE = bases.LigerFusedLinearDistillationBase
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], type[torch.autograd.Function]]] = {
+    "DPO": (liger_fused_linear_dpo, _PAIR_BASE),
+    "CPO": (liger_fused_linear_cpo, _PAIR_BASE),
+    "SimPO": (liger_fused_linear_simpo, _PAIR_BASE),
+    "ORPO": (liger_fused_linear_orpo, _PAIR_BASE),
+    "KTO": (liger_fused_linear_kto, bases.LigerFusedLinearUnpairedPreferenceBase),
+    "GRPO": (liger_fused_linear_grpo, bases.LigerFusedLinearPPOBase),
+    "JSD": (liger_fused_linear_jsd, _TEACHER_BASE),
+    "CosineSimilarity": (liger_fused_linear_cosine, _TEACHER_BASE),
+}
+"""Name without ``LigerFusedLinear`` and ``Function`` to what ``apply`` is, and the base class."""
+for _name, (_apply, _base) in _FUNCTIONS.items():
+    _members = {
+        "apply": staticmethod(_apply),
+        "__doc__": f":class:`LigerFusedLinear{_name}Loss`.",
+        "__module__": __name__,
+    }
+    _class = f"LigerFusedLinear{_name}Function"
+    globals()[_class] = type(_class, (_Sealed, _base), _members)

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi import losses
+from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.chunked import bases
 from liger_multi.compat.liger_kernel.chunked.bases import check_policy, ranks, sampler_ratios
 from liger_multi.compat.liger_kernel.losses import Options, defaults_of
 from liger_multi.compat.liger_kernel.outputs import ArgumentError
+from liger_multi.compat.liger_kernel.signatures import adapter, function_class
+from liger_multi.losses import policy as formulas
 from liger_multi.losses.policy import POLICY, _vespo_weight
+from liger_multi.losses.shared import divisor, masked_mean
 
 TOKENS_ONLY = ("cispo", "sapo", "vespo")
 _POSITIVE = ("sapo_temperature_pos", "sapo_temperature_neg", "delta")
@@ -219,3 +222,211 @@ class FunctionalGRPOLoss(LigerFusedLinearGRPOLoss):
         if self.loss_type == "sapo" and lowest <= 0:
             raise ArgumentError("sapo_temperature must be > 0.")
         super().check()
+
+
+# --- of logits, with a number of every token: liger_kernel.ops.grpo_loss ---
+
+Tokens = tuple[Tensor, Tensor | None, Tensor]
+"""The loss, the divergence (None without a beta) and whether it was clipped, of every token."""
+
+GRPO = "GrpoLossFunction"
+
+
+def _tokens(
+    logits: Tensor, ids: Tensor, mask: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens that count, and which these are."""
+    if logits.ndim != 3 or ids.ndim != 2 or logits.shape[1] != ids.shape[1] + 1:
+        raise ArgumentError(
+            f"{GRPO}: logits must be (B, L + 1, V) and completion_ids (B, L), got "
+            f"{tuple(logits.shape)} and {tuple(ids.shape)}"
+        )
+    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    tokens = ops.token_log_prob(
+        logits[:, :-1],
+        ids.masked_fill(~counted, -100),
+        temperature=temperature,
+        outputs=("log_prob",),
+    )
+    assert tokens.log_prob is not None
+    return tokens.log_prob, counted
+
+
+def _options(loss_type: str, **options: Any) -> losses.PolicyOptions:
+    """Options that the loss type reads; callers pass those of all of them."""
+    if loss_type not in POLICY:
+        raise ArgumentError(f"Unknown loss_type: {loss_type}")
+    read = {*POLICY[loss_type].reads, "beta", "correct_kl", "level"}
+    if loss_type == "vespo":
+        read.remove("level")
+    return losses.PolicyOptions(
+        loss_type=loss_type, **{name: value for name, value in options.items() if name in read}
+    )
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, o: losses.PolicyOptions) -> Tensor:
+    """Which ratios are beyond the range in the direction that their advantage pulls, 1 or 0."""
+    if o.loss_type == "cispo":
+        clipped = (ratio > o.epsilon_high) & (advantage > 0)
+    elif POLICY[o.loss_type].surrogate is formulas.clipped:
+        low, high = ratio < 1 - o.epsilon_low, ratio > 1 + o.epsilon_high
+        clipped = (low & (advantage < 0)) | (high & (advantage > 0))
+    else:
+        clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    return clipped.float()
+
+
+def _losses(
+    logits: Tensor,
+    ids: Tensor,
+    columns: dict[str, Tensor | None],
+    mask: Tensor | None,
+    temperature: float,
+    o: losses.PolicyOptions,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Loss, divergence, clipping and counting of tokens; what does not count is 0."""
+    own, counted = _tokens(logits, ids, mask, temperature)
+    c: dict[str, Tensor] = {k: x.detach().float() for k, x in columns.items() if x is not None}
+    c = {k: (x.unsqueeze(1) if x.ndim == 1 else x).expand(own.shape) for k, x in c.items()}
+    c["mask"] = counted
+    ratio = formulas._ratio(own, c, o)
+    loss = POLICY[o.loss_type].surrogate(ratio, own, c, o)
+    if "ratios" in c and o.loss_type != "vespo":
+        loss = loss * c["ratios"]
+    kl = None
+    if o.beta:
+        kl = formulas._kl(own, ratio, c, o)
+        loss = loss + o.beta * kl
+        kl = torch.where(counted, kl.detach(), 0)
+    clipped = torch.where(counted, _clipped(ratio.detach(), c["advantage"], o), 0)
+    return torch.where(counted, loss, 0), kl, clipped, counted
+
+
+def grpo_loss(
+    logits: Tensor,
+    old_logp: Tensor | None,
+    ref_logp: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None,
+    temperature: float,
+    beta: float,
+    eps_low: float,
+    eps_high: float,
+    inplace: bool,
+    loss_type: str = "grpo",
+    max_completion_length: int | None = None,
+    reduce: bool = True,
+    importance_sampling_level: str = "token",
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vllm_is_ratio: Tensor | None = None,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    num_items_in_batch: Tensor | float | None = None,
+    phi_seq: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """:func:`liger_multi.losses.policy_loss` of logits ``(B, L + 1, V)``, whose last is not read.
+
+    Nothing is written over the logits. With ``reduce`` the loss of the batch, the mean divergence
+    (None without a beta) and the share of clipped tokens, else these numbers of every token,
+    ``(B, L)`` in fp32.
+    """
+    check_policy(GRPO, loss_type, max_completion_length, beta != 0, (ref_logp, None))
+    check_level(importance_sampling_level, loss_type)
+    o = _options(
+        loss_type,
+        level=importance_sampling_level,
+        beta=beta,
+        epsilon_low=eps_low,
+        epsilon_high=eps_high,
+        delta=delta,
+        correct_kl=use_bias_correction_kl and beta != 0,
+        max_length=max_completion_length,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+    )
+    columns = {
+        "advantage": advantages,
+        "old": old_logp,
+        "reference": ref_logp,
+        "ratios": vllm_is_ratio,
+        "weight": phi_seq,
+    }
+    loss, kl, clipped, counted = _losses(
+        logits, completion_ids, columns, completion_mask, temperature, o
+    )
+    if not reduce:
+        return loss, kl, clipped
+    return _reduced(loss, kl, clipped, counted, o, num_items_in_batch)
+
+
+def _reduced(
+    loss: Tensor,
+    kl: Tensor | None,
+    clipped: Tensor,
+    counted: Tensor,
+    o: losses.PolicyOptions,
+    num_items: Tensor | float | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The loss of a batch, and means over the tokens that count."""
+    processes, group = ranks()
+    batch = formulas.Batch(
+        counted, lambda: divisor(GRPO, counted, num_items, processes, group), 1, o.max_length
+    )
+    total = (loss * POLICY[o.loss_type].weight(batch).to(loss.device)).sum()
+    mean = None if kl is None else masked_mean(kl, counted)
+    return total, mean, masked_mean(clipped, counted)
+
+
+GrpoLossFunction = function_class("GrpoLossFunction", grpo_loss)
+
+
+_VESPO_OPTIONS: dict[str, Any] = {
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
+
+
+def _grpo_loss(**options: Any) -> Any:
+    """:class:`GrpoLossFunction`; with ``reduce`` the loss and a list of the metrics."""
+    vespo = [options.pop(name) for name in _VESPO_OPTIONS]
+    if options["loss_type"] == "vespo":
+        if options.get("importance_sampling_level") == "sequence":
+            raise ArgumentError("loss_type='vespo' requires importance_sampling_level='token'.")
+        own, counted = _tokens(
+            options["logits"].detach(),
+            options["completion_ids"],
+            options["completion_mask"],
+            options["temperature"],
+        )
+        before = own if options["old_logp"] is None else options["old_logp"]
+        ratios = options.get("vllm_is_ratio")
+        options["phi_seq"] = get_gamma_weights(
+            options["advantages"], own - before, counted, ratios, *vespo
+        )
+    loss, kl, clipped = grpo_loss(**options)
+    if not options["reduce"]:
+        return loss, kl, clipped
+    return loss, [clipped] if kl is None else [kl, clipped]
+
+
+triton_grpo_loss = adapter(
+    _grpo_loss,
+    "logits old_logp ref_logp completion_ids advantages completion_mask temperature beta eps_low "
+    "eps_high inplace loss_type max_completion_length importance_sampling_level reduce "
+    "sapo_temperature_pos sapo_temperature_neg vllm_is_ratio delta use_bias_correction_kl "
+    f"num_items_in_batch {' '.join(_VESPO_OPTIONS)}",
+    grpo_loss,
+    completion_mask=None,
+    temperature=0.9,
+    beta=0.04,
+    eps_low=0.2,
+    eps_high=0.4,
+    inplace=True,
+    loss_type="dapo",
+    reduce=False,
+    **_VESPO_OPTIONS,
+)

@@ -1,4 +1,4 @@
-"""The losses of pairs and of single answers."""
+"""The losses of pairs, of single answers, and of distillation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi import losses
+from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.chunked import bases
 from liger_multi.compat.liger_kernel.chunked.bases import (
     by_side,
     chosen_labels,
     every_logit,
-    pair_tokens,
+    pair_answers,
     reference_answers,
 )
 from liger_multi.compat.liger_kernel.losses import Options, defaults_of
 from liger_multi.compat.liger_kernel.outputs import ArgumentError
 from liger_multi.losses.pairs import sequences
 from liger_multi.losses.preference import DPO, _log_odds
-from liger_multi.ops import LogProbOutput
+
+
+def _reference(loss: Options, tensors: tuple[Any, Any, Any], target: Tensor) -> Tensor:
+    """Log-probabilities of sequences under the reference; zeros without one."""
+    o, name = loss, type(loss).__name__
+    use, average = o.use_ref_model, o.average_log_prob
+    sums = reference_answers(name, use, tensors, target, o.ignore_index, average)
+    return torch.zeros(target.shape[0], device=target.device) if sums is None else sums
 
 
 class _Pairs(Options):
@@ -31,9 +38,9 @@ class _Pairs(Options):
 
     def tokens(
         self, head: losses.Head, target: Tensor, nll_target: Tensor | None
-    ) -> tuple[LogProbOutput, Tensor, Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[ops.LogProbOutput, Tensor, Tensor, tuple[Tensor, ...]]:
         """Log-probabilities of tokens, of sequences, the chosen NLL, and what is returned first."""
-        own, sums, nll = pair_tokens(head, target, nll_target, self.ignore_index, self.average)
+        own, sums, nll = pair_answers(head, target, nll_target, self.ignore_index, self.average)
         means = [x.mean() for x in every_logit(head, target).chunk(2)]
         shown = nll.detach() if self.compute_nll_loss else torch.zeros_like(nll)
         return own, sums, nll, (*sums.detach().chunk(2), *means, shown)
@@ -98,17 +105,7 @@ class LigerFusedLinearDPOLoss(_Pairs):
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
-        reference = reference_answers(
-            "LigerFusedLinearDPOLoss",
-            self.use_ref_model,
-            (ref_input, ref_weight, ref_bias),
-            target,
-            self.ignore_index,
-            self.average,
-        )
-        before = (
-            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
-        )
+        before = _reference(self, (ref_input, ref_weight, ref_bias), target)
         own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
         loss, _ = losses.dpo_loss(
             own, target, before, ignore_index=self.ignore_index, **self.loss_options
@@ -121,6 +118,11 @@ class LigerFusedLinearDPOLoss(_Pairs):
 
 class _Margins(_Pairs):
     loss_type = "sigmoid"
+
+    def check(self) -> None:
+        """Check that the options are known and consistent."""
+        self.average = self.options.get("average_log_prob", self.average)
+        losses.CPOOptions(**self.loss_options)
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -168,11 +170,6 @@ class LigerFusedLinearCPOLoss(_Margins):
         average_log_prob=False,
     )
 
-    def check(self) -> None:
-        """Check that the options are known and consistent."""
-        self.average = self.average_log_prob
-        losses.CPOOptions(**self.loss_options)
-
 
 class LigerFusedLinearSimPOLoss(_Margins):
     """:func:`liger_multi.losses.cpo_loss` of SimPO."""
@@ -186,10 +183,6 @@ class LigerFusedLinearSimPOLoss(_Margins):
         gamma=0.5,
     )
 
-    def check(self) -> None:
-        """Check that the options are known and consistent."""
-        losses.CPOOptions(**self.loss_options)
-
 
 class LigerFusedLinearORPOLoss(_Margins):
     """:func:`liger_multi.losses.cpo_loss` of ORPO; after the rewards, log-odds."""
@@ -200,10 +193,6 @@ class LigerFusedLinearORPOLoss(_Margins):
         "ignore_index beta compute_nll_loss compiled chunk_size",
         bases.LigerFusedLinearPreferenceBase.forward,
     )
-
-    def check(self) -> None:
-        """Check that the options are known and consistent."""
-        losses.CPOOptions(**self.loss_options)
 
     def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
         """The rewards, the mean of the log-odds ratio's log-sigmoid, and the mean log-odds."""
@@ -241,17 +230,7 @@ class LigerFusedLinearKTOLoss(Options):
         if preference_labels is None:
             raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
         average, ignored = self.average_log_prob, self.ignore_index
-        reference = reference_answers(
-            "LigerFusedLinearKTOLoss",
-            self.use_ref_model,
-            (ref_input, ref_weight, ref_bias),
-            target,
-            ignored,
-            average,
-        )
-        before = (
-            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
-        )
+        before = _reference(self, (ref_input, ref_weight, ref_bias), target)
         head = losses.Head(_input, lin_weight, bias)
         tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
         own = sequences(tokens, target != ignored, None, average)
@@ -262,3 +241,87 @@ class LigerFusedLinearKTOLoss(Options):
         logits = every_logit(head, target) * (target.shape[1] * lin_weight.shape[0])
         rewards = self.beta * (own - before).detach()
         return each.mean(), by_side(liked, own.detach(), logits, rewards)
+
+
+# --- distillation ---
+
+
+class _Distilled(Options):
+    divergence = "jsd"
+    defaults = defaults_of(
+        "weight_hard_loss weight_soft_loss beta ignore_index temperature compiled chunk_size "
+        "return_soft_hard_loss",
+        bases.LigerFusedLinearDistillationBase.forward,
+    )
+
+    @property
+    def factor(self) -> float:
+        """What the soft term is multiplied by, before its weight."""
+        return 1.0
+
+    def check(self) -> None:
+        """Check that the options are known and consistent."""
+        if not self.temperature:
+            raise ArgumentError("Temperature cannot be 0.")
+        losses.DistillationOptions(**self.loss_options)
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """Options of :func:`liger_multi.losses.distillation_loss`."""
+        options = {"beta": self.beta} if self.divergence == "jsd" else {}
+        return {
+            "divergence": self.divergence,
+            "temperature": self.temperature,
+            "soft_weight": self.factor * self.weight_soft_loss,
+            "hard_weight": self.weight_hard_loss,
+            "vocabulary": "common",
+            **options,
+        }
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The loss, and where asked for its soft and its hard term."""
+        labels = true_labels.reshape(student_input.shape[:-1])
+        loss, metrics = losses.distillation_loss(
+            losses.Head(student_input, student_weight, student_bias),
+            losses.Head(teacher_input, teacher_weight, teacher_bias),
+            labels,
+            ignore_index=self.ignore_index,
+            **self.loss_options,
+        )
+        if not self.return_soft_hard_loss:
+            return loss
+        hard = metrics.hard
+        if hard is None:  # its weight is 0, and it is asked for all the same
+            with torch.no_grad():
+                hard = ops.fused_linear_cross_entropy(
+                    student_input,
+                    student_weight,
+                    labels,
+                    student_bias,
+                    ignore_index=self.ignore_index,
+                )
+        return loss, self.factor * metrics.soft, hard
+
+
+class LigerFusedLinearJSDLoss(_Distilled):
+    """:func:`liger_multi.losses.distillation_loss`; of two vocabularies the common part."""
+
+
+class LigerFusedLinearCosineSimilarityLoss(_Distilled):
+    """:func:`liger_multi.losses.distillation_loss` of the cosine; ``beta`` is its factor."""
+
+    divergence = "cosine"
+
+    @property
+    def factor(self) -> float:
+        """``beta``."""
+        return self.beta  # type: ignore[no-any-return]

@@ -1,5 +1,0 @@
-"""``python -m ci.docs``."""
-
-from ci.docs import main
-
-raise SystemExit(main())

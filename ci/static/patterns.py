@@ -1,0 +1,182 @@
+"""Patterns in Triton's IR that compilers got wrong, found in every launch without compiling it.
+
+The IR is that after Triton's own simplification (TTIR): calls are inlined, and ``acc += dot(a, b)``
+has become a dot with an accumulator. It takes some 50 ms a launch, so that `make test` reads every
+launch of every target. What was read is remembered by the source of the kernel.
+
+``chained_dots``
+    Two dots of one turn of a loop through one accumulator. Triton 3.6 to 3.8 pipelined such a pair
+    wrongly where tensor memory holds the accumulator (sm_100 and sm_103 from 64 rows on): results
+    are off by half, the same in every run (triton#10821). Right are an accumulator for each dot, or
+    a loop for each in turn, which share one.
+``transposed_dots``
+    A dot of which a factor is the transpose of another dot's result. On sm_90 such kernels were
+    wrong with 4 warps and 64 rows, from Triton 3.4 to 3.7 (fla#640, fla#984).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from ci.static import TARGETS, StaticCase, lower
+from ci.static.table import CACHE, formulas, launches, text_of
+
+VALUE = re.compile(r"%[\w$.\-]+(?:#\d+)?")
+RESULTS = re.compile(r"^\s*(%[\w$.\-]+)(?::\d+)?\s*=\s*\"?([\w.]+)\"?(.*)$")
+SHAPE = re.compile(r"tensor<(\d+)x(\d+)x")
+TRANSPOSED = {
+    "_indexer_backward_kernel": "right on an H100 with Triton 3.6 and ptxas 12.8: indexer_scores, "
+    "8192x64x128-2048, bf16, 0.22 of the tolerance from fp64 (2026-11-26)",
+}
+"""Kernels that may have transposed dots on sm_90, with the compiler that they were proved with."""
+
+
+@dataclass
+class Operation:
+    """One operation that has a result.
+
+    Attributes:
+        name: Such as ``tt.dot``.
+        operands: Names of values.
+        loops: Numbers of the loops around it, the outermost first.
+        text: The line.
+        yields: Of an ``scf.if``, the operands that its branches end with.
+    """
+
+    name: str
+    operands: list[str]
+    loops: tuple[int, ...]
+    text: str
+    yields: list[list[str]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the result."""
+        return int(SHAPE.findall(self.text)[-1][0])
+
+
+def operations(ttir: str) -> dict[str, Operation]:
+    """The operations of a module by the name of their result (of several: without a number)."""
+    by_name: dict[str, Operation] = {}
+    regions: list[tuple[Operation | None, bool]] = []  # what stands around: operation, is a loop
+    loops: list[int] = []
+    for number, line in enumerate(ttir.splitlines()):
+        match = RESULTS.match(line)
+        name, rest = (match[2], match[3]) if match else (line.strip().split(" ")[0], line)
+        operation = Operation(name, VALUE.findall(rest.split(" : ")[0]), tuple(loops), line)
+        if match:
+            by_name[match[1]] = operation
+        if name == "scf.yield" and regions and regions[-1][0] is not None:
+            regions[-1][0].yields.append(operation.operands)
+        opened = line.rstrip().split(" loc(")[0].endswith("{")
+        if line.lstrip().startswith("}") and regions:
+            operation_around, is_loop = regions.pop()
+            if is_loop:
+                loops.pop()
+            if opened:  # "} else {" and "} do {"
+                regions.append((operation_around, is_loop))
+                loops += [number] if is_loop else []
+        elif opened:
+            is_loop = name in ("scf.for", "scf.while")
+            regions.append((operation if name == "scf.if" else None, is_loop))
+            loops += [number] if is_loop else []
+    return by_name
+
+
+def _sources(value: str, by_name: dict[str, Operation], through: tuple[str, ...]) -> Iterator[str]:
+    """The values that a value is made of, through operations of some names and through branches."""
+    left, visited = [value], set()
+    while left:
+        value = left.pop()
+        name, _, number = value.partition("#")
+        operation = by_name.get(name)
+        if operation is None or value in visited:
+            continue
+        visited.add(value)
+        if operation.name == "scf.if":
+            left += [yields[int(number or 0)] for yields in operation.yields]
+        elif operation.name.startswith(through):
+            left += operation.operands
+        else:
+            yield name
+
+
+def chained_dots(ttir: str) -> list[str]:
+    """The dots whose accumulator is the result of another dot of the same turn of a loop."""
+    by_name = operations(ttir)
+    chained = []
+    for operation in by_name.values():
+        if operation.name == "tt.dot" and operation.loops:
+            for name in _sources(operation.operands[2], by_name, ("arith.addf",)):
+                other = by_name[name]
+                if other.name == "tt.dot" and other.loops == operation.loops:
+                    chained.append(operation.text.strip())
+    return chained
+
+
+def transposed_dots(ttir: str) -> list[Operation]:
+    """The dots of which a factor is the transpose of what another dot's result was made into."""
+    by_name, through = operations(ttir), ("arith.", "math.", "tt.fp_to_fp")
+    found = []
+    for operation in by_name.values():
+        if operation.name == "tt.dot":
+            turned = [n for v in operation.operands[:2] for n in _sources(v, by_name, through)]
+            inner = [by_name[n].operands[0] for n in turned if by_name[n].name == "tt.trans"]
+            if any(
+                by_name[n].name == "tt.dot" for v in inner for n in _sources(v, by_name, through)
+            ):
+                found.append(operation)
+    return found
+
+
+def problems(case: StaticCase, arch: str, ttir: str) -> list[str]:
+    """What a launch must not have."""
+    wrong = [f"chains dots through one accumulator: {text}" for text in chained_dots(ttir)]
+    if arch == "sm90" and case.options["num_warps"] >= 4 and case.name not in TRANSPOSED:
+        large = [dot for dot in transposed_dots(ttir) if dot.rows >= 64]
+        wrong += [f"multiplies by the transpose of a dot: {dot.text.strip()}" for dot in large]
+    return wrong
+
+
+@functools.cache
+def _reader() -> str:
+    tree = ast.dump(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    return f"{triton.__version__} {tree}"
+
+
+def _key(case: StaticCase) -> str:
+    parts = (_reader(), text_of(case.kernel), *formulas(case), case.identity)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return dict(map(json.loads, filter(None, lines)))
+
+
+def problems_of(arch: str) -> list[str]:
+    """The problems of all launches of a target whose kernels have dots; each is read once."""
+    file = CACHE / f"patterns-{arch}.jsonl"
+    known, wrong = _read(file), []
+    with_dots = functools.cache(lambda kernel: "tl.dot(" in text_of(kernel))
+    for case in launches(arch):
+        if not with_dots(case.kernel):
+            continue
+        key = _key(case)
+        if key not in known:
+            known[key] = problems(case, arch, lower(case, TARGETS[arch]))
+            CACHE.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps([key, known[key]]) + "\n")
+        wrong += [f"{case.name} on {arch}, {case.label}: {text}" for text in known[key]]
+    return wrong

@@ -1,0 +1,216 @@
+"""``liger-multi verify``: which operators are right on this machine, and a quarantine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_multi.cli import checking, doctor
+from liger_multi.dispatch.launch import device_info
+from liger_multi.dispatch.registry import backends, operators, serving
+from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
+from liger_multi.testing import samples
+from liger_multi.testing.verify import cases, quarantine, report
+from liger_multi.testing.verify.cases import Case, Target
+from liger_multi.testing.verify.run import Result, Runner
+
+MOST_JOBS = 8
+LIMITS = {"cpu": 120.0}  # seconds of a case; a device compiles, but is fast
+LIMIT = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument("--ops", default="*", metavar="GLOB", help="names or globs, with commas")
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="every kernel once (about a minute)")
+    level.add_argument(
+        "--full", action="store_true", help="every sample, promise and pair of backends (long)"
+    )
+    parser.add_argument(
+        "--backend", metavar="NAME", help="one backend (default: all of the device)"
+    )
+    parser.add_argument("--device", help="a device (default: the accelerator, or the CPU)")
+    parser.add_argument(
+        "--quarantine",
+        type=checking.path,
+        metavar="FILE",
+        help="write what failed into this configuration file, as overrides with reasons",
+    )
+    parser.add_argument(
+        "--report", type=checking.path, metavar="FILE", help="write the result as JSON"
+    )
+    parser.add_argument("--by", default="", metavar="NAME", help="who ran it, for the report")
+    parser.add_argument("--label", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=0, help="processes (default: by the machine)")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds that a case may take")
+    checking.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``liger-multi verify``; 1 on a finding."""
+    device = checking.device("verify", arguments.device)
+    level = "quick" if arguments.quick else "full" if arguments.full else "default"
+    for glob in arguments.ops.split(","):
+        if not cases.named(glob):
+            raise LigerMultiError(unknown("operator", glob, operators(), "liger-multi explain"))
+    for option, place in (("--report", arguments.report), ("--quarantine", arguments.quarantine)):
+        if place is not None and not place.absolute().parent.is_dir():
+            raise LigerMultiError(f"{option} {place} cannot be written: there is no such folder")
+    old = quarantine.quarantine_of(arguments.quarantine) if arguments.quarantine else None
+    began = time.monotonic()
+    chosen = list(cases.targets(device, arguments.backend))
+    if not chosen:
+        known = [target.backend for target in cases.targets(device)]
+        raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, known))
+    results = verify(device, chosen, arguments.ops, level, arguments.limit, arguments.jobs)
+    known = facts(device)
+    data = report.as_data(
+        known,
+        results,
+        level=level,
+        seconds=time.monotonic() - began,
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        by=arguments.by,
+        label=arguments.label,
+        lifted=quarantine.lifted(results, device),
+    )
+    if arguments.report:
+        arguments.report.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        checking.write_json(data)
+    else:
+        report.page(data).show()
+    if arguments.quarantine:
+        _quarantine(arguments, device, results, data, old)
+    return 1 if report.findings(results) else 0
+
+
+def verify(
+    device: torch.device,
+    chosen: list[Target],
+    pattern: str,
+    level: str,
+    limit: float = 0.0,
+    jobs: int = 0,
+) -> list[Result]:
+    """Run the cases of a level, then those of launch entries that the first ones can reach."""
+    groups = [
+        (target, one)
+        for target in chosen
+        for one in cases.cases(target, pattern, level).values()
+        if one
+    ]
+    groups.sort(
+        key=lambda group: -len(group[1])
+    )  # the longest first: none is left alone at the end
+    with _progress(sum(len(one) for _, one in groups)) as (begun, heard):
+        most = MOST_JOBS if device.type != "cpu" else os.cpu_count() or 1
+        seconds = limit or LIMITS.get(device.type, LIMIT)
+        runner = Runner(seconds, jobs or min(most, os.cpu_count() or 1), begun, heard)
+        results = runner.run(groups)
+        if level != "quick":
+            results += runner.run(_entries(device, results))
+    return results
+
+
+def _entries(device: torch.device, results: list[Result]) -> list[tuple[Target, list[Case]]]:
+    """A case for every entry of the launch table that a right case asked for the kernel of."""
+    by_target: dict[tuple[Target, str], list[Case]] = {}
+    for key, count in cases.entries(device).items():
+        asking = [r for r in results if key in r.keys and r.verdict == "right"]
+        asking.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
+        for result in asking[:1]:
+            case = result.case
+            more = [
+                Case(case.op, case.backend, case.sample, case.dtype, case.check, (key, number))
+                for number in range(count)
+            ]
+            by_target.setdefault((result.target, case.op), []).extend(more)
+    return [(target, several) for (target, _), several in by_target.items()]
+
+
+def _size(result: Result) -> int:
+    """Elements of a case: one without rows starts no kernel."""
+    named = (s for s in samples.of(result.case.op) if s.name == result.case.sample)
+    return next(named).elements
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """The device, its driver and the versions that decide results; nothing of the user."""
+    known = doctor.versions()
+    versions = {k: known[k].split()[0] for k in ("torch", "triton", "python")}
+    for record in (*serving(device.type), backends()["triton"]):
+        with contextlib.suppress(Exception):  # a driver that cannot be asked is no finding
+            versions |= {k: v for k, v in record.describe().items() if k in ("driver", "ptxas")}
+    named = [d for d in doctor.devices(doctor.Probes()) if d["device"].startswith(device.type)]
+    entry = named[device.index or 0] if named else {}
+    about = {"type": device.type, "name": entry.get("name", device.type)}
+    with contextlib.suppress(ConfigurationError):
+        about["arch"] = entry.get("arch") or device_info(device).arch
+    return {"device": about, "versions": versions}
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[tuple[Any, Any]]:
+    """A bar on a terminal, by rich where it is installed; else nothing."""
+    if not sys.stderr.isatty():
+        yield (lambda name: None), (lambda result: None)
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:
+        yield (lambda name: None), (lambda result: None)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=count)
+        yield (
+            lambda name: bar.update(task, description=name),
+            lambda result: bar.advance(task),
+        )
+
+
+def _quarantine(
+    arguments: argparse.Namespace,
+    device: torch.device,
+    results: list[Result],
+    data: dict[str, Any],
+    old: Any,
+) -> None:
+    """Write overrides for what failed, each to the first backend that is right."""
+    path: Path = arguments.quarantine
+    sections = quarantine.kept(old, {r.case.op for r in results}, device)
+    runner = Runner(arguments.limit or LIMITS.get(device.type, LIMIT), 1)
+    for (backend, op), by_dtype in quarantine.failing(results).items():
+        for dtype, wrong in by_dtype.items():
+            section = quarantine.section_of(device, dtype)
+            reason = quarantine.reason_of(wrong)
+            for other in quarantine.alternatives(backend, op, device):
+                again = quarantine.stand_ins([r.case for r in wrong], other)
+                target = Target(other, str(device))
+                answers = runner.run([(target, again)])
+                if all(a.verdict == "right" for a in answers):
+                    break
+            else:
+                reason += "; the reference did not pass either"
+            sections.setdefault(section, {})[op] = (other, reason)
+    since = old.since if old and sections else data["date"]
+    text = quarantine.block(sections, since or data["date"], report.made_with(data))
+    changed = quarantine.write(path, text)
+    count = sum(map(len, sections.values()))
+    said = f"{count} overrides" if count else "nothing to keep away"
+    note = f"{path}: {said}{'' if changed else ' (unchanged)'}"
+    use = f"; put it in force with LIGER_MULTI_CONFIG={path}" if count else ""
+    sys.stderr.write(f"quarantine {note}{use}\n")

@@ -1,0 +1,146 @@
+"""What `liger-multi verify` checks: operators, samples and dtypes of a device, by level."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from liger_multi.dispatch.launch import device_info, table_of
+from liger_multi.dispatch.registry import REFERENCE, operators, serving
+from liger_multi.testing import checks, samples
+from liger_multi.testing.samples import Sample
+
+LEVELS = ("quick", "default", "full")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check of one operator; a child process gets it as JSON.
+
+    Attributes:
+        op: The operator.
+        backend: Who runs it.
+        sample: Name of its inputs.
+        dtype: Of inputs whose dtype the sample leaves open, such as ``bfloat16``.
+        check: ``result``: outputs and gradients against fp64. ``promises``: what contract and
+            backend promise of bits. ``entry``: the result with one entry of a launch table.
+            ``mixed``: forward or backward by the reference.
+        entry: Key of the launch table and number of its entry.
+    """
+
+    op: str
+    backend: str
+    sample: str
+    dtype: str
+    check: str = "result"
+    entry: tuple[str, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """As tables and messages have it."""
+        entry = f", {self.entry[0]} entry {self.entry[1]}" if self.entry else ""
+        return f"{self.op} {self.sample} {self.dtype} {self.check}{entry}"
+
+    def as_data(self) -> dict[str, Any]:
+        """For a child process and a report."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend on a device, and the environment that a child needs for it."""
+
+    backend: str
+    device: str
+    interpreted: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the child."""
+        return {**os.environ, **({"TRITON_INTERPRET": "1"} if self.interpreted else {})}
+
+    @property
+    def label(self) -> str:
+        """As tables name it."""
+        return f"{self.backend}, interpreted" if self.interpreted else self.backend
+
+
+def targets(device: torch.device, backend: str | None = None) -> list[Target]:
+    """The backends of a device, or one of them."""
+    every = _targets(device)
+    return [target for target in every if backend in (None, target.backend)]
+
+
+def _targets(device: torch.device) -> Iterator[Target]:
+    """The backends that serve a device; on a CPU, also Triton's interpreter where it is installed.
+
+    Installed backends come from folders and entry points. The reference is checked on a CPU: on
+    other devices it is what wrong kernels are sent to, and is checked when one is found.
+    """
+    for record in serving(device.type):
+        yield Target(record.name, str(device))
+    if device.type == "cpu":
+        yield Target(REFERENCE, "cpu")
+        if importlib.util.find_spec("triton") is not None:
+            yield Target("triton", "cpu", interpreted=True)
+
+
+def cases(target: Target, pattern: str, level: str) -> dict[str, list[Case]]:
+    """The cases of a target by operator; those of one operator share a child process."""
+    return {
+        op: list(_of_operator(target, op, level))
+        for op in named(pattern)
+        if checks.implemented(target.backend, op)
+    }
+
+
+def named(pattern: str) -> list[str]:
+    """The operators that globs with commas between them name."""
+    globs = pattern.split(",")
+    return [op for op in operators() if any(fnmatch.fnmatchcase(op, glob) for glob in globs)]
+
+
+def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
+    several = [s for s in samples.of(op) if s.size != "bench"]
+    small = [s for s in several if s.size == "small"]
+    if level == "quick" or target.interpreted:
+        several = several if level == "full" else _distinct(small, level == "default")
+    for sample in several:
+        for dtype in _dtypes(target, sample, level):
+            yield Case(op, target.backend, sample.name, str(dtype).removeprefix("torch."))
+    first = 0 if target.interpreted and level == "quick" else 1  # a promise is many calls
+    for sample in small if level == "full" else small[:first]:
+        yield Case(op, target.backend, sample.name, "float32", "promises")
+    if level == "full":
+        yield from (Case(op, target.backend, s.name, "float32", "mixed") for s in small)
+
+
+def _distinct(small: list[Sample], options: bool) -> list[Sample]:
+    """The first sample, one of each path through kernels, and perhaps one of each set of options.
+
+    Every kernel is started by one of them: ``tests/tools/test_verify.py`` holds it.
+    """
+    chosen: dict[Any, Sample] = {}
+    for sample in small:
+        frozen = tuple(n for n, t in sample.tensors.items() if not t.grad)
+        key = (repr(sorted(sample.options.items())), frozen) if options else ()
+        chosen.setdefault((sample.path, key), sample)
+    return list(chosen.values())
+
+
+def _dtypes(target: Target, sample: Sample, level: str) -> tuple[torch.dtype, ...]:
+    dtypes = checks.dtypes_of(sample, target.backend)
+    if target.interpreted:  # bf16 is fp32 there
+        return dtypes if level == "full" else dtypes[:1]
+    return dtypes[:2] if level == "quick" else dtypes
+
+
+def entries(device: torch.device) -> dict[str, int]:
+    """Keys of the device's launch table with the number of their entries."""
+    return {key: len(several) for key, several in table_of(device_info(device)).items()}

@@ -1,0 +1,121 @@
+"""Run cases that stand on standard input, a JSON text a line, and answer on standard output.
+
+Before a case its number is written, so that whoever started this process knows what it was doing
+when it ended. It ends itself after an error of a device that would spoil what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from liger_multi.dispatch import launch
+from liger_multi.dispatch.registry import REFERENCE
+from liger_multi.errors import BackendUnavailableError, summary
+from liger_multi.testing import bitwise, checks, samples
+from liger_multi.testing.checks import WrongResultError
+from liger_multi.testing.poison import poison_empty
+from liger_multi.testing.verify.cases import Case
+
+MOST_TEXT = 600  # characters of a message
+
+
+def run(case: Case, device: torch.device) -> dict[str, Any]:
+    """The verdict on a case, with the worst error in units of the tolerance."""
+    sample = next(s for s in samples.of(case.op) if s.name == case.sample)
+    dtype = getattr(torch, case.dtype)
+    forward, backward = checks.runs(case.backend, case.op)
+    orders = {"mixed": [(forward, REFERENCE), (REFERENCE, backward)]}
+    try:
+        worst = 0.0
+        if case.check == "promises":
+            order = list(dict.fromkeys((forward, backward, REFERENCE)))
+            bitwise.check_promises(case.op, sample, dtype, device, order)
+        else:
+            for first, second in orders.get(case.check, [(forward, backward)]):
+                errors = checks.compare(case.op, sample, dtype, device, first, second)
+                worst = max(worst, *errors.values(), 0.0)
+        synchronize(device)
+        return {"verdict": "right", "worst": worst}
+    except BackendUnavailableError as error:
+        return {"verdict": "refused", "text": _short(error)}
+    except WrongResultError as error:
+        return {"verdict": "wrong", "worst": error.worst, "text": _short(error)}
+    except AssertionError as error:
+        return {"verdict": "wrong", "text": _short(error)}
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return {"verdict": "out of memory", "text": _short(error)}
+    except Exception as error:
+        return {"verdict": "crashed", "text": summary(error)[:MOST_TEXT]}
+
+
+def _short(error: BaseException) -> str:
+    return str(error)[:MOST_TEXT]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device, so that its errors belong to the case that made them."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def works(device: torch.device) -> bool:
+    """Whether the device still answers; after an illegal access it never does in this process."""
+    try:
+        return float(torch.ones(1, device=device).sum()) == 1.0
+    except RuntimeError:
+        return False
+
+
+def asked_keys(run_case: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """A verdict, and the keys of launch tables that the case asked for."""
+    with launch.observed() as keys:
+        return run_case(), sorted(set(keys))
+
+
+def answer(case: Case, device: torch.device) -> dict[str, Any]:
+    """Run a case, with its entry of the launch table where it has one."""
+    began = time.perf_counter()
+    if case.entry is None:
+        result, keys = asked_keys(lambda: run(case, device))
+    else:
+        key, number = case.entry
+        config = launch.table_of(launch.device_info(device))[key][number]["config"]
+        with launch.forced({key: config}):
+            result, keys = asked_keys(lambda: run(case, device))
+    return {**result, "keys": keys, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print does not stand between answers
+    device = torch.device(sys.argv[1])
+    poison_empty()
+    torch.set_num_threads(max(1, int(sys.argv[2])))
+    torch.backends.cudnn.allow_tf32 = False  # PyTorch lets convolutions round fp32 otherwise
+
+    def write(**data: Any) -> None:
+        out.write(json.dumps(data) + "\n")
+        out.flush()
+
+    write(ready=True)
+    for line in sys.stdin:
+        number, data = json.loads(line)
+        case = Case(**{**data, "entry": tuple(data["entry"]) if data["entry"] else None})
+        write(begin=number)
+        result = answer(case, device)
+        alive = works(device)
+        write(end=number, alive=alive, **result)
+        if not alive:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Run cases in child processes: a verdict for each, whatever a kernel does to its process.
+
+A child keeps the cases of one operator after another. One that ends while a case runs has crashed,
+one that does not answer within the limit hangs and is killed with all that it started; a new child
+goes on behind the case. After :data:`MOST_LOST` such cases of an operator and dtype, the others of
+both are not run: a wrong launch would cost the limit again and again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_multi.testing.verify.cases import Case, Target
+
+MOST_LOST = 2
+START_LIMIT = 300.0  # seconds that a child may take to import PyTorch, on a busy machine
+FINDINGS = ("wrong", "crashed", "hung", "out of memory")
+VERDICTS = ("right", *FINDINGS, "refused", "not run")
+
+
+@dataclass
+class Result:
+    """What came of a case.
+
+    Attributes:
+        case: The case.
+        target: Who ran it.
+        verdict: One of :data:`VERDICTS`.
+        worst: The largest error in units of the tolerance.
+        text: What is wrong, or the reason of a refusal.
+        seconds: How long it took.
+        keys: Kernels that asked for launch numbers.
+    """
+
+    case: Case
+    target: Target
+    verdict: str
+    worst: float = 0.0
+    text: str = ""
+    seconds: float = 0.0
+    keys: tuple[str, ...] = ()
+
+
+class Child:
+    """A process that answers cases."""
+
+    def __init__(self, target: Target, threads: int) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (close() closes it)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "liger_multi.testing.verify.child", target.device, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=target.environment,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.is_ready = False
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed, or half a line of a process that was killed
+            for line in self.process.stdout:
+                self.lines.put(json.loads(line))
+        self.lines.put(None)
+
+    def ask(self, case: Case, limit: float) -> dict[str, Any]:
+        """The answer to a case; that of a process that ended or hung is worded here."""
+        try:
+            if not self.is_ready:
+                self.is_ready = self.lines.get(timeout=START_LIMIT) is not None
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps([0, case.as_data()]) + "\n")
+            self.process.stdin.flush()
+            for _ in range(2):  # that it begins, and what came of it
+                answer = self.lines.get(timeout=limit)
+                if answer is None or "verdict" in answer:
+                    return answer or self._ended()
+        except queue.Empty:
+            self.close()
+            return {"verdict": "hung", "text": f"no answer within {limit:g} s", "alive": False}
+        except OSError:
+            pass
+        return self._ended()
+
+    def _ended(self) -> dict[str, Any]:
+        code = self.process.wait()
+        self.errors.seek(0)
+        last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
+        if code == -signal.SIGKILL:  # Linux ends a process so where memory ran out
+            verdict, how = "out of memory", "it was killed"
+        elif code < 0:
+            verdict, how = "crashed", signal.Signals(-code).name
+        else:
+            verdict, how = "crashed", f"exit status {code}"
+        return {
+            "verdict": verdict,
+            "text": f"the process ended: {how} {last[0]}".strip(),
+            "alive": False,
+        }
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.errors.close()
+
+
+@dataclass
+class Runner:
+    """Cases by operator, several operators at a time.
+
+    Attributes:
+        limit: Seconds that a case may take.
+        jobs: Children at a time.
+        begun: Called with the operator's name when one begins.
+        heard: Called with every result.
+    """
+
+    limit: float
+    jobs: int
+    begun: Callable[[str], None] = lambda name: None
+    heard: Callable[[Result], None] = lambda result: None
+    results: list[Result] = field(default_factory=list)
+
+    def run(self, groups: Iterable[tuple[Target, list[Case]]]) -> list[Result]:
+        """The results of groups of cases, one group an operator."""
+        waiting: queue.SimpleQueue[tuple[Target, list[Case]]] = queue.SimpleQueue()
+        count = 0
+        for group in groups:
+            waiting.put(group)
+            count += 1
+        done: list[Result] = []
+        stop = threading.Event()
+        args = (waiting, done, stop)
+        threads = [
+            threading.Thread(target=self._work, args=args) for _ in range(min(self.jobs, count))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            stop.set()  # the children end after the case that they are at
+            raise
+        return done
+
+    def _work(
+        self,
+        waiting: queue.SimpleQueue[tuple[Target, list[Case]]],
+        done: list[Result],
+        stop: threading.Event,
+    ) -> None:
+        children: dict[tuple[str, bool], Child] = {}
+        try:
+            while not stop.is_set():
+                target, cases = waiting.get_nowait()
+                self.begun(f"{cases[0].op} ({target.label})" if cases else "")
+                lost: collections.Counter[str] = collections.Counter()
+                for case in cases:
+                    if stop.is_set():
+                        break
+                    result = self._one(children, target, case, lost)
+                    done.append(result)
+                    self.heard(result)
+        except queue.Empty:
+            pass
+        finally:
+            for child in children.values():
+                child.close()
+
+    def _one(
+        self,
+        children: dict[tuple[str, bool], Child],
+        target: Target,
+        case: Case,
+        lost: collections.Counter[str],
+    ) -> Result:
+        if lost[case.dtype] >= MOST_LOST:
+            text = f"after {MOST_LOST} cases that took their process with them"
+            return Result(case, target, "not run", text=text)
+        place = (target.device, target.interpreted)
+        if place not in children:
+            children[place] = Child(target, max(1, (os.cpu_count() or 1) // self.jobs))
+        answer = children[place].ask(case, self.limit)
+        if not answer.pop("alive"):
+            children.pop(place).close()
+            lost[case.dtype] += answer["verdict"] != "right"
+        fields = {k: v for k, v in answer.items() if k in ("verdict", "worst", "text", "seconds")}
+        return Result(case, target, **fields, keys=tuple(answer.get("keys", ())))

@@ -1,0 +1,375 @@
+"""`liger-multi verify`: planted faults are found, and end in a quarantine under which models train.
+
+The faults are in a backend of an entry point, which child processes find as users' processes do.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.cli.main import main
+from liger_multi.dispatch.config import Configuration, load, parse, within
+from liger_multi.dispatch.registry import operators
+from liger_multi.documents import yaml_of
+from liger_multi.errors import ConfigurationError
+from liger_multi.testing import checks
+from liger_multi.testing.poison import guarded, overwritten
+from liger_multi.testing.verify import cases, quarantine
+
+CPU = torch.device("cpu")
+# Its name is that of the backend whose launch tables a CPU has.
+NAME = "interpreter"
+HEAD = """
+import os, time, torch
+from liger_multi.dispatch.launch import launch_config
+from typing import Optional
+from torch import Tensor
+from liger_multi.reference.{family}.{op} import backward, forward as right
+"""
+FAULTS = {
+    "a factor": ("norms", "rms_norm", "y, rstd = right(*args); return y * 1.001, rstd"),
+    "one row of 65,537": (
+        "norms",
+        "layer_norm",
+        "y, *rest = right(*args); y.view(-1, y.shape[-1])[65536:] *= 2; return (y, *rest)",
+    ),
+    "an unwritten tail": (
+        "activations",
+        "swiglu",
+        "y = torch.empty_like(args[0]); y[..., :-1] = right(*args)[..., :-1]; return y",
+    ),
+    "NaN spreads": (
+        "activations",
+        "geglu",
+        "return right(*args) + 0 * args[0].sum()",
+    ),
+    "an endless loop": ("norms", "poly_norm", "while True: time.sleep(1)"),
+    "a crash": ("activations", "relu_squared", "os.abort()"),
+    "no memory": ("norms", "group_norm", "raise torch.OutOfMemoryError('too much')"),
+}
+IN_BACKWARD = {
+    "a dtype": ("norms", "dyt", "return tuple(t.double() for t in grads(*args))"),
+    "two runs differ": (
+        "activations",
+        "swiglu_clamped",
+        "COUNT.append(0); return tuple(t * (1 + 2e-7 * (len(COUNT) % 2)) for t in grads(*args))",
+    ),
+}
+EXPECTED = {
+    "rms_norm": "wrong",
+    "layer_norm": "wrong",
+    "swiglu": "wrong",
+    "geglu": "wrong",
+    "poly_norm": "hung",
+    "relu_squared": "crashed",
+    "group_norm": "out of memory",
+    "dyt": "wrong",
+    "swiglu_clamped": "wrong",
+    "softmax": "wrong",
+    "kl_div": "refused",
+}
+AT_LENGTH = ("layer_norm", "softmax")  # which samples and entries of the default level find
+PAST_THE_END = """
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Config:
+    over: int = 0
+def forward(x, *args):
+    formula = lambda info, cols: Config()
+    config = launch_config("softmax.forward", formula, x.device, cols=x.shape[-1])
+    y = right(x, *args)
+    past = x.as_strided((1,), (1,), x.storage_offset() + x.numel()) if config.over else 0
+    return y + 0 * past
+"""
+TABLE = """\
+entries:
+  softmax.forward:
+    - {when: {cols: [100000, 200000]}, config: {over: 1}, source: a test}
+"""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A folder for PYTHONPATH with an installed backend whose operators are wrong."""
+    root = tmp_path_factory.mktemp("planted")
+    package, info = root / "planted", root / "planted-1.0.dist-info"
+    (package / "launch").mkdir(parents=True)
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[liger_multi.backends]\n{NAME} = planted\n")
+    (package / "launch" / "cpu.yaml").write_text(TABLE)
+    (package / "__init__.py").write_text(
+        "from liger_multi.dispatch.backend import Backend\n"
+        f"BACKEND = Backend({NAME!r}, device_type='cpu')\n"
+    )
+    for family, op, body in FAULTS.values():
+        text = f"def forward(*args):\n    {body}\n"
+        (package / f"{op}.py").write_text(_with_schema(family, op, text, "forward", "right"))
+    for family, op, body in IN_BACKWARD.values():
+        text = f"COUNT = []\ngrads = backward\nforward = right\ndef backward(*args):\n    {body}\n"
+        (package / f"{op}.py").write_text(_with_schema(family, op, text, "backward", "grads"))
+    (package / "softmax.py").write_text(
+        _with_schema("cross_entropy", "softmax", PAST_THE_END, "forward", "right")
+    )
+    refusing = "forward = right\ndef supports(direction):\n    return 'has no card'\n"
+    head = textwrap.dedent(HEAD).format(family="divergences", op="kl_div")
+    (package / "kl_div.py").write_text(head + refusing)
+    return root
+
+
+def _with_schema(family, op, text, direction, like):
+    """A module whose function has the schema of the reference's."""
+    head = textwrap.dedent(HEAD).format(family=family, op=op)
+    schema = f"import functools\n{direction} = functools.wraps({like})({direction})\n"
+    return f"{head}{text}{schema}"
+
+
+def command(root, *words, **environment):
+    """The command in a process that sees the planted backend."""
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    env.pop("LIGER_MULTI_CONFIG", None) if not environment else None
+    run = [sys.executable, "-m", "liger_multi", *words]
+    return subprocess.run(run, env=env, capture_output=True, text=True, timeout=600)
+
+
+MODEL = """
+import json, sys, torch
+from liger_multi import ops, use
+import contextlib
+
+def train():
+    torch.manual_seed(0)
+    w = {n: torch.randn(16, requires_grad=True) for n in ("a", "b", "c")}
+    first, losses = torch.randn(16, 16, requires_grad=True), []
+    optimizer = torch.optim.SGD([*w.values(), first], lr=0.01)
+    for step in range(4):
+        x = torch.randn(6, 16) @ first
+        x = ops.rms_norm(x, w["a"])
+        x = ops.layer_norm(x, w["b"], w["c"])
+        x = ops.swiglu(x, x) + ops.geglu(x, x) + ops.softmax(x)
+        loss = x.square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+mine = train()
+NAMES = ("rms_norm", "layer_norm", "swiglu", "geglu", "softmax")
+with use(**dict.fromkeys(NAMES, "reference")):
+    right = train()
+print(json.dumps([mine, right]))
+"""
+
+
+@pytest.fixture(scope="module")
+def verified(planted):
+    """What the command says of the planted backend, and the configuration that it writes."""
+    file, report = planted / "mine.yaml", planted / "report.json"
+    file.write_text("# mine\nops:\n  tvd: reference  # slow here\nchunk_bytes: 64MiB\n")
+    options = ("--backend", NAME, "--device", "cpu", "--limit", "5", "--jobs", "2")
+    options += ("--quarantine", str(file), "--report", str(report))
+    quick = sorted(EXPECTED.keys() - AT_LENGTH)
+    runs, found = (("--quick", "--ops", ",".join(quick)), ("--ops", ",".join(AT_LENGTH))), {}
+    for words in runs:
+        done = command(planted, "verify", *words, *options, TRITON_INTERPRET="")
+        assert done.returncode == 1, done.stderr
+        found |= json.loads(report.read_text())["operators"][NAME]
+    return done.stdout, found, file.read_text(), planted
+
+
+def test_planted_faults_are_found(verified):
+    _, own, _, _ = verified
+    verdicts = {op: own[op]["verdict"] for op in own}
+    assert {op: verdicts[op] for op in EXPECTED} == EXPECTED
+    said = {op: own[op]["findings"][0]["text"] for op in EXPECTED if op != "kl_div"}
+    assert "no answer within 5 s" in said["poly_norm"]
+    assert "float64" in said["dyt"]
+    assert "promises 'repeat'" in said["swiglu_clamped"]
+    assert "beside NaN" in said["geglu"]
+    assert "SIGABRT" in said["relu_squared"]
+    assert "entry 0" in own["softmax"]["findings"][0]["case"]
+    assert os.path.expanduser("~") not in json.dumps(own)
+
+
+def test_a_quarantine_keeps_what_its_file_had(verified):
+    _, _, text, _ = verified
+    assert text.startswith("# mine\nops:\n  tvd: reference  # slow here\nchunk_bytes: 64MiB\n")
+    assert "# wrong: rms_norm" in text
+    layer = parse(yaml_of(text, "x"), "x")
+    sent = {op for named in layer.quarantine.ops.values() for op in named}
+    assert sent == {op for op, verdict in EXPECTED.items() if verdict != "refused"}
+    assert layer.ops[""]["tvd"] == ("reference",)
+    assert all(
+        named == ("reference",) for n in layer.quarantine.ops.values() for named in n.values()
+    )
+
+
+def test_a_model_trains_right_under_the_quarantine(verified):
+    _, _, _, root = verified
+    (root / "model.py").write_text(MODEL)
+
+    def losses(**environment):
+        env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ['PYTHONPATH']}"}
+        run = [sys.executable, str(root / "model.py")]
+        done = subprocess.run(run, env={**env, **environment}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    mine, right = losses()
+    assert mine != right
+    mine, right = losses(LIGER_MULTI_CONFIG=str(root / "mine.yaml"))
+    assert mine == right
+    assert all(loss == loss for loss in right)
+
+
+def test_verify_under_a_quarantine_says_what_it_would_lift(verified, tmp_path):
+    """The operators that are right by now, and those that still are not."""
+    _, _, _, root = verified
+    file = tmp_path / "q.yaml"
+    file.write_text(
+        'quarantine:\n  since: "2020-01-01"\n  ops:\n    cpu:\n'
+        "      rms_norm: reference\n      tvd: reference\n      kl_div: reference\n"
+    )
+    done = command(
+        root,
+        *("verify", "--quick", "--ops", "rms_norm,tvd", "--device", "cpu", "--json"),
+        *("--quarantine", str(file)),
+        LIGER_MULTI_CONFIG=str(file),
+    )
+    rows = {op: said for _, op, said in json.loads(done.stdout)["quarantine"]}
+    assert rows["rms_norm"].startswith("stays")
+    assert rows["tvd"].startswith("right now")
+    assert rows["kl_div"] == "was not checked"
+    kept = load(file).quarantine
+    assert {op for named in kept.ops.values() for op in named} == {"rms_norm", "kl_div"}
+    assert kept.since == "2020-01-01"
+
+
+# --- the file ---
+
+BLOCK = quarantine.block({"cpu/float32": {"tvd": ("reference", "wrong: x")}}, "2026-01-01", "a CPU")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nothing but a comment\n",
+        "ops:\n  rms_norm: reference",
+        "default: auto  # why\n\n# about ops\nops: {rms_norm: reference}\n",
+        f"{BLOCK}\n# about ops\nops:\n  tvd: reference\n",
+        "ops: &o\n  tvd: reference\ndevices:\n  cpu:\n    ops: *o\n",
+        "ops: {}\nquarantine:\n  ops:\n    cpu: {tvd: reference}\n# chunks\nchunk_bytes: 1MiB\n",
+    ],
+)
+def test_blocks_are_merged_and_taken_out_again(text):
+    new = quarantine.merged(text, BLOCK, "a file")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert all(line in new.splitlines() for line in comments)
+    assert parse(yaml_of(new, "a file"), "a file").quarantine.ops == {
+        "cpu/float32": {"tvd": ("reference",)}
+    }
+    assert quarantine.merged(new, BLOCK, "a file") == new
+    gone = quarantine.merged(new, "", "a file")
+    assert "quarantine" not in (yaml_of(gone, "a file") or {})
+    assert [line for line in gone.splitlines() if line.startswith("#")] == comments
+
+
+@pytest.mark.parametrize("text", ["{ops: {tvd: reference}}\n", "[1]\n", "ops: [\n"])
+def test_a_file_of_another_form_is_left_alone(text, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError):
+        quarantine.write(file, BLOCK)
+    assert file.read_text() == text
+
+
+def test_a_quarantine_goes_before_defaults_and_not_before_names():
+    text = {"ops": {"cpu/float32": {"tvd": "reference"}}}
+    layer = parse({"quarantine": text}, "a file")
+    auto, named = parse({"default": "auto"}, "x"), parse({"ops": {"tvd": "triton"}}, "y")
+    for stronger, order in (((), "reference"), ((auto,), "reference"), ((named,), "triton")):
+        configuration = Configuration((*stronger, layer))
+        assert configuration.choice("tvd", CPU, torch.float32).order == (order,)
+        assert configuration.choice("tvd", CPU, torch.bfloat16).order == (
+            ("triton",) if order == "triton" else ("auto",)
+        )
+
+
+def test_the_narrowest_section_counts():
+    content = {
+        "devices": {
+            "cpu": {"ops": {"tvd": "triton"}},
+            "cpu/fp32": {"ops": {"tvd": "reference"}},
+            "cpu/cpu/bfloat16": {"default": "reference"},
+        }
+    }
+    configuration = Configuration((parse(content, "x"),))
+    orders = {d: configuration.choice("tvd", CPU, d).order for d in checks.DTYPES}
+    assert list(orders.values()) == [("reference",), ("reference",), ("triton",)]
+
+
+@pytest.mark.parametrize(
+    "section", ["cpu/float32/bfloat16", "cpu/a/b", "cpu/", "cpu/SM 90", "cqu/x"]
+)
+def test_wrong_sections_are_named(section):
+    with pytest.raises(ConfigurationError, match=r"section of devices|device type"):
+        parse({"devices": {section: {"default": "auto"}}}, "x")
+
+
+# --- what is checked ---
+
+
+def test_every_operator_has_cases_at_every_level():
+    target = cases.Target("reference", "cpu")
+    counts = {}
+    for level in cases.LEVELS:
+        by_op = cases.cases(target, "*", level)
+        assert set(by_op) == set(operators())
+        assert all(by_op.values())
+        counts[level] = sum(map(len, by_op.values()))
+    assert counts["quick"] < counts["default"] < counts["full"]
+
+
+def test_guards_show_what_leaves_a_tensor():
+    x = torch.randn(3, 8)[:, 1:7]
+    copy = guarded(x)
+    assert torch.equal(copy, x)
+    assert copy.stride() == x.stride()
+    assert not overwritten(copy)
+    copy.as_strided((1,), (1,), copy.storage_offset() + 22)[:] = 0
+    assert overwritten(copy)
+    ids = guarded(torch.arange(4))
+    assert (
+        ids.as_strided((1,), (1,), ids.storage_offset() + 4).item() == torch.iinfo(torch.int64).max
+    )
+
+
+def test_an_unknown_operator_is_named(capsys):
+    assert main(["verify", "--ops", "rmsnorm"]) == 2
+    assert "did you mean 'rms_norm'" in capsys.readouterr().err
+
+
+def test_doctor_and_reports_name_a_quarantine(tmp_path):
+    file = tmp_path / "q.yaml"
+    quarantine.write(file, BLOCK)
+    with within(Configuration((load(file),))):
+        from liger_multi.cli import doctor
+
+        notes = [one["text"] for one in doctor.collect()["findings"]]
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+        report = str(liger_multi.patch(model))
+    assert any("quarantine since 2026-01-01" in note and "tvd" in note for note in notes)
+    assert "quarantine" not in report  # none of its operators
+    quarantine.write(file, BLOCK.replace("tvd", "layer_norm"))
+    with within(Configuration((load(file),))):
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+        assert "quarantine since 2026-01-01" in str(liger_multi.patch(model))
+        assert ops.layer_norm(torch.ones(2, 8), torch.ones(8), torch.zeros(8)).shape == (2, 8)

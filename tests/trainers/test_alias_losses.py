@@ -1,0 +1,629 @@
+"""Chunked losses and GRPO by the names of Liger-Kernel, against formulas on whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_multi import ops
+from liger_multi.compat.liger_kernel import functional, losses
+from liger_multi.compat.liger_kernel.chunked import (
+    bases,
+    functions,
+    policy,
+    preference,
+)
+from liger_multi.compat.liger_kernel.op_functions import LigerCrossEntropyFunction
+from liger_multi.errors import DoubleBackwardError
+from liger_multi.losses import Logits, policy_loss
+from liger_multi.losses.policy import POLICY
+
+
+@pytest.fixture
+def draw():
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(*shape, grad=False):
+        return torch.randn(*shape, generator=generator).requires_grad_(grad)
+
+    return sample
+
+
+# --- against the formulas on log-probabilities of whole logits ---
+
+
+class Batch:
+    """Hidden states, heads and targets, with the log-probabilities that belong to them."""
+
+    def __init__(self, draw, rows=4):
+        self.hidden, self.weight = draw(rows, 5, 8, grad=True), draw(11, 8, grad=True)
+        self.bias = draw(11)
+        self.ref_hidden, self.ref_weight = draw(rows, 5, 8), draw(11, 8)
+        g = torch.Generator().manual_seed(1)
+        self.target = torch.randint(11, (rows, 5), generator=g)
+        self.target[:, 0] = -100
+        self.target[1, 3:] = -100
+        self.mask = self.target != -100
+        self.logits = self.hidden @ self.weight.T + self.bias
+        self.own = self.each(self.logits)
+        self.ref = self.each(self.ref_hidden @ self.ref_weight.T)
+        self.nll = -self.own[: rows // 2].sum() / self.mask[: rows // 2].sum()
+
+    def each(self, logits, temperature=1.0):
+        ids = self.target.clamp(min=0).unsqueeze(-1)
+        log_prob = (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
+        return log_prob * self.mask
+
+    def same(self, got, expected):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        inputs = (self.hidden, self.weight)
+        for a, b in zip(
+            torch.autograd.grad(got, inputs, retain_graph=True),
+            torch.autograd.grad(expected, inputs, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def pairs(draw):
+    return Batch(draw)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero"])
+def test_dpo(pairs, loss_type):
+    b = pairs
+    loss = preference.LigerFusedLinearDPOLoss(
+        beta=0.3, loss_type=loss_type, compute_nll_loss=True, alpha=0.5
+    )
+    got, aux = loss(b.weight, b.hidden, b.target, b.bias, b.ref_hidden, b.ref_weight)
+    chosen, rejected = (0.3 * (b.own - b.ref).sum(-1)).chunk(2)
+    each = {
+        "sigmoid": -F.logsigmoid(chosen - rejected),
+        "apo_zero": torch.sigmoid(-chosen) + torch.sigmoid(rejected),
+    }[loss_type]
+    b.same(got, each.mean() + 0.5 * b.nll)
+    sums = b.own.sum(-1).chunk(2)
+    expected = (
+        *sums,
+        *(half.mean() for half in b.logits.chunk(2)),  # over padding too
+        b.nll,
+        chosen,
+        rejected,
+    )
+    torch.testing.assert_close([*aux], [*expected], rtol=1e-5, atol=1e-6)
+
+
+def test_cpo_and_simpo_and_orpo(pairs):
+    b = pairs
+    total, count = b.own.sum(-1), b.mask.sum(-1)
+    chosen, rejected = total.chunk(2)
+    got, _ = preference.LigerFusedLinearCPOLoss(beta=0.3, alpha=0.5, label_smoothing=0.1)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    x = 0.3 * (chosen - rejected)
+    each = -0.9 * F.logsigmoid(x) - 0.1 * F.logsigmoid(-x)
+    b.same(got, each.mean() + 0.5 * b.nll)
+    chosen, rejected = (total / count).chunk(2)
+    got, _ = preference.LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.4, compute_nll_loss=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    b.same(got, -F.logsigmoid(2 * (chosen - rejected) - 0.4).mean())
+    got, aux = preference.LigerFusedLinearORPOLoss(beta=0.3)(b.weight, b.hidden, b.target, b.bias)
+    odds = (chosen - rejected) - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
+    b.same(got, b.nll - 0.3 * F.logsigmoid(odds).mean())
+    torch.testing.assert_close(aux[-1], odds.mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_kto(pairs):
+    b, liked = pairs, torch.tensor([True, False, False, True])
+    got, aux = preference.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)(
+        b.hidden,
+        b.weight,
+        b.target,
+        b.bias,
+        liked,
+        b.ref_hidden,
+        b.ref_weight,
+        kl=torch.tensor(0.2),
+    )
+    ratio = (b.own - b.ref).sum(-1)
+    sign = torch.where(liked, 1.0, -1.0)
+    b.same(got, (1 - torch.sigmoid(0.3 * sign * (ratio - 0.2))).mean())
+    torch.testing.assert_close(aux[0], b.own.sum(-1)[liked].sum())
+    torch.testing.assert_close(aux[5], 0.3 * ratio[~liked].sum())
+    sums = [b.logits[rows].sum().detach() for rows in (liked, ~liked)]  # over padding too
+    torch.testing.assert_close([*aux[2:4]], sums, rtol=1e-5, atol=1e-4)
+
+
+def policy_of(b, terms=(), **options):
+    return policy.LigerFusedLinearGRPOLoss(**options)(
+        b.hidden,
+        b.weight,
+        b.target.clamp(min=0),
+        b.mask.long(),
+        torch.tensor([1.0, -0.5, 0.3, -1.0]),
+        b.bias,
+        **dict(terms),
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_grpo(pairs, loss_type, beta):
+    b, advantages = pairs, torch.tensor([1.0, -0.5, 0.3, -1.0])
+    old = (b.each(b.logits, 0.9) + 0.3 * b.ref).detach()
+    got, metrics = policy_of(
+        b,
+        {"old_per_token_logps": old, "ref_per_token_logps": b.ref if beta else None},
+        beta=beta,
+        loss_type=loss_type,
+        temperature=0.9,
+        max_completion_length=7,
+        epsilon_high=0.3,
+    )
+    own = b.each(b.logits, 0.9)
+    ratio, a = (own - old).exp(), advantages.unsqueeze(1)
+    each = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
+    gap = b.ref - own
+    each = (each + beta * (gap.exp() - gap - 1)) * b.mask
+    count = b.mask.sum(-1)
+    expected = {
+        "grpo": (each.sum(-1) / count).mean(),
+        "bnpo": each.sum() / count.sum(),
+        "dapo": each.sum() / count.sum(),
+        "dr_grpo": each.sum() / (4 * 7),
+    }[loss_type]
+    b.same(got, expected)
+    clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
+    torch.testing.assert_close(metrics[-1], (clipped & b.mask).sum() / count.sum())
+    assert len(metrics) == (2 if beta else 1)
+
+
+@pytest.mark.parametrize("loss_type", ["JSD", "CosineSimilarity"])
+def test_distillation(pairs, loss_type):
+    b = pairs
+    loss = getattr(preference, f"LigerFusedLinear{loss_type}Loss")(
+        0.4, 0.6, beta=0.3, temperature=2.0, return_soft_hard_loss=True
+    )
+    got, soft, hard = loss(
+        b.hidden, b.weight, b.ref_hidden, b.ref_weight, b.target.reshape(-1), b.bias
+    )
+    x, y = b.logits / 2, b.ref_hidden @ b.ref_weight.T / 2
+    if loss_type == "JSD":
+        q, p = x.log_softmax(-1), y.log_softmax(-1)
+        m = torch.logaddexp(p + torch.tensor(0.3).log(), q + torch.tensor(0.7).log())
+        kl = [F.kl_div(m, s, log_target=True, reduction="none").sum(-1) for s in (p, q)]
+        each, factor = 0.3 * kl[0] + 0.7 * kl[1], 1.0
+    else:
+        each, factor = 1 - F.cosine_similarity(x, y, dim=-1), 0.3
+    expected = each[b.mask].mean()
+    label = -b.own.sum() / b.mask.sum()
+    b.same(got, 0.4 * label + 0.6 * factor * expected)
+    torch.testing.assert_close(soft, factor * expected)
+    torch.testing.assert_close(hard, label)
+
+
+# --- what Liger-Kernel does otherwise than this library's own losses ---
+
+
+def test_dpo_sigmoid_ignores_label_smoothing(pairs):
+    b = pairs
+    got, _ = preference.LigerFusedLinearDPOLoss(beta=0.3, label_smoothing=0.2, use_ref_model=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    chosen, rejected = b.own.sum(-1).chunk(2)
+    b.same(got, -F.logsigmoid(0.3 * (chosen - rejected)).mean())
+
+
+DPO = preference.LigerFusedLinearDPOLoss
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (DPO, {"loss_type": "nothing"}, "^Unsupported loss_type: nothing"),
+        (DPO, {"loss_type": "exo_pair"}, "^label_smoothing must be > 0 for loss_type='exo_pair'"),
+        (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0.0, 0.5\) .*'robust'"),
+        (losses.LigerCrossEntropyLoss, {"label_smoothing": 2.0}, "label_smoothing"),
+        (losses.LigerFusedLinearCrossEntropyLoss, {"reduction": "x"}, "reduction"),
+        (losses.LigerCrossEntropyLoss, {"softcap": -1.0}, "softcap"),
+        (losses.LigerFusedLinearJSD, {"temperature": 0.0}, "temperature"),
+    ],
+)
+@pytest.mark.parametrize("error", [ValueError, AssertionError])
+def test_option_errors_when_constructed(loss, options, message, error):
+    with pytest.raises(error, match=message):
+        loss(**options)
+
+
+def test_preference_metrics_are_detached(pairs):
+    b = pairs
+    _, aux = preference.LigerFusedLinearCPOLoss(compute_nll_loss=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    assert not any(x.requires_grad for x in aux)
+    assert aux[4] == 0
+    _, aux = preference.LigerFusedLinearCPOLoss()(b.weight, b.hidden, b.target, b.bias)
+    torch.testing.assert_close(aux[4], b.nll.detach())
+
+
+def test_orpo_nll_target(pairs):
+    """The NLL is of those labels, rewards and log-odds of the targets, also where both count."""
+    b, labels = pairs, (pairs.target + 3) % 11
+    labels[:, -1] = -100
+
+    def means(of):
+        own = b.logits.log_softmax(-1).gather(-1, of.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return own * (of != -100), of != -100
+
+    own, counts = means(labels)
+    nll = -own[:2].sum() / counts[:2].sum()
+    own, counts = means(b.target)
+    sequences = own.sum(1) / counts.sum(1)
+    odds = sequences - torch.log1p(-sequences.exp())
+    ratio = F.logsigmoid(odds[:2] - odds[2:])
+    expected = nll - 0.1 * ratio.mean()
+    for rows in (labels, labels[:2]):
+        loss, aux = preference.LigerFusedLinearORPOLoss()(
+            b.weight, b.hidden, b.target, b.bias, rows
+        )
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(aux[4], nll.detach())
+        torch.testing.assert_close(aux[7], ratio.mean().detach())
+        torch.testing.assert_close(aux[8], (odds[:2] - odds[2:]).mean().detach())
+        leaves = (b.hidden, b.weight)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, leaves),
+            torch.autograd.grad(expected, leaves, retain_graph=True),
+        )
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo", "sapo"])
+def test_functional_grpo_positional_arguments(pairs, loss_type):
+    """Temperatures of SAPO stand before that of the logits; other losses do not read them."""
+    b = pairs
+    ids, mask, advantages = b.target.clamp(min=0), b.mask.float(), torch.tensor([1.0, -2, 0.5, -1])
+    before, after = (b.hidden, b.weight, ids, mask, advantages, b.bias, b.ref, b.own.detach()), ()
+    first = (*before, None, None, None, 0.04, 0.2, 0.2, loss_type, 10, "token")
+    for pos, neg, temperature in ((1.0, False, True), (-1.0, 0.5, 2.0), (1.0, 1.05, 0.7)):
+        after = (pos, neg, temperature, False, True, 1)
+        if loss_type == "sapo" and min(pos, neg) <= 0:
+            with pytest.raises(ValueError, match="sapo_temperature must be > 0"):
+                functions.liger_fused_linear_grpo(*first, *after)
+            continue
+        module = policy.LigerFusedLinearGRPOLoss(
+            loss_type=loss_type, max_completion_length=10, temperature=float(temperature)
+        )
+        got, expected = functions.liger_fused_linear_grpo(*first, *after), module(*before)
+        torch.testing.assert_close(got, expected)
+    with pytest.raises(ValueError, match="sapo_temperature_neg must be positive"):
+        policy.LigerFusedLinearGRPOLoss(sapo_temperature_neg=0.0)
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_token_losses_reject_sequence_level(pairs, loss_type):
+    b, ids = pairs, pairs.target.clamp(min=0)
+    advantages, mask = torch.randn(4), b.mask.float()
+    words = "Sequence-level importance sampling is not supported|requires importance_sampling_leve"
+    with pytest.raises(ValueError, match=words):
+        policy.triton_grpo_loss(
+            torch.randn(4, 6, 11),
+            b.own.detach(),
+            None,
+            ids,
+            advantages,
+            mask,
+            beta=0.0,
+            importance_sampling_level="sequence",
+            loss_type=loss_type,
+            reduce=True,
+        )
+    loss = policy.LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type=loss_type, use_ref_model=False, importance_sampling_level="sequence"
+    )
+    with pytest.raises(ValueError, match=words):
+        loss(b.hidden, b.weight, ids, mask, advantages)
+
+
+def test_cross_entropy_target_out_of_bounds(monkeypatch):
+    """They raise on every device, as Liger-Kernel's assertion does, which people catch."""
+    logits, target = torch.randn(4, 11, requires_grad=True), torch.tensor([1, -100, 11, 3])
+    calls = (
+        losses.LigerCrossEntropyLoss(),
+        functional.liger_cross_entropy,
+        lambda x, t: LigerCrossEntropyFunction.apply(x, t, None),
+    )
+    for call in calls:
+        for error in (AssertionError, IndexError):
+            with pytest.raises(error, match="out of bounds"):
+                call(logits, target)
+    asked = []
+    stock = ops.cross_entropy
+    monkeypatch.setattr(
+        ops, "cross_entropy", lambda *a, **k: asked.append(k["validate"]) or stock(*a, **k)
+    )
+    functional.liger_cross_entropy(logits, target.clamp(max=10))
+    assert asked == [True]  # what a device asks for its sync
+
+
+@pytest.mark.parametrize("terms", [{}, {"ref_per_token_logps": 3.0}])
+def test_grpo_without_reference(pairs, terms):
+    b = pairs
+    terms = {k: torch.full(b.target.shape, v) for k, v in terms.items()}
+    plain, _ = policy_of(b, beta=0.0, use_ref_model=False)
+    got, (kl, _) = policy_of(b, terms, beta=0.5, use_ref_model=False)
+    b.same(got, plain)
+    assert kl == 0
+    with pytest.raises(ValueError, match="ref_per_token_logps or ref_input must be provided"):
+        policy_of(b, beta=0.5)
+
+
+def test_vespo_sequence_ratio_counts_once(draw):
+    log_ratio, mask = draw(3, 4) / 4, torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]])
+    advantages, ratio = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([[0.5], [2.0], [1.5]])
+    w = ((log_ratio * mask).sum(-1, keepdim=True)).exp() * ratio
+    k, rate = torch.tensor([[2.0], [3.0], [2.0]]), torch.tensor([[3.0], [2.0], [3.0]])
+    got = policy.get_gamma_weights(advantages, log_ratio, mask, ratio)
+    torch.testing.assert_close(got, w**k * (rate * (1 - w)).exp())
+
+
+# --- losses of one's own, on the base classes ---
+
+
+def test_custom_preference_loss(pairs):
+    base = bases.LigerFusedLinearPreferenceBase
+
+    class Own(base):
+        @staticmethod
+        def preference_loss_fn(chosen, rejected, target, beta=0.1, gamma=0.0):
+            gap = (chosen - rejected - gamma).square()
+            return beta * gap.sum() / (target.shape[0] // 2), gap.mean(), chosen
+
+        @classmethod
+        def forward(cls, ctx, x, w, t, bias):
+            return super().forward(
+                cls=cls,
+                ctx=ctx,
+                _input=x,
+                weight=w,
+                target=t,
+                bias=bias,
+                beta=0.3,
+                gamma=0.2,
+                alpha=0.5,
+                average_log_prob=False,
+            )
+
+        @staticmethod
+        def backward(ctx, *grad_output):
+            return base.backward(ctx, grad_output)[:4]
+
+    b = pairs
+    got, aux = Own.apply(b.hidden, b.weight, b.target, b.bias)
+    chosen, rejected = b.own.sum(-1).chunk(2)
+    gap = (chosen - rejected - 0.2).square()
+    b.same(2 * got, 2 * (0.3 * gap.mean() + 0.5 * b.nll))
+    torch.testing.assert_close(aux[5], gap.sum().detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux[6], chosen.detach())
+
+
+def test_custom_distillation_loss_bounds_memory():
+    base = bases.LigerFusedLinearDistillationBase
+
+    class Own(base):
+        @staticmethod
+        def distillation_loss_fn(student, teacher, target=None, ignore_index=None, beta=0.5):
+            gap = (student.softmax(-1) - teacher.softmax(-1)).square().sum(-1)
+            return gap[target != ignore_index].sum()
+
+        @classmethod
+        def forward(cls, ctx, x, w, tx, tw, t):
+            return super().forward(
+                cls=cls,
+                ctx=ctx,
+                student_input=x,
+                student_weight=w,
+                teacher_input=tx,
+                teacher_weight=tw,
+                target=t,
+                temperature=2.0,
+                return_soft_hard_loss=True,
+            )
+
+        @staticmethod
+        def backward(ctx, *grad_output):
+            return base.backward(ctx, *grad_output)[:5]
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    rows, classes = 2048, 2048
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=g).requires_grad_()
+    w = torch.randn(classes, 8, generator=g).requires_grad_()
+    tx, tw = torch.randn(rows, 4, generator=g), torch.randn(classes, 4, generator=g)
+    t = torch.randint(classes, (rows,), generator=g)
+    t[::3] = -100
+    with Largest() as calls:
+        got, soft, hard = Own.apply(x, w, tx, tw, t)
+        gradients = torch.autograd.grad(got, (x, w))
+    assert calls.elements <= rows * classes // 2
+    z, y, valid = x @ w.T, tx @ tw.T, t != -100
+    gap = ((z / 2).softmax(-1) - (y / 2).softmax(-1)).square().sum(-1)[valid].mean()
+    label = F.cross_entropy(z, t)
+    torch.testing.assert_close((soft, hard), (gap.detach(), label.detach()))
+    expected = torch.autograd.grad(0.5 * gap + 0.5 * label, (x, w))
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_subclass_of_sealed_function_raises():
+    with pytest.raises(TypeError, match="derive from LigerFusedLinearPreferenceBase"):
+
+        class Own(functions.LigerFusedLinearDPOFunction):
+            @staticmethod
+            def preference_loss_fn(*args):
+                return 0.0
+
+
+def test_functional_simpo_argument_order(pairs):
+    b = pairs
+    got, _ = functions.liger_fused_linear_simpo(b.hidden, b.weight, b.target, b.bias, -100, 2.0)
+    expected, _ = preference.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(
+        b.weight, b.hidden, b.target, b.bias
+    )
+    b.same(got, expected)
+
+
+def test_base_class_double_backward_raises():
+    """They are made in forward: a second derivative would silently lack most of itself."""
+
+    hidden = torch.randn(4, 5, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    target = torch.randint(0, 11, (4, 5))
+    loss = functions.LigerFusedLinearORPOFunction.apply(hidden, weight, target)[0]
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(DoubleBackwardError):
+        torch.autograd.grad(gradient.square().sum(), weight)
+
+
+# --- GrpoLossFunction and triton_grpo_loss: numbers of tokens, and the loss of a batch ---
+
+TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+T = 0.8
+
+
+@pytest.fixture
+def inputs():
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    ids, mask = torch.randint(20, (3, 5), generator=g), torch.ones(3, 5)
+    mask[0, 4:] = mask[1, 2:] = 0
+    logits = draw(3, 6, 20)
+    own = (logits[:, :-1] / T).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return {
+        "logits": logits.requires_grad_(),
+        "old_logp": own.detach() + 0.4 * draw(3, 5),
+        "ref_logp": own.detach() + 0.4 * draw(3, 5),
+        "completion_ids": ids,
+        "advantages": torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64),
+        "completion_mask": mask,
+        "temperature": T,
+    }
+
+
+def options(loss_type):
+    o = {"loss_type": loss_type, "eps_high": 1.2 if loss_type == "cispo" else 0.3}
+    return o | ({"max_completion_length": 7} if loss_type == "dr_grpo" else {})
+
+
+def clipped_gain(z, x, delta=None):
+    """Losses, divergences and clipping of tokens, of DAPO with beta 0.1."""
+    own = (z[:, :-1] / T).log_softmax(-1)
+    own = own.gather(-1, x["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    a, ratio = x["advantages"].unsqueeze(1), (own - x["old_logp"]).exp()
+    gap = x["ref_logp"] - own
+    kl = gap.exp() - gap - 1
+    outer = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.min(outer * a, ratio.clamp(0.8, 1.3) * a) + 0.1 * kl
+    clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
+    return [(v * x["completion_mask"]).float() for v in (loss, kl, clipped)]
+
+
+@pytest.mark.parametrize("delta", [None, 1.1])
+def test_grpo_token_losses_match_formula(inputs, delta):
+    inputs["logits"].retain_grad()
+    expected = clipped_gain(inputs["logits"], inputs, delta)
+    actual = policy.triton_grpo_loss(**inputs, beta=0.1, eps_high=0.3, delta=delta)
+    for x, y in zip(actual, expected):
+        torch.testing.assert_close(x, y.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
+    weights = torch.randn(3, 5)
+    ends = [torch.autograd.grad((x * weights).sum(), inputs["logits"]) for x in (actual[0],)]
+    right = torch.autograd.grad((expected[0] * weights).sum(), inputs["logits"])
+    torch.testing.assert_close(ends[0], right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_grpo_batch_loss_matches_policy_loss(inputs, loss_type, beta):
+    o = options(loss_type)
+    loss, metrics = policy.triton_grpo_loss(**inputs, beta=beta, reduce=True, **o)
+    named = {"epsilon_high": o["eps_high"], "max_length": o.get("max_completion_length")}
+    reads = POLICY[loss_type].reads
+    expected, expected_metrics = policy_loss(
+        Logits(inputs["logits"][:, :-1] / T),
+        inputs["completion_ids"],
+        inputs["advantages"],
+        old=inputs["old_logp"],
+        reference=inputs["ref_logp"] if beta else None,
+        token_mask=inputs["completion_mask"],
+        loss_type=loss_type,
+        beta=beta,
+        level=None if loss_type == "vespo" else "token",
+        **{k: v for k, v in named.items() if k in reads},
+    )
+    torch.testing.assert_close(loss, expected, check_dtype=False, rtol=1e-5, atol=1e-6)
+    assert len(metrics) == (2 if beta else 1)
+    if beta:
+        torch.testing.assert_close(
+            metrics[0], expected_metrics.kl, check_dtype=False, rtol=1e-5, atol=1e-6
+        )
+    actual, right = (torch.autograd.grad(x, inputs["logits"])[0] for x in (loss, expected))
+    torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-6)
+    assert actual[:, -1].count_nonzero() == 0, "the last logit is not read"
+
+
+def test_grpo_leaves_logits_and_retains_graph(inputs):
+    before = inputs["logits"].detach().clone()
+    loss, _ = policy.triton_grpo_loss(**inputs, inplace=True, reduce=True)
+    first, second = (
+        torch.autograd.grad(loss, inputs["logits"], retain_graph=True)[0] for _ in range(2)
+    )
+    assert torch.equal(inputs["logits"].detach(), before)
+    assert torch.equal(first, second)
+
+
+def test_grpo_gradient_dtype(inputs):
+    inputs["logits"] = inputs["logits"].detach().to(torch.bfloat16).requires_grad_()
+    loss, kl, clipped = policy.triton_grpo_loss(**inputs)
+    assert {loss.dtype, kl.dtype, clipped.dtype} == {torch.float32}
+    loss.sum().backward()
+    assert inputs["logits"].grad.dtype == torch.bfloat16
+
+
+def test_grpo_empty_completions(inputs):
+    inputs["completion_mask"] = torch.zeros(3, 5)
+    loss, metrics = policy.triton_grpo_loss(**inputs, reduce=True)
+    assert (loss.item(), metrics[0].item(), metrics[1].item()) == (0, 0, 0)
+    loss.backward()
+    assert inputs["logits"].grad.count_nonzero() == 0
+
+
+def test_grpo_argument_errors(inputs):
+    positional = [
+        inputs["logits"],
+        inputs["old_logp"],
+        None,
+        inputs["completion_ids"],
+        inputs["advantages"],
+        inputs["completion_mask"],
+        T,
+    ]
+    with pytest.raises(AssertionError, match="must be provided"):
+        policy.GrpoLossFunction.apply(*positional, 0.1, 0.2, 0.2, False)
+    with pytest.raises(ValueError, match="Unknown loss_type: nothing"):
+        policy.GrpoLossFunction.apply(*positional, 0.0, 0.2, 0.2, False, "nothing")
+    with pytest.raises(ValueError, match="max_completion_length"):
+        policy.GrpoLossFunction.apply(*positional, 0.0, 0.2, 0.2, False, "dr_grpo")
+    positional[0] = inputs["logits"][:, :-1]
+    with pytest.raises(ValueError, match=r"\(3, 5, 20\) and \(3, 5\)"):
+        policy.GrpoLossFunction.apply(*positional, 0.0, 0.2, 0.2, False)
