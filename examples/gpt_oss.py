@@ -27,7 +27,6 @@ with _common.needs("transformers", "peft", "safetensors"):
 
     from liger_multi.integrations import load_mxfp4
 
-CAUSAL = {"task_type": "CAUSAL_LM"}
 STACKS = ("gate_up_proj", "down_proj")
 
 
@@ -66,9 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = _common.parsed(_common.parser(__doc__, model="gpt-oss-20b"), arguments)
     tokenizer, model = loaded(options)
     layers, stacks = ["q_proj", "k_proj", "v_proj", "o_proj"], [f"mlp.experts.{n}" for n in STACKS]
-    model = get_peft_model(
-        model, LoraConfig(**CAUSAL, target_modules=layers, target_parameters=stacks)
-    )
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=layers, target_parameters=stacks)
+    model = get_peft_model(model, config)
     print(liger_multi.patch(model))
     losses = _common.adapted(options, model, _common.sequences(options, tokenizer))
     if options.output:
