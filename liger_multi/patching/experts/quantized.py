@@ -81,7 +81,7 @@ class Stack:
 
 def most_bytes() -> int:
     """Of dequantized weights at a time."""
-    configured: int = current().chunk_bytes
+    configured: int | None = current().chunk_bytes
     return configured or GROUP_BYTES
 
 
