@@ -23,7 +23,7 @@ ROWS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-npu test-portable test-trainers test-liger check lint format static tune bench docs site pins \
+.PHONY: help env demo test test-full test-npu test-portable test-trainers test-liger check lint format static verify tune bench docs site pins \
   doctor container clean
 
 LINKS := liger_multi/backends liger_multi/reference
@@ -106,6 +106,9 @@ format: $(ENV)  ## rewrite the sources in the house format
 
 static: $(ENV)  ## compile some launches of every kernel for 8 GPUs (ARGS=--full: every launch; --write: the baseline again)
 	$(RUN) -m ci.static --store build/static.txt $(ARGS)
+
+verify: $(ENV)  ## which operators are right on this machine, with its driver and compiler (docs/verified.md)
+	$(if $(RESULTS),mkdir -p $(RESULTS)/verify && )$(RUN) -m liger_multi verify $(if $(DEVICE),,--quick) $(RESULTS:%=--report %/verify/report.json) $(ARGS)
 
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
 	$(RUN) -m benchmarks.tune table $(ARGS)

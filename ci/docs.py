@@ -32,7 +32,7 @@ from benchmarks.tables import (
     performance,
     traces,
 )
-from ci import verification
+from ci import verification, verified
 from ci.npu import levels
 from tests.sweep import page as coverage
 from tests.trainers import runs
@@ -426,6 +426,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "loss-head": head,
         "loss-families": families,
         "trees-types": coverage.shared_prefixes,
+        "support": verified.support,
+        "verified": verified.rows,
     }
     builders: dict[str, Callable[[], str]] = {
         **float8.BLOCKS,

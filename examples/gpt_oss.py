@@ -18,13 +18,14 @@ import _common
 import torch
 
 import liger_multi
-from liger_multi.integrations import load_mxfp4
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 
 with _common.needs("transformers", "peft", "safetensors"):
     import transformers as hf
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import save_file
+
+    from liger_multi.integrations import load_mxfp4
 
 STACKS = ("gate_up_proj", "down_proj")
 
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = _common.parsed(_common.parser(__doc__, model="gpt-oss-20b"), arguments)
     tokenizer, model = loaded(options)
     layers, stacks = ["q_proj", "k_proj", "v_proj", "o_proj"], [f"mlp.experts.{n}" for n in STACKS]
-    model = get_peft_model(model, LoraConfig(target_modules=layers, target_parameters=stacks))
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=layers, target_parameters=stacks)
+    model = get_peft_model(model, config)
     print(liger_multi.patch(model))
     losses = _common.adapted(options, model, _common.sequences(options, tokenizer))
     if options.output:

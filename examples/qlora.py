@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--rank", type=int, default=8)
     options = _common.parsed(parser, arguments)
     tokenizer, model = loaded(options)
-    config = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=LAYERS)
+    config = LoraConfig(r=options.rank, target_modules=LAYERS, task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
     print(liger_multi.patch(model))  # names the format, and the bytes of every layer
     losses = _common.adapted(options, model, _common.sequences(options, tokenizer))

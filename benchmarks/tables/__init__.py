@@ -20,6 +20,7 @@ OPERATOR_FAMILIES = {
     "experts": "mixtures of experts",
     "adapters": "LoRA",
     "float8": "FP8",
+    "quantized": "weights in 4 bits",
     "residuals": "residual streams",
     "embedding": "embedding",
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the image of a backend, run the suite in it, and fetch the results:
-#   ci/docker/run.sh cuda                      make test BACKEND=cuda
+# Build the image of a backend, verify operators and run the suite in it, and fetch the results:
+#   ci/docker/run.sh cuda                      make --keep-going verify test BACKEND=cuda
 #   ci/docker/run.sh rocm demo                 another target of make, with its variables
 # Variables: RESULTS (folder, default build/results), BUILD_ARGS ("--build-arg TAG=..."), DOCKER (docker),
 # NPU (the device node, default /dev/davinci0).
@@ -55,7 +55,7 @@ case $backend in
     ;;
 esac
 
-if [ $# -eq 0 ]; then set -- test "BACKEND=$backend"; fi
+if [ $# -eq 0 ]; then set -- --keep-going verify test "BACKEND=$backend"; fi
 read -ra arguments <<<"${BUILD_ARGS:-}"
 image=liger-multi-ci:$backend
 container=liger-multi-ci-$backend-$$

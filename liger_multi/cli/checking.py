@@ -66,6 +66,29 @@ def seed(text: str) -> int:
     return _number(text, 0, 2**32 - 1)
 
 
+def processes(text: str) -> int:
+    """A number of processes as an argument."""
+    return _number(text, 1, 256)
+
+
+def seconds(text: str) -> float:
+    """A time limit as an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"must be from 0.1 to 86400 seconds, got {shown(text)}")
+    return value
+
+
+def name(text: str) -> str:
+    """A name of a person or thing as an argument."""
+    if not text.isprintable() or not 1 <= len(text) <= 100:
+        raise argparse.ArgumentTypeError(f"must be a name of up to 100 letters, got {shown(text)}")
+    return text
+
+
 def steps(text: str) -> int:
     """A number of steps as an argument."""
     return _number(text, 1, 2**31 - 1)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from liger_multi.cli import checking, doctor
+from liger_multi.dispatch.config import Quarantine
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
@@ -50,10 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", type=checking.path, metavar="FILE", help="write the result as JSON"
     )
-    parser.add_argument("--by", default="", metavar="NAME", help="who ran it, for the report")
-    parser.add_argument("--label", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--jobs", type=int, default=0, help="processes (default: by the machine)")
-    parser.add_argument("--limit", type=float, default=0.0, help="seconds that a case may take")
+    parser.add_argument(
+        "--by", type=checking.name, metavar="NAME", help="who ran it, for the report"
+    )
+    parser.add_argument(
+        "--label", type=checking.name, help="what a simulated device is, for the report"
+    )
+    parser.add_argument(
+        "--jobs", type=checking.processes, help="processes (default: by the machine)"
+    )
+    parser.add_argument("--limit", type=checking.seconds, help="seconds that a case may take")
     checking.add_json(parser)
 
 
@@ -64,15 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
     for glob in arguments.ops.split(","):
         if not cases.named(glob):
             raise LigerMultiError(unknown("operator", glob, operators(), "liger-multi explain"))
-    for option, place in (("--report", arguments.report), ("--quarantine", arguments.quarantine)):
-        if place is not None and not place.absolute().parent.is_dir():
-            raise LigerMultiError(f"{option} {place} cannot be written: there is no such folder")
+    if arguments.report:
+        checking.file("--report", arguments.report, ".json", overwrite=True)
+    if arguments.quarantine:
+        checking.file("--quarantine", arguments.quarantine, ".yaml", overwrite=True)
     old = quarantine.quarantine_of(arguments.quarantine) if arguments.quarantine else None
     began = time.monotonic()
     chosen = list(cases.targets(device, arguments.backend))
     if not chosen:
-        known = [target.backend for target in cases.targets(device)]
-        raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, known))
+        names = [target.backend for target in cases.targets(device)]
+        raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, names))
     results = verify(device, chosen, arguments.ops, level, arguments.limit, arguments.jobs)
     known = facts(device)
     data = report.as_data(
@@ -81,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         level=level,
         seconds=time.monotonic() - began,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        by=arguments.by,
-        label=arguments.label,
+        by=arguments.by or "",
+        label=arguments.label or "",
         lifted=quarantine.lifted(results, device),
     )
     if arguments.report:
@@ -101,8 +109,8 @@ def verify(
     chosen: list[Target],
     pattern: str,
     level: str,
-    limit: float = 0.0,
-    jobs: int = 0,
+    limit: float | None = None,
+    jobs: int | None = None,
 ) -> list[Result]:
     """Run the cases of a level, then those of launch entries that the first ones can reach."""
     groups = [
@@ -187,25 +195,15 @@ def _quarantine(
     device: torch.device,
     results: list[Result],
     data: dict[str, Any],
-    old: Any,
+    old: Quarantine | None,
 ) -> None:
     """Write overrides for what failed, each to the first backend that is right."""
     path: Path = arguments.quarantine
-    sections = quarantine.kept(old, {r.case.op for r in results}, device)
-    runner = Runner(arguments.limit or LIMITS.get(device.type, LIMIT), 1)
-    for (backend, op), by_dtype in quarantine.failing(results).items():
-        for dtype, wrong in by_dtype.items():
-            section = quarantine.section_of(device, dtype)
-            reason = quarantine.reason_of(wrong)
-            for other in quarantine.alternatives(backend, op, device):
-                again = quarantine.stand_ins([r.case for r in wrong], other)
-                target = Target(other, str(device))
-                answers = runner.run([(target, again)])
-                if all(a.verdict == "right" for a in answers):
-                    break
-            else:
-                reason += "; the reference did not pass either"
-            sections.setdefault(section, {})[op] = (other, reason)
+    limit = arguments.limit or LIMITS.get(device.type, LIMIT)
+    sections = quarantine.kept(path, {r.case.op for r in results}, device)
+    runner = Runner(limit, arguments.jobs or min(MOST_JOBS, os.cpu_count() or 1))
+    for section, named in quarantine.replaced(results, device, runner.run).items():
+        sections[section] = {**sections.get(section, {}), **named}
     since = old.since if old and sections else data["date"]
     text = quarantine.block(sections, since or data["date"], report.made_with(data))
     changed = quarantine.write(path, text)

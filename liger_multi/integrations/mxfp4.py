@@ -62,7 +62,8 @@ def load_mxfp4(
         pair = packed.setdefault(base, {})
         pair[part] = tensor
         if len(pair) == len(_PARTS):
-            _fill(model, base, _weight(*(pair[p] for p in _PARTS), dtype))
+            blocks, scales = (pair[p] for p in _PARTS)
+            _fill(model, base, _weight(blocks, scales, dtype))
             filled.add(base)
             packed[base] = {}
     if not packed:

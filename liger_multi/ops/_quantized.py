@@ -39,6 +39,7 @@ class QuantizedWeight(StoredWeight):
         divides: Whether the global scale divides.
         more: The other tensors of ``dequantize`` by name.
         turned: Whether the last two axes are exchanged: the weight is ``(..., K, N)``.
+        whole: Members of the stack (or rows of the matrix) that these are some of.
     """
 
     codes: Tensor
@@ -48,6 +49,7 @@ class QuantizedWeight(StoredWeight):
     divides: bool
     more: dict[str, Tensor]
     turned: bool
+    whole: int
 
     @staticmethod
     def __new__(
@@ -60,6 +62,7 @@ class QuantizedWeight(StoredWeight):
         group: int | None = None,
         divides: bool = False,
         turned: bool = False,
+        whole: int | None = None,
         **more: Tensor | None,
     ) -> QuantizedWeight:
         """A view on codes and scales; nothing is copied or checked until numbers are needed.
@@ -81,21 +84,24 @@ class QuantizedWeight(StoredWeight):
         weight.codes, weight.scales, weight.format = codes, scales, format
         weight.group, weight.divides, weight.turned = group, divides, turned
         weight.more = {name: t for name, t in more.items() if t is not None}
+        weight.whole = codes.shape[0] if whole is None else whole
         return weight
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
         """The numbers, in memory of their own."""
+        flat = self.codes.ndim < self.scales.ndim
         y = dequantize(
-            self.codes,
+            self.codes.view(*self.scales.shape[:-1], -1) if flat else self.codes,
             self.scales,
             format=self.format,
             group=self.group,
             divides=self.divides,
             dtype=self.dtype,
-            **self.more,  # type: ignore[arg-type]
+            **self.more,
         )
-        return y.mT if self.turned else y
+        y = y.mT if self.turned else y
+        return y.reshape(-1) if flat else y
 
     @property
     def stored_bytes(self) -> int:
@@ -113,6 +119,7 @@ class QuantizedWeight(StoredWeight):
             "group": self.group,
             "divides": self.divides,
             "turned": self.turned,
+            "whole": self.whole,
             **self.more,
             **values,
         }
@@ -132,6 +139,28 @@ class QuantizedWeight(StoredWeight):
                 return part
         return super().__getitem__(index)
 
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """What every rank gives to FSDP2: bytes of codes and scales, as many as all others."""
+        missing = -(-self.whole // mesh.size()) - self.codes.shape[0]
+        parts = [self.codes, self.scales.view(torch.uint8)]
+        if missing:  # the numbers of these are never read
+            parts = [torch.cat([p, p.new_zeros(missing, *p.shape[1:])]) for p in parts]
+        # a single rank copies only the first of several tensors
+        joined = torch.cat([p.flatten(1) for p in parts], 1)
+        return (joined,), (*self.codes.shape[1:], self.scales.shape[-1])
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], sizes: tuple[int, ...], dtype: Any, *, out: Any = None
+    ) -> tuple[QuantizedWeight, list[Tensor]] | None:
+        """The weight over what all ranks gave; once, for FSDP2 refills it in place."""
+        if out is not None:
+            return None
+        *shape, blocks = sizes
+        every = gathered[0][: self.whole]
+        codes, scales = every.split([math.prod(shape), every.shape[1] - math.prod(shape)], 1)
+        scales = scales.view(self.scales.dtype).unflatten(1, (*shape[:-1], blocks))
+        return self.changed(codes=codes.unflatten(1, shape), scales=scales), []
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and format; the numbers would have to be dequantized."""
         return f"QuantizedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -139,7 +168,8 @@ class QuantizedWeight(StoredWeight):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For compilers: the tensors inside, and the rest."""
         rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
-        rest |= {"divides": self.divides, "turned": self.turned, "more": tuple(self.more)}
+        rest |= {"divides": self.divides, "turned": self.turned, "whole": self.whole}
+        rest["more"] = tuple(self.more)
         for name, tensor in self.more.items():
             setattr(self, f"_{name}", tensor)
         return ["codes", "scales", *(f"_{name}" for name in self.more)], rest
@@ -241,6 +271,73 @@ def _to(
     )
 
 
+# --- DDP and FSDP2 ---
+
+
+def _by_members(weight: QuantizedWeight) -> bool:
+    """Whether the first axis is that of members with blocks of their own."""
+    own = weight.format in ("mxfp4", "nvfp4") and not weight.more
+    return own and weight.codes.ndim > 1 and (weight.ndim > 2 or not weight.turned)
+
+
+def _slice(
+    weight: QuantizedWeight,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> QuantizedWeight | None:
+    if dim or step != 1 or not _by_members(weight):
+        return None
+    first, last, _ = slice(start, stop).indices(weight.shape[0])
+    return _range(weight, first, last)
+
+
+def _split(weight: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWeight] | None:
+    if dim or not _by_members(weight):
+        return None
+    starts = range(0, max(1, weight.shape[0]), max(1, size))
+    return [_range(weight, start, start + size) for start in starts]  # type: ignore[misc]
+
+
+def _zeros(weight: QuantizedWeight, size: Any, **options: Any) -> QuantizedWeight | None:
+    """Members that FSDP2 copies a shard into."""
+    named = any(value is not None for name, value in options.items() if name != "pin_memory")
+    if named or not _by_members(weight) or list(size[1:]) != list(weight.shape[1:]):
+        return None
+    scales = weight.scales.view(torch.uint8)
+    return weight.changed(
+        codes=weight.codes.new_zeros(size[0], *weight.codes.shape[1:]),
+        scales=scales.new_zeros(size[0], *scales.shape[1:]).view(weight.scales.dtype),
+    )
+
+
+def _view(weight: QuantizedWeight, size: Any) -> Any:
+    """Flat, for FSDP2, or as it was; else numbers."""
+    if list(size) == list(weight.shape):
+        return _detach(weight)
+    if list(size) in ([-1], [weight.numel()]) and _by_members(weight):
+        return weight.changed(codes=weight.codes.reshape(-1))
+    return weight.dequantized().reshape(size)
+
+
+def _strided(
+    weight: QuantizedWeight, size: Any, stride: Any, offset: int | None = None
+) -> QuantizedWeight | None:
+    alike = list(size) == list(weight.shape) and list(stride) == list(weight.stride())
+    return _detach(weight) if alike and not offset else None
+
+
+def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> Any:
+    """Codes of another one; or numbers that are its own, as DDP sends them to every rank."""
+    if isinstance(source, QuantizedWeight):
+        weight.codes.copy_(source.codes)
+        weight.scales.view(torch.uint8).copy_(source.scales.view(torch.uint8))
+        return weight
+    same = torch.equal(weight.dequantized(), source.to(weight.dtype))
+    return weight if same else None
+
+
 _KEPT: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
@@ -249,5 +346,11 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.select.int: _select,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.new_zeros.default: _zeros,
+    aten.view.default: _view,
+    aten.as_strided.default: _strided,
+    aten.copy_.default: _copy,
 }
 """Operations that have a weight in 4 bits, but where they return None."""

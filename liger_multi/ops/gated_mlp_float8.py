@@ -361,7 +361,7 @@ SAMPLES = (
     Sample("one-axis", _case((), 16, 32)),
     Sample("no-rows", _case((0,), 16, 32, 0, True)),
     Sample("sliced", _case((6,), 16, 32) | {"x": T((6, 16), torch.float32, layout="sliced")}),
-    Sample("frozen-x", _case((4,), 16, 32, 0, True, x=True)),
+    Sample("frozen-x", _case((4,), 16, 32, 0, True, x=True), path="frozen x"),
     Sample("frozen-weights", _case((4,), 16, 32, **_FROZEN)),
     Sample("only-down-trained", _case((4,), 16, 32, gate_weight=True, up_weight=True, x=True)),
     Sample("only-gate-trained", _case((4,), 16, 32, down_weight=True, up_weight=True)),

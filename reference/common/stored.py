@@ -8,4 +8,4 @@ from torch import Tensor
 def opened(weight: Tensor) -> Tensor:
     """The numbers of a weight: as it is, or what its ``dequantized`` makes for this one GEMM."""
     dequantized: Any = getattr(weight, "dequantized", None)
-    return weight if dequantized is None else dequantized()  # type: ignore[no-any-return]
+    return weight if dequantized is None else dequantized()

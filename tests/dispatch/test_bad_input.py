@@ -473,7 +473,7 @@ def test_a_file_that_is_taken(content, keys, tmp_path):
 def test_an_alias_stands_for_its_value(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("ops: {rms_norm: &a [triton, reference], swiglu: *a}\n")
-    assert load(path).choice_in("swiglu", ("cpu", "")).order == ("triton", "reference")
+    assert load(path).choice("swiglu", ("cpu", "")).order == ("triton", "reference")
 
 
 def test_places_that_are_no_file(tmp_path):
@@ -634,6 +634,7 @@ def idle(monkeypatch, tmp_path):
         raise Worked
 
     monkeypatch.setattr("liger_multi.bench.runner.run_plan", work)
+    monkeypatch.setattr("liger_multi.cli.verify.verify", work)
     monkeypatch.setattr("liger_multi.demo.command._demo", work)
     monkeypatch.setattr("liger_multi.demo.command._profile", work)
     monkeypatch.setattr("liger_multi.memory.estimation.Simulation", work)

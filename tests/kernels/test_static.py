@@ -53,6 +53,7 @@ from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
+from liger_multi.testing.verify.cases import Target, cases
 from tests.ops.test_contracts import recorded
 
 ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
@@ -270,7 +271,13 @@ def test_the_descriptor_of_a_factor_in_registers_is_not_read():
 # --- patterns that compilers get wrong ---
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        a if a in ("sm90", "sm100", "gfx942") else pytest.param(a, marks=pytest.mark.slow)
+        for a in TARGETS
+    ],
+)
 def test_no_launch_has_a_pattern_that_compilers_get_wrong(arch):
     if missing(TARGETS[arch]):
         pytest.skip(missing(TARGETS[arch]))
@@ -585,3 +592,21 @@ def test_every_sample_compiles(op, arch):
                     assert not chained_dots(lower(case, TARGETS[arch]))
                 visited.add(key)
     assert visited or op in ("linear", "lora_update")  # these run by the library's GEMMs
+
+
+@pytest.mark.skipif("sm90" not in ARCHS, reason=str(missing(TARGETS["sm90"])))
+@pytest.mark.parametrize("op", [op for op in operators() if module("triton", op) is not None])
+def test_a_quick_verification_starts_what_small_samples_start(op):
+    """The samples that `liger-multi verify --quick` takes reach every kernel that others reach."""
+    served, quick, all_samples = module("triton", op), set(), set()
+    chosen = {c.sample for c in cases(Target("triton", "cpu"), op, "quick")[op]}
+    for sample in (s for s in samples.of(op) if s.size == "small"):
+        for prim, args in recorded(op, sample, torch.device("cpu")):
+            run = getattr(served, prim.direction, None)
+            if run is not None:
+                inputs = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+                launches = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *inputs)})
+                names = {case.name for case in launches}
+                all_samples |= names
+                quick |= names if sample.name in chosen else set()
+    assert quick == all_samples

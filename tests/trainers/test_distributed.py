@@ -931,6 +931,65 @@ def deepspeed_zero_3_of_hidden_states(run):
     alike(run, before, expected, stepped(run, ours, dict(options)))
 
 
+def in_4_bits(run, wrap):
+    """Gradients of adapters on experts in MXFP4, alone and over ranks that see the same batch."""
+    import peft
+
+    from liger_multi.integrations.mxfp4 import quantize_mxfp4
+
+    model = build("gpt_oss", hidden_size=64, intermediate_size=96, num_local_experts=5)
+    stacks = ("gate_up_proj", "down_proj")
+    for module in model.modules():
+        for name in stacks:
+            if name in module._parameters:
+                codes, scales = quantize_mxfp4(module._parameters[name].detach().mT)
+                weight = ops.QuantizedWeight(
+                    codes, scales, format="mxfp4", dtype=torch.float32, turned=True
+                )
+                module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
+    torch.manual_seed(7)
+    targets = [f"mlp.experts.{name}" for name in stacks]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets)
+    model = peft.get_peft_model(model.to(run.device), config)
+    assert patch(model, strict=True).count("fused_moe") == 2
+    ids = run.batch()["input_ids"]
+
+    def gradients():
+        model.zero_grad()
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+
+    wrapped = model
+    alone = {n: g.clone() for n, g in gradients().items()}
+    wrapped = wrap(model)
+    for _ in range(2):  # what was gathered is filled again
+        for name, gradient in gradients().items():
+            torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=1e-6)
+    return [p for n, p in model.named_parameters() if n.endswith("base_layer.gate_up_proj")]
+
+
+@case()
+def ddp_of_adapters_on_experts_in_4_bits(run):
+    in_4_bits(run, nn.parallel.DistributedDataParallel)
+
+
+@case()
+def fsdp2_of_adapters_on_experts_in_4_bits(run):
+    """A rank holds codes of its experts: three of five, or two."""
+
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(model):
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    for stack in in_4_bits(run, wrap):
+        assert isinstance(stack._local_tensor, ops.QuantizedWeight)
+        assert stack._local_tensor.codes.shape == (3 - run.rank, 192, 32)
+
+
 def rank_of_cases():
     """One of the ranks."""
     rank, meeting, device_type, path, *names = sys.argv[1:]

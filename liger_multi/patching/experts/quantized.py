@@ -81,7 +81,8 @@ class Stack:
 
 def most_bytes() -> int:
     """Of dequantized weights at a time."""
-    return current().chunk_bytes or GROUP_BYTES
+    configured: int | None = current().chunk_bytes
+    return configured or GROUP_BYTES
 
 
 def _bytes(stack: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ from liger_multi.dispatch.registry import REFERENCE, operators, serving
 from liger_multi.testing import checks, samples
 from liger_multi.testing.samples import Sample
 
+IS_SIMULATED = False
+"""Whether devices are simulated, and as slow as an interpreter; a simulation sets it."""
 LEVELS = ("quick", "default", "full")
 
 
@@ -109,34 +112,38 @@ def named(pattern: str) -> list[str]:
 def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     several = [s for s in samples.of(op) if s.size != "bench"]
     small = [s for s in several if s.size == "small"]
-    if level == "quick" or target.interpreted:
-        several = several if level == "full" else _distinct(small, level == "default")
+    filled = [s for s in small if all(math.prod(t.shape) for t in s.tensors.values())] or small
+    slow = target.interpreted or IS_SIMULATED
+    if level == "quick" or (slow and level == "default"):
+        thin = [] if slow or target.device == "cpu" else [s for s in several if s.size == "thin"]
+        several = [*_distinct(filled, level == "default"), *thin]
     for sample in several:
         for dtype in _dtypes(target, sample, level):
             yield Case(op, target.backend, sample.name, str(dtype).removeprefix("torch."))
-    first = 0 if target.interpreted and level == "quick" else 1  # a promise is many calls
-    for sample in small if level == "full" else small[:first]:
+    first = 0 if slow and level == "quick" else 1  # a promise is many calls
+    for sample in small if level == "full" else filled[:first]:
         yield Case(op, target.backend, sample.name, "float32", "promises")
     if level == "full":
         yield from (Case(op, target.backend, s.name, "float32", "mixed") for s in small)
 
 
-def _distinct(small: list[Sample], options: bool) -> list[Sample]:
-    """The first sample, one of each path through kernels, and perhaps one of each set of options.
+def _distinct(small: list[Sample], numbers: bool) -> list[Sample]:
+    """One sample of each path, set of tensors and set of options; ``numbers``: also of numbers.
 
-    Every kernel is started by one of them: ``tests/tools/test_verify.py`` holds it.
+    Together they start every kernel that small samples start: ``tests/kernels/test_static.py``.
     """
     chosen: dict[Any, Sample] = {}
     for sample in small:
         frozen = tuple(n for n, t in sample.tensors.items() if not t.grad)
-        key = (repr(sorted(sample.options.items())), frozen) if options else ()
-        chosen.setdefault((sample.path, key), sample)
+        named = {n: v for n, v in sample.options.items() if numbers or type(v) in (bool, str)}
+        key = (sample.path, tuple(sample.tensors), repr(sorted(named.items())))
+        chosen.setdefault((*key, frozen if numbers else ()), sample)
     return list(chosen.values())
 
 
 def _dtypes(target: Target, sample: Sample, level: str) -> tuple[torch.dtype, ...]:
     dtypes = checks.dtypes_of(sample, target.backend)
-    if target.interpreted:  # bf16 is fp32 there
+    if target.interpreted or IS_SIMULATED:  # bf16 is fp32 in an interpreter
         return dtypes if level == "full" else dtypes[:1]
     return dtypes[:2] if level == "quick" else dtypes
 

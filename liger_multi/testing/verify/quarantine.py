@@ -6,8 +6,10 @@ at the end. The merged text is read again before it is written, and must say the
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import REFERENCE, chain, module, serving
 from liger_multi.documents import read_yaml, yaml_of
 from liger_multi.errors import ConfigurationError, shown_path
-from liger_multi.testing.verify.cases import Case
+from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.report import findings
 from liger_multi.testing.verify.run import Result
 
@@ -77,15 +79,67 @@ def stand_ins(cases: Sequence[Case], backend: str) -> list[Case]:
     return [Case(c.op, backend, c.sample, c.dtype, c.check) for c in cases]
 
 
-def kept(old: Quarantine | None, checked: Iterable[str], device: torch.device) -> Sections:
+def kept(path: Path, checked: Iterable[str], device: torch.device) -> Sections:
     """What a file's quarantine holds of operators and devices that this run did not check."""
+    old = quarantine_of(path)
+    if old is None:
+        return {}
     sections: Sections = {}
     names, mine = set(checked), section_of(device, "")
-    for section, named in old.ops.items() if old else ():
+    reasons = _reasons(path.read_text(encoding="utf-8-sig"))
+    for section, named in old.ops.items():
         for op, order in named.items():
             if op not in names or not _within(section, mine):
-                text = f"not checked again since {old.since}" if old else ""
-                sections.setdefault(section, {})[op] = (_flow(order), text)
+                reason = reasons.get((section, op), f"since {old.since}")
+                sections.setdefault(section, {})[op] = (_flow(order), reason)
+    return sections
+
+
+def _reasons(text: str) -> dict[tuple[str, str], str]:
+    """The comments of a block that :func:`block` wrote, by section and operator."""
+    reasons, section = {}, ""
+    for before, line in itertools.pairwise(["", *text.splitlines()]):
+        if match := re.fullmatch(r" {4}(\S+):", line):
+            section = match[1]
+        elif match := re.match(r" {6}(\w+): ", line):
+            comment = before.strip()
+            reasons[section, match[1]] = comment.removeprefix("# ") if comment[:1] == "#" else ""
+    return reasons
+
+
+def replaced(
+    results: Iterable[Result],
+    device: torch.device,
+    run: Callable[[list[tuple[Target, list[Case]]]], list[Result]],
+) -> Sections:
+    """An override for everything that failed, to the first backend that is right in its place.
+
+    Args:
+        results: What was found.
+        device: Where.
+        run: Runs cases of other backends.
+    """
+    sections: Sections = {}
+    pending = {
+        (op, dtype): (wrong, alternatives(backend, op, device))
+        for (backend, op), by_dtype in failing(results).items()
+        for dtype, wrong in by_dtype.items()
+    }
+    while pending:
+        groups = {
+            key: (Target(others[0], str(device)), stand_ins([r.case for r in wrong], others[0]))
+            for key, (wrong, others) in pending.items()
+        }
+        right = {r.case for r in run(list(groups.values())) if r.verdict == "right"}
+        for key, (target, again) in groups.items():
+            wrong, (other, *others) = pending.pop(key)
+            is_right = right.issuperset(again)
+            if is_right or not others:
+                reason = reason_of(wrong) + ("" if is_right else f"; {other} did not pass either")
+                section = section_of(device, key[1])
+                sections.setdefault(section, {})[key[0]] = (target.backend, reason)
+            else:
+                pending[key] = (wrong, others)
     return sections
 
 

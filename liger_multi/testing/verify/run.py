@@ -24,6 +24,8 @@ from typing import Any
 
 from liger_multi.testing.verify.cases import Case, Target
 
+CHILD = ["-m", "liger_multi.testing.verify.child"]
+"""Arguments of the interpreter; a simulated device has a child of its own."""
 MOST_LOST = 2
 START_LIMIT = 300.0  # seconds that a child may take to import PyTorch, on a busy machine
 FINDINGS = ("wrong", "crashed", "hung", "out of memory")
@@ -59,7 +61,7 @@ class Child:
     def __init__(self, target: Target, threads: int) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "liger_multi.testing.verify.child", target.device, str(threads)],
+            [sys.executable, *CHILD, target.device, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -73,8 +75,8 @@ class Child:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed, or half a line of a process that was killed
-            for line in self.process.stdout:
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):  # what libraries print as they are imported
                 self.lines.put(json.loads(line))
         self.lines.put(None)
 
