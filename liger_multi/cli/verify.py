@@ -46,21 +46,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quarantine",
         type=checking.path,
         metavar="FILE",
-        help="write what failed into this configuration file, as overrides with reasons",
+        help="write what failed into this configuration file, as overrides with reasons "
+        "(default: none)",
     )
     parser.add_argument(
-        "--report", type=checking.path, metavar="FILE", help="write the result as JSON"
+        "--report",
+        type=checking.path,
+        metavar="FILE",
+        help="write the result as JSON (default: none)",
     )
     parser.add_argument(
-        "--by", type=checking.name, metavar="NAME", help="who ran it, for the report"
+        "--by",
+        type=checking.name,
+        metavar="NAME",
+        help="who ran it, for the report (default: nobody named)",
     )
     parser.add_argument(
-        "--label", type=checking.name, help="what a simulated device is, for the report"
+        "--label",
+        type=checking.name,
+        help="what a simulated device is, for the report (default: none)",
     )
     parser.add_argument(
         "--jobs", type=checking.processes, help="processes (default: by the machine)"
     )
-    parser.add_argument("--limit", type=checking.seconds, help="seconds that a case may take")
+    parser.add_argument(
+        "--limit",
+        type=checking.seconds,
+        help="seconds that a case may take (default: by the level)",
+    )
     checking.add_json(parser)
 
 

@@ -200,6 +200,7 @@ def test_every_model_type_is_patched_as_its_instances_are(model_type):
             "sparse_attention",
         ),
         "fused_linear_cross_entropy",
+        "four_bits",
         "packing",
         "rms_norm_rope",
     }

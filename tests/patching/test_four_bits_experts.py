@@ -82,7 +82,7 @@ def test_it_is_the_model_that_transformers_dequantizes(folder):
     config = transformers.Mxfp4Config(dequantize=True)
     stock = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32
-    )
+    ).float()  # transformers 5.17 leaves the experts in bfloat16
     ours = loaded(folder)
     stacks = [p for n, p in ours.named_parameters() if n.endswith(STACKS)]
     assert len(stacks) == 4

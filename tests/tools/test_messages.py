@@ -144,9 +144,9 @@ def test_who_named_a_scope_survives_configure():
 
     with scope({"rms_norm": "reference"}, "patch()"), liger_multi.use(swiglu="reference"):
         configure({"default": "auto"})
-        assert current().choice("rms_norm", "cpu").source == "patch()"
-        assert current().choice("swiglu", "cpu").source == "use()"
-        assert current().choice("rope", "cpu").source == "configure()"
+        assert current().choice_in("rms_norm", ("cpu", "")).source == "patch()"
+        assert current().choice_in("swiglu", ("cpu", "")).source == "use()"
+        assert current().choice_in("rope", ("cpu", "")).source == "configure()"
 
 
 def test_the_report_of_unpatch_names_it():
@@ -232,10 +232,10 @@ def test_a_key_without_a_value_says_nothing(tmp_path, nothing):
     path = tmp_path / "a.yaml"
     path.write_text(f"default: {nothing}\nops:\n  rms_norm: {nothing}\n  swiglu: reference\n")
     layer = load(path)
-    assert layer.choice("rms_norm", "cpu") is None
-    assert layer.choice("swiglu", "cpu").order == ("reference",)
+    assert layer.choice("rms_norm", ("cpu", "")) is None
+    assert layer.choice("swiglu", ("cpu", "")).order == ("reference",)
     path.write_text(f"default: reference\nops: {{rms_norm: {nothing}}}\n")
-    assert load(path).choice("rms_norm", "cpu").order == ("reference",)
+    assert load(path).choice("rms_norm", ("cpu", "")).order == ("reference",)
 
 
 def test_a_scope_says_something():
@@ -249,10 +249,10 @@ def test_a_file_in_the_home_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.yaml").write_text("ops: {rms_norm: reference}\n")
     assert main(["config", "check", "~/a.yaml"]) == 0
     configure("~/a.yaml")
-    assert current().choice("rms_norm", "cpu").order == ("reference",)
+    assert current().choice_in("rms_norm", ("cpu", "")).order == ("reference",)
     monkeypatch.setenv("LIGER_MULTI_CONFIG", "~/a.yaml")
     configure(None)
-    assert current().choice("rms_norm", "cpu").order == ("reference",)
+    assert current().choice_in("rms_norm", ("cpu", "")).order == ("reference",)
 
 
 def test_config_check_names_what_this_machine_cannot_run(tmp_path, capsys):

@@ -512,7 +512,7 @@ def _kimi_delta_forward_kernel(
             y = product(queries, narrow)
             if ISOLATED:
                 near, _ = _finite_rows(n)
-                y = tl.where(n == n, _plus(_of_state(y, begins), p, near), float("nan"))
+                y = tl.where(n == n, add_dot(p, near, _of_state(y, begins)), float("nan"))
             else:
                 y = add_dot(p, n, y)
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
@@ -617,7 +617,7 @@ def _kimi_delta_reverse_kernel(
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
             dy, wrong = _finite_rows(dy)
-            dn = _plus(_of_last(dn, begins, CHUNK), tl.trans(p), dy)
+            dn = add_dot(tl.trans(p), dy, _of_last(dn, begins, CHUNK))
             y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
             dn = add_dot(tl.trans(p), dy, dn)

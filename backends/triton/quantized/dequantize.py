@@ -142,8 +142,12 @@ def _dequantize_forward_kernel(
     zero = tl.full([PIECES], 8.0, tl.float32)
     if zeros_ptr is not None:
         zero = tl.load(zeros_ptr + block, mask=here, other=0).to(tl.float32)
-    at = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    byte = tl.load(codes_ptr + at, mask=at < total, other=0).to(tl.int32)
+    # offsets within a program are short: with long ones, AMD's buffer operations are lost
+    codes_ptr += first * PIECE
+    left = tl.minimum(total - first * PIECE, PIECES * PIECE).to(tl.int32)
+    row = tl.arange(0, PIECES)[:, None]
+    at = row * PIECE + tl.arange(0, PIECE)[None, :]
+    byte = tl.load(codes_ptr + at, mask=at < left, other=0).to(tl.int32)
     low = _level(byte & 15, zero[:, None], levels_ptr, FORMAT) * scale[:, None]
     high = _level(byte >> 4, zero[:, None], levels_ptr, FORMAT) * scale[:, None]
     if HIGH_FIRST:
@@ -151,8 +155,8 @@ def _dequantize_forward_kernel(
     else:
         y = tl.join(low, high)
     y = tl.reshape(round_to(y, y_ptr.dtype.element_ty), [PIECES, 2 * PIECE])
-    out = piece[:, None] * (2 * PIECE) + tl.arange(0, 2 * PIECE)[None, :]
-    tl.store(y_ptr + out, y, mask=out < 2 * total)
+    out = row * (2 * PIECE) + tl.arange(0, 2 * PIECE)[None, :]
+    tl.store(y_ptr + 2 * first * PIECE + out, y, mask=out < 2 * left)
 
 
 def supports(codes: Optional[Tensor], scales: Tensor) -> str | None:

@@ -81,12 +81,11 @@ class Stack:
 
 def most_bytes() -> int:
     """Of dequantized weights at a time."""
-    configured: int | None = current().chunk_bytes
-    return configured or GROUP_BYTES
+    return current().chunk_bytes or GROUP_BYTES
 
 
 def _bytes(stack: Any) -> int:
-    return math.prod(stack.shape) * cast(int, stack.dtype.itemsize)
+    return int(math.prod(stack.shape)) * cast(int, stack.dtype.itemsize)
 
 
 def in_one_piece(parts: Sequence[Any]) -> bool:
