@@ -302,7 +302,7 @@ def cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "other"), cases())
+@pytest.mark.parametrize(("model_type", "other"), list(cases()))
 def test_at_every_line(model_type, other):
     model = build_case(model_type)
     expected = results(model)

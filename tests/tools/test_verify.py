@@ -217,7 +217,8 @@ def test_a_model_trains_right_under_the_quarantine(verified):
     (root / "model.py").write_text(MODEL)
 
     def losses(**environment):
-        env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ['PYTHONPATH']}"}
+        path = os.pathsep.join([str(root), *filter(None, sys.path)])
+        env = {**os.environ, "PYTHONPATH": path}
         run = [sys.executable, str(root / "model.py")]
         done = subprocess.run(run, env={**env, **environment}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
