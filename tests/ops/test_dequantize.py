@@ -10,7 +10,7 @@ from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.testing.bitwise import same_bits
 from tests import harness
 
-BACKENDS = [b for b in (REFERENCE, "triton", "npu") if harness.device_of(b) is not None]
+BACKENDS = [b for b in (REFERENCE, "triton") if harness.device_of(b) is not None]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
