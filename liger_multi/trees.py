@@ -416,7 +416,7 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
     checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
     with offer(batch.tree, once=router_counts == "once") as announced:
         yield batch
-    if not announced.taken:
+    if announced.taken_by is None:
         raise PackingError(
             f"trees.shared: no patched model was called with {batch.tree.tokens} tokens. Call "
             "liger_multi.patch(model) before, without packing=False; a model that is compiled as a "

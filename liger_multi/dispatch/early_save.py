@@ -23,7 +23,7 @@ from liger_multi.dispatch import codegen
 from liger_multi.dispatch.autograd import make_function, transforming
 from liger_multi.dispatch.config import Configuration
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.stored import StoredWeight
+from liger_multi.dispatch.stored import StoredWeight, sealed
 
 
 class _Result(torch.autograd.Function):
@@ -84,7 +84,7 @@ class EarlySave:
         flagged = (args[i] for i in self._flags)
         flags = [isinstance(a, Tensor) and a.requires_grad for a in flagged]
         try:
-            outputs = self._function.apply(*args, *flags)
+            outputs = self._function.apply(*sealed(args), *flags)
             handover = self._handover.value
         finally:
             self._handover.value = None

@@ -47,6 +47,7 @@ from liger_multi.dispatch.config import Configuration
 from liger_multi.dispatch.dtensor import prepare
 from liger_multi.dispatch.registry import OPS
 from liger_multi.dispatch.resolve import automatic, mode_in_force
+from liger_multi.dispatch.stored import has_stored, sealed
 from liger_multi.dispatch.torch_ops import LIBRARY, Primitive, inline_ops, source_hash
 from liger_multi.errors import ContractError, TransformError
 
@@ -219,7 +220,10 @@ class Op:
         grad = torch.is_grad_enabled()
         needs_grad = [grad and t is not None and t.requires_grad for t in tensors]
         flags = [needs_grad[i] for i in self.flag_indices]
-        outs = apply(*args, *flags) if True in needs_grad else forward(*args, *flags)
+        if True in needs_grad:
+            outs = apply(*(sealed(args) if has_stored(args) else args), *flags)
+        else:
+            outs = forward(*args, *flags)
         if isinstance(outs, Tensor):
             return outs
         return outs[0] if len(self.visible) == 1 else tuple(outs[: len(self.visible)])

@@ -21,10 +21,24 @@ class StoredWeight(Tensor):
         """The numbers, in memory of their own."""
         raise NotImplementedError
 
+    def sealed(self) -> StoredWeight:
+        """The same for one backward pass, which raises once what is stored has been written to.
+
+        Autograd counts writes to the tensors that it saves, not to those inside of them.
+        """
+        raise NotImplementedError
+
 
 def has_stored(args: Sequence[Any]) -> bool:
     """Whether any argument is such a weight."""
     return any(isinstance(a, StoredWeight) for a in args)
+
+
+def sealed(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call that autograd records; a weight that is trained stays itself."""
+    return tuple(
+        a.sealed() if isinstance(a, StoredWeight) and not a.requires_grad else a for a in args
+    )
 
 
 def with_numbers(args: Sequence[Any]) -> list[Any]:

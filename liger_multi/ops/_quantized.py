@@ -50,6 +50,7 @@ class QuantizedWeight(StoredWeight):
     more: dict[str, Tensor]
     turned: bool
     whole: int
+    _versions: tuple[int, ...] | None = None
 
     @staticmethod
     def __new__(
@@ -90,6 +91,7 @@ class QuantizedWeight(StoredWeight):
     @torch.no_grad()
     def dequantized(self) -> Tensor:
         """The numbers, in memory of their own."""
+        self._check_versions()
         flat = self.codes.ndim < self.scales.ndim
         y = dequantize(
             self.codes.view(*self.scales.shape[:-1], -1) if flat else self.codes,
@@ -104,13 +106,33 @@ class QuantizedWeight(StoredWeight):
         return y.reshape(-1) if flat else y
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes, scales and the others."""
+        return self.codes, self.scales, *self.more.values()
+
+    @property
     def stored_bytes(self) -> int:
         """Memory of codes and scales."""
-        tensors = (self.codes, self.scales, *self.more.values())
-        return sum(t.numel() * t.itemsize for t in tensors)
+        return sum(t.numel() * t.itemsize for t in self.tensors)
+
+    def sealed(self) -> QuantizedWeight:
+        """The same for one backward pass, which raises once a tensor has been written to."""
+        weight = self.changed()
+        if not any(t.is_inference() for t in self.tensors):  # whose writes nobody counts
+            weight._versions = tuple(t._version for t in self.tensors)
+        return weight
+
+    def _check_versions(self) -> None:
+        """Raise where codes or scales are not those of forward anymore."""
+        if self._versions is not None and self._versions != tuple(t._version for t in self.tensors):
+            raise RuntimeError(
+                f"codes or scales of {self!r} were modified by an inplace operation after the "
+                "forward pass that backward needs them for"
+            )
 
     def changed(self, **values: Any) -> QuantizedWeight:
         """The same with other tensors or another dtype."""
+        self._check_versions()
         fields = {
             "codes": self.codes,
             "scales": self.scales,

@@ -210,3 +210,15 @@ def test_other_linear_layers_keep_codes():
     assert same_bits(grad, weight.dequantized().sum(0).expand(3, -1)) or torch.allclose(
         grad, weight.dequantized().sum(0).expand(3, -1), atol=1e-5
     )
+
+
+@pytest.mark.parametrize("tensor", ["codes", "scales"])
+def test_writes_between_forward_and_backward_raise(tensor):
+    weight = quantized("mxfp4", INNER, HIDDEN)
+    x = torch.randn(ROWS, HIDDEN, requires_grad=True)
+    y = ops.linear(x, weight)
+    y.sum().backward(retain_graph=True)
+    getattr(weight, tensor).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    ops.linear(x, weight).sum().backward()

@@ -2,15 +2,19 @@
 
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
+import inspect
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from packaging.version import Version
 from transformers import masking_utils
 
 from liger_multi.patching.attention import interface
 from tests import harness
 
+OLDER = Version(transformers.__version__) < Version("5.24")
 BODY = """
 import sys
 import torch
@@ -30,6 +34,8 @@ print("done")
 
 
 def run(folder, count, names, checkpointing=False):
+    # gpt_oss and Kimi Linear are models of the sweep, the others of transformers
+    names = tuple(n for n in names if not n.startswith("Qwen3_5") or hasattr(transformers, n))
     body = BODY.replace("RANKS", str(count)).replace("NAMES", repr(names))
     body = body.replace("CHECKPOINTING", str(checkpointing))
     harness.in_processes(folder, body, count)
@@ -46,6 +52,8 @@ def run(folder, count, names, checkpointing=False):
     ids=lambda names: names[0],
 )
 def test_spread_rows_train_as_whole_ones(names, count, tmp_path):
+    if names[0] != "LlamaForCausalLM" and OLDER:
+        pytest.skip("mixers of older transformers are refused where no operator serves them")
     run(tmp_path, count, names)
 
 
@@ -69,10 +77,17 @@ def test_bisected_ranges_equal_dense_masks(window, lengths, monkeypatch):
     create = masking_utils.create_sliding_window_causal_mask if window else create
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     embeds = torch.zeros(1, 40, 8)
+    # versions of transformers name the cache and the embeddings differently; 5.0 wants places
+    arguments = {"attention_mask": None, "position_ids": positions}
+    arguments |= dict.fromkeys(("past_key_values", "cache"))
+    arguments |= dict.fromkeys(("inputs_embeds", "input_embeds"), embeds)
+    arguments |= {"cache_position": torch.arange(40)}
+    names = inspect.signature(create).parameters
+    arguments = {name: value for name, value in arguments.items() if name in names}
     masks = []
     for long in (10**9, 1):
         monkeypatch.setattr(interface, "LONG", long)
-        masks.append(create(config, embeds, None, None, position_ids=positions))
+        masks.append(create(config, **arguments))
     assert (masks[0].ranges is None) == (window is None and len(lengths) == 1)
     if masks[0].ranges is None:
         assert masks[1].plain

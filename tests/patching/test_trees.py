@@ -6,6 +6,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version
+
 import liger_multi
 from liger_multi import trees
 from liger_multi.errors import PackingError
@@ -39,6 +41,10 @@ NESTED = [
         ],
     )
 ]
+older_refuse = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"),
+    reason="what older transformers do not serve is refused, for reasons of their own",
+)
 GROUPS = {"flat": FLAT, "two trees": PAIR, "nested": NESTED, "both": NESTED + PAIR}
 ROUTED = {"output_router_logits": True}
 
@@ -153,6 +159,7 @@ def hybrid(model_type):
     return model.train()
 
 
+@older_refuse
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "again", "reentrant"])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
 def test_hybrids(model_type, reentrant):
@@ -235,6 +242,7 @@ def test_entropy_and_temperature():
 # --- prompts with pixels ---
 
 
+@older_refuse
 @pytest.mark.parametrize("model_type", ["llava", "internvl", "gemma3", "idefics3"])
 def test_prompts_with_pixels(model_type):
     """Images stand in the prompt, once for all branches."""
@@ -383,6 +391,7 @@ def test_compiled_models_are_refused(whole):
 # --- refused ---
 
 
+@older_refuse
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
@@ -405,6 +414,12 @@ def test_attention_of_others_is_refused():
     batch = trees.pack(FLAT)
     with pytest.raises(PackingError, match=r"its attention is sdpa: .*set_attn_implementation"):
         trees.log_probs(model, batch)
+
+
+def test_generation_is_refused():
+    model, batch = served(), trees.pack(FLAT)
+    with trees.shared(batch), pytest.raises(PackingError, match="as generation does"):
+        model.generate(**batch.inputs, max_new_tokens=2)
 
 
 def test_models_that_are_not_patched_are_refused():

@@ -174,7 +174,10 @@ def mask(
     if isinstance(attention_mask, KeyMask):  # made before the forward pass, as generation does
         return attention_mask
     row = shards.row()
-    if row is not None and q_length == kv_length == row.share:
+    asked = q_length if cache_position is None else len(cache_position)
+    if row is not None and asked == kv_length == row.share:
+        if cache_position is not None:  # the form of transformers 5.0
+            options["cache_position"] = torch.arange(row.tokens, device=cache_position.device)
         return _of_whole(row, batch_size, mask_function, allow_is_causal_skip, options)
     tree = running(kv_length, batch_size)
     if tree is not None:

@@ -25,7 +25,7 @@ from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.packing import shared
 from liger_multi.patching.packing.samples import is_numbered, rows_of, several
-from liger_multi.patching.packing.tree import Tree, offered
+from liger_multi.patching.packing.tree import Tree, check_other_rows, offered
 from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
 from liger_multi.patching.report import warn_once
 from liger_multi.patching.swap import Patched, Swap, swapped, unpatched_class
@@ -62,11 +62,13 @@ def _checked(cls: Any) -> Callable[..., Any]:
             rows = rows_of(arguments)
             offer = offered(rows.shape[1], rows.shape[0]) if isinstance(rows, Tensor) else None
             if offer is not None and isinstance(rows, Tensor):
-                offer.taken = True
+                offer.taken_by = self
                 inner = functools.partial(below.forward, self)
                 arguments = shared.arguments_of(self, arguments, rows, offer.tree)
                 check_shared(self, inner, arguments, rows, offer.tree)
                 return shared.call(self, inner, arguments, offer)
+            if isinstance(rows, Tensor):
+                check_other_rows(self, rows)
             if any(arguments.get(name) is not None for name in TOLD_BY):
                 check(self, functools.partial(below.forward, self), arguments)
             elif _has_numbered_masks(self, arguments):

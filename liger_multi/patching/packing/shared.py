@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import parameters_of
+from liger_multi.arguments import fills_cache, has_cache, parameters_of
 from liger_multi.errors import PackingError, summary
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.tree import Branch, Offer, Tree, planted, run
@@ -41,13 +41,18 @@ def arguments_of(
     Positions in several axes, as those of images, are the caller's.
 
     Raises:
-        PackingError: The model takes no positions, or has fewer than the longest path.
+        PackingError: A cache; a model that takes no positions, or has fewer than the longest path.
     """
     name, names = unpatched_class(model).__name__, parameters_of(unpatched_class(model).forward)
     known = [n for n in (*_SAMPLES, "labels") if called_with.get(n) is not None]
     if known:
         raise PackingError(
             f"{name} got {', '.join(known)} beside shared prefixes, which say it all"
+        )
+    if has_cache((), called_with) or fills_cache(called_with):
+        raise PackingError(
+            f"{name} got a cache beside shared prefixes, as generation does: a cache keeps no "
+            "branches apart. Generate outside of trees.shared"
         )
     most = getattr(trials.text_config(model), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < tree.longest:

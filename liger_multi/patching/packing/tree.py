@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from liger_multi.errors import PackingError
 
 MOST_RANGES = 16
 """Ranges of keys that a query may see; a path of segments that lie apart has one for each."""
@@ -410,11 +412,11 @@ def tree_of(ids: Tensor | None) -> Tree | None:
 
 @dataclass
 class Offer:
-    """A tree that a caller announces, and whether a model took it."""
+    """A tree that a caller announces, and the model that took it."""
 
     tree: Tree
     once: bool = False
-    taken: bool = False
+    taken_by: nn.Module | None = None
 
 
 @dataclass
@@ -448,6 +450,23 @@ def offered(tokens: int, rows: int) -> Offer | None:
     if announced is None or _running.get() is not None:
         return None
     return announced if (rows, tokens) == (1, announced.tree.tokens) else None
+
+
+def check_other_rows(model: nn.Module, rows: Tensor) -> None:
+    """Refuse the rows that generation goes on with, which would attend to all branches.
+
+    Raises:
+        PackingError: The model took the tree that is announced, and got rows of another shape.
+    """
+    announced = _offered.get()
+    if announced is None or announced.taken_by is not model or _running.get() is not None:
+        return
+    if tuple(rows.shape[:2]) != (1, announced.tree.tokens):
+        raise PackingError(
+            f"trees.shared: the batch has {announced.tree.tokens} tokens in a row, and the model "
+            f"that took it was called again with {tuple(rows.shape[:2])}, as generation does. "
+            "Generate, and call it with other rows, outside of the block"
+        )
 
 
 @contextlib.contextmanager
