@@ -97,6 +97,11 @@ def queries_apart(
         yield slice(b, b + 1), slice(i, i + 1), visible.nonzero().squeeze(1).to(k.device)
 
 
+def fresh(x: Tensor) -> Tensor:
+    """A copy without gaps, at an address of its own."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def forward_apart(
     q: Tensor,
     k: Tensor,
@@ -111,7 +116,8 @@ def forward_apart(
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
     for b, i, keys in queries_apart(q, k, ranges, causal):
-        ours = (q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])
+        # a library may choose a GEMM by strides and addresses: a cache has others than a sequence
+        ours = [fresh(x) for x in (q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])]
         y[b, :, i], lse[b, :, i] = forward_by_blocks(*ours, sinks, None, False, scale, softcap)
     return y, lse
 
