@@ -20,7 +20,7 @@ from liger_multi.parameters import is_computed, stored
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.signature import code_holds
-from liger_multi.patching.options import Options, Request, run_bound
+from liger_multi.patching.options import MIXER_OPS, Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
     Patched,
@@ -28,6 +28,7 @@ from liger_multi.patching.swap import (
     conflict_of,
     original,
     stock_class,
+    swapped,
     unpatched_class,
 )
 
@@ -175,6 +176,10 @@ def _with_operator(
         return original(module_class)(module, *args, **kwargs)
 
 
+DECODED = (
+    "what it decodes from a state may have other bits than in the whole sequence, which another "
+    "kernel computes"
+)
 GEMMS = ("addmm", "baddbmm", "bmm", "einsum", "grouped_mm", "linear", "matmul", "mm")
 """What a forward loads by name where it multiplies with weights."""
 
@@ -213,6 +218,9 @@ def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
     options = request.get("linear")
     for path, module in model.named_modules():
         ours = isinstance(module, LinearByRows)
+        swap = swapped(module)
+        if options is not None and swap is not None and swap.op in MIXER_OPS:
+            yield Skipped(path, "linear", DECODED, strict=False)
         if not looks_like_linear(module):
             yield from _find_calls(path, module, options)
             continue

@@ -11,11 +11,12 @@ import transformers
 from torch.overrides import handle_torch_function, has_torch_function
 
 import liger_multi
+from liger_multi import ops
 from liger_multi.patching import patch, register_attention, swap, unpatch
 from liger_multi.patching.evidence import signature
 from liger_multi.patching.linear import CallsLinear
 from tests.decoding import MODELS, all_ones, log_prob, model, prompt, roll_out, train
-from tests.models import build
+from tests.models import VOCABULARY, build
 
 FUNCTION = F.linear
 
@@ -122,3 +123,29 @@ def test_the_report_names_what_multiplies_by_itself():
     report = patch(policy, fused_moe=False)
     paths = [s.path for s in report.skipped if s.op == "linear"]
     assert paths == [f"model.layers.{i}.mlp.experts" for i in (0, 1)], report
+
+
+def test_the_report_names_layers_with_a_state():
+    config = transformers.Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        num_hidden_layers=2,
+    )
+    report = patch(transformers.Mamba2ForCausalLM(config).eval())
+    skipped = [s for s in report.skipped if s.op == "linear"]
+    assert [s.path for s in skipped] == [f"backbone.layers.{i}.mixer" for i in (0, 1)]
+    assert all("state" in s.reason and not s.strict for s in skipped)
+
+
+def test_log_probs_of_the_fused_head(monkeypatch):
+    """It has a GEMM of its own, which is PyTorch's here."""
+    monkeypatch.undo()
+    policy = model("llama", torch.bfloat16)
+    ids, old = roll_out(policy, prompt(7), 30)
+    hidden = policy.model(ids[:, :-1], use_cache=False).last_hidden_state[:, -30:].flatten(0, 1)
+    new = ops.fused_linear_log_prob(hidden, policy.lm_head.weight, ids[:, -30:].flatten()).log_prob
+    assert all_ones(new, old.flatten())
