@@ -272,11 +272,11 @@ INTERVALS = (
 def _is_interval(function: Any) -> bool:
     """Whether a mask function is made of those in ``INTERVALS`` alone."""
     ours = getattr(function, "__module__", "") == shards.__name__
-    theirs = function.__module__ == "transformers.masking_utils" and _name(function) in INTERVALS
+    theirs = function.__module__ == "transformers.masking_utils" and _maker(function) in INTERVALS
     return (ours or theirs) and all(map(_is_interval, _functions_in(function)))
 
 
-def _name(function: Any) -> str:
+def _maker(function: Any) -> str:
     """Of a mask function: that of the function that made it."""
     return str(getattr(function, "__qualname__", "")).partition(".")[0]
 
@@ -290,7 +290,7 @@ def _functions_in(function: Any) -> list[Any]:
 
 def _has_part(function: Any, name: str) -> bool:
     """Whether a mask function of that name is one of those that a mask function is made of."""
-    return _name(function) == name or any(_has_part(f, name) for f in _functions_in(function))
+    return _maker(function) == name or any(_has_part(f, name) for f in _functions_in(function))
 
 
 def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
