@@ -44,6 +44,11 @@ def assert_same_loss(
         assert excess(x, y, dtype) <= 1
 
 
+def assert_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """Tensors in order, equal in every element, shape and dtype."""
+    torch.testing.assert_close([*actual], [*expected], rtol=0, atol=0)
+
+
 def largest(tensor: torch.Tensor) -> float:
     """The largest finite magnitude; 0 for an empty tensor."""
     finite = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)

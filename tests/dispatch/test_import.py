@@ -152,8 +152,7 @@ loss = liger_multi.nn.CrossEntropyLoss()(y, torch.tensor([0, 1]))
 from liger_multi import nn
 print(nn is liger_multi.nn is sys.modules["liger_multi.nn"], round(loss.item(), 3))
 """
-    output = python(BEFORE + use + ADDED, **NO_DEVICES)
-    assert output.splitlines() == ["False", "True 1.386"]
+    assert python(BEFORE + use + ADDED, **NO_DEVICES).splitlines() == ["False", "True 1.386"]
 
 
 def test_the_first_calls_without_a_device_load_nothing_optional():

@@ -407,8 +407,7 @@ def test_runs_of_whole_models_are_named():
 def test_models_are_measured_in_turns(monkeypatch):
     run = bench_models.Run.parse("tiny:2x16")
     training = bench_models.Training(run, "ours", None)
-    result = training.turn(2)
-    assert len(result["seconds"]) == 2
+    assert len(training.turn(2)["seconds"]) == 2
     assert training.model is None, "the next process has the memory"
     monkeypatch.setitem(bench_models.VARIANTS, "stock+compile", lambda model: model)
     compiled = bench_models.Training(run, "stock+compile", None)

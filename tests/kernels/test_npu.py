@@ -57,8 +57,7 @@ WITH_SEGMENTS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("op", WITH_SEGMENTS)
 def test_batched_matmuls_in_16_bits(op, dtype):
-    sample = next(s for s in samples.of(op) if s.name == WITH_SEGMENTS[op])
-    compare(op, sample, dtype, NPU, "npu")
+    compare(op, next(s for s in samples.of(op) if s.name == WITH_SEGMENTS[op]), dtype, NPU, "npu")
 
 
 # --- level 1: schemas and meta functions ---
@@ -140,8 +139,7 @@ def test_doctor_names_the_chip():
     from liger_multi.dispatch.registry import backends
 
     facts = backends()["npu"].describe()
-    assert facts["chip"] == "Ascend910B3"
-    assert facts["vector cores"] == "40"
+    assert (facts["chip"], facts["vector cores"]) == ("Ascend910B3", "40")
     assert facts["unified buffer"] == "192 KiB"
     assert facts["torch_npu"].startswith("2.13")
 
@@ -222,8 +220,7 @@ def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
         torch.manual_seed(0)
         model = build(name).to(device)
         model.set_attn_implementation("eager")
-        report = liger_multi.patch(model, strict=True)
-        assert report is not None
+        assert liger_multi.patch(model, strict=True) is not None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         torch.manual_seed(1)
         inputs = {n: t.to(device) for n, t in batch(device=torch.device("cpu")).items()}
@@ -416,8 +413,7 @@ def test_experts_beyond_the_limits_are_by_the_reference(simulated, case):
             ran, *actual[device] = run_moe(simulated, inputs, {})
         assert not any(ran[n] for n in (SORTED, UNSORTED, GROUPED, ADDED))
     torch.testing.assert_close([actual[NPU][0].cpu()], [actual["cpu"][0]])
-    for a, b in zip(actual[NPU][1], actual["cpu"][1], strict=True):
-        torch.testing.assert_close(a.cpu(), b)
+    torch.testing.assert_close([a.cpu() for a in actual[NPU][1]], [*actual["cpu"][1]])
 
 
 def test_rows_of_no_expert_change_no_result(simulated):

@@ -61,8 +61,7 @@ def test_queries_in_several_parts_have_the_same_gradients(monkeypatch):
         scores = ops.indexer_scores(i, j, w, where).masked_fill(where < 0, 0)
         actual.append((*gradients, *all_gradients((i, j, w), scores)))
     for other in actual[:2]:
-        for a, b in zip(other, actual[2], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([*other], [*actual[2]], rtol=1e-5, atol=1e-6)
 
 
 def test_scores_in_several_parts_select_the_same_keys(monkeypatch):
@@ -106,8 +105,7 @@ def test_few_heads_and_many_take_other_tiles(monkeypatch):
         return keys if name.endswith(".keys") else wide
 
     monkeypatch.setattr(sparse_attention, "launch_config", other)
-    for a, b in zip(run(), right, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*run()], [*right], rtol=1e-5, atol=1e-6)
 
 
 STRANGE = {

@@ -80,8 +80,7 @@ def compare(scores, weight, options):
     right = multi_token_attention.backward(dy, weight, None, p, *options, *NEEDS)
     assert torch.equal(dy, inputs)
     assert not actual[0].triu(1).any()
-    for got, exact in zip(actual, right, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*actual], [*right], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -160,8 +159,7 @@ def test_an_upstream_gradient_that_is_one_number(tiles):
     ones = torch.ones((), device=DEVICE).expand(y.shape)
     actual = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
     right = multi_token_attention.backward(ones, weight, None, p, *shape(), *NEEDS)
-    for got, exact in zip(actual, right, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*actual], [*right], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("same_convolutions")
@@ -208,8 +206,7 @@ def test_an_indexer_keeps_what_is_no_number(bad):
 
     right = run("reference")
     assert all(scores.isnan().any() for scores in right[:2])
-    for actual, expected in zip(run("triton"), right, strict=True):
-        torch.testing.assert_close(actual, expected, equal_nan=True)
+    torch.testing.assert_close([*run("triton")], [*right], equal_nan=True)
 
 
 # --- grouped GEMM ---
@@ -456,8 +453,7 @@ def test_parts_of_a_card_give_its_bits(monkeypatch, op, vendor):
 def test_sums_over_rows_of_any_number(shape):
     """Whole numbers have exact sums, whatever the order; strides are any."""
     x = torch.arange(shape[0] * shape[1], dtype=torch.float32).remainder(13).view(shape[::-1])
-    output = sum_rows(x.to(DEVICE).t(), torch.float32)
-    assert torch.equal(output, x.sum(1).to(DEVICE))
+    assert torch.equal(sum_rows(x.to(DEVICE).t(), torch.float32), x.sum(1).to(DEVICE))
 
 
 # --- ssd_scan ---
@@ -529,8 +525,7 @@ def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
         wide = [None if t is None else t.to(dtype) for t in inputs]
         y, last, states = module.forward(*wide, first, True, True)
         grads = (None if dy is None else dy.to(dtype), dstate.to(dtype))
-        gradients = module.backward(*grads, *wide, first, states, True, *[True] * 9)
-        return y, last, states, *gradients
+        return y, last, states, *module.backward(*grads, *wide, first, states, True, *[True] * 9)
 
     kernels_twice = [run(selective_scan, torch.float32) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*kernels_twice, strict=True))

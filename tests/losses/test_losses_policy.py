@@ -102,8 +102,7 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, columns
 
     def score(model, ids, mask, keep, compute_entropy=True, **_):
         # the head scores position t + 1 with the state at t; ours are aligned already
-        padded = torch.nn.functional.pad(leaves[0], (0, 0, 0, 1))
-        model.hidden = padded
+        model.hidden = torch.nn.functional.pad(leaves[0], (0, 0, 0, 1))
         labels = torch.nn.functional.pad(b.target, (1, 0), value=-100)
         out = model(input_ids=None, labels=labels, fused_lm_head=True)
         return out.log_probs, out.entropy, None
@@ -348,8 +347,7 @@ def test_one_pass_twice_backward_scales_and_no_double_backward():
     ours, _ = ours_policy(b, {"passes": "one"}, ("old",))
     first = torch.autograd.grad(ours, b.leaves, torch.tensor(2.0), retain_graph=True)
     second = torch.autograd.grad(3 * ours, b.leaves, retain_graph=True)
-    for x, y in zip(first, second, strict=True):
-        torch.testing.assert_close(1.5 * x, y)
+    torch.testing.assert_close([1.5 * x for x in first], [*second])
     (once,) = torch.autograd.grad(ours, b.leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="has first derivatives only"):
         once.sum().backward()

@@ -45,8 +45,7 @@ def trl_sft(leaves, target, divergence, num_items):
     comparing.require_trl()
     import trl
 
-    padded = F.pad(leaves[0], (0, 0, 0, 1))
-    model = comparing.Toy(padded, *leaves[1:])
+    model = comparing.Toy(F.pad(leaves[0], (0, 0, 0, 1)), *leaves[1:])
     labels = F.pad(target, (1, 0), value=-100)
     stub = comparing.trainer(model, compute_loss_func=None, label_smoother=None)
     stub.args = type("Args", (), {"loss_type": divergence, "average_tokens_across_devices": True})
@@ -176,8 +175,7 @@ def test_several_heads_predict_further_ahead():
         nlls.append(total / count)
         expected = expected + nlls[-1] * (1.0 if k == 0 else 0.3)
     assert_same_loss(ours, expected, [*leaves, *more])
-    for a, b in zip((metrics.first.nll, *metrics.ahead), nlls, strict=True):
-        torch.testing.assert_close(a, b.detach())
+    torch.testing.assert_close([*(metrics.first.nll, *metrics.ahead)], [b.detach() for b in nlls])
 
 
 def test_heads_further_ahead_than_the_row_is_long():
@@ -452,8 +450,7 @@ def test_ignored_tokens_are_ignored_in_every_term():
 
 
 def few(pair, k=5, padded=True):
-    log_p = F.log_softmax(F.linear(*[x.float() for x in pair.teacher]), -1)
-    values, ids = log_p.topk(k)
+    values, ids = F.log_softmax(F.linear(*[x.float() for x in pair.teacher]), -1).topk(k)
     if padded:
         ids[0, :, -2:], values[0, :, -2:] = -1, -torch.inf
     return losses.TopK(ids, values)
@@ -551,8 +548,7 @@ def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
     pair = Pair()
 
     def loss():
-        sources = pair.sources()
-        return losses.distillation_loss(*sources, pair.target, divergence="cosine")[0]
+        return losses.distillation_loss(*pair.sources(), pair.target, divergence="cosine")[0]
 
     expected = loss()
     wanted_grads = torch.autograd.grad(expected, pair.leaves)

@@ -96,8 +96,7 @@ def same_in_every_length(op, sample):
     counts = []
     for length in cases:
         eager, graph = (trained(op, length, f) for f in (run, compiled))
-        for want, got in zip(eager, graph, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([*graph], [*eager], rtol=1e-5, atol=1e-6)
         counts.append(graphs.count)
     assert counts[0] == counts[1]  # Dynamo may have begun the first graph twice
     return True
@@ -159,8 +158,7 @@ def test_one_tensor_in_two_arguments_of_a_graph(op):
         torch._dynamo.reset()
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         graph = tied_results(op, sample, a, b, compiled)
-        for want, got in zip(eager, graph, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close([*graph], [*eager], rtol=1e-9, atol=1e-11)
 
 
 # --- forward and backward in different modes ---

@@ -210,8 +210,7 @@ def test_fake_tensors_see_named_operators(op, sample):
         result, _ = outputs(call(op, tensors, sample.options))
         actual = grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
     for name, grad in actual.items():
-        assert grad.shape == tensors[name].shape
-        assert grad.dtype == tensors[name].dtype
+        assert (grad.shape, grad.dtype) == (tensors[name].shape, tensors[name].dtype)
 
 
 @pytest.mark.parametrize(

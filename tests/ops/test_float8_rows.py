@@ -54,8 +54,7 @@ def test_codes_are_the_nearest_numbers(format, dtype):
 
 
 def test_rows_of_zeros_and_tiny_rows_have_an_inverse():
-    x = torch.tensor([[0.0, -0.0], [1e-38, 0.0], [2.0**-100, 0.0]])
-    output = rows(x)
+    output = rows(torch.tensor([[0.0, -0.0], [1e-38, 0.0], [2.0**-100, 0.0]]))
     assert output.scale.isfinite().all()
     assert (output.scale > 0).all()
     assert not dequantized(output, torch.float32)[0].any()
@@ -112,8 +111,7 @@ def test_the_gradient_of_the_weight_is_not_rounded():
 def test_rounded_input_of_one_layer_serves_the_next():
     x, w = torch.randn(2, 5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
     y, quantized = ops.linear_float8_with_codes(x, w)
-    assert quantized.codes.shape == x.shape
-    assert quantized.scale.shape == x.shape[:-1]
+    assert (quantized.codes.shape, quantized.scale.shape) == (x.shape, x.shape[:-1])
     again, same = ops.linear_float8_with_codes(x, w, quantized=quantized)
     assert torch.equal(y, again)
     assert same is quantized
@@ -153,8 +151,7 @@ def test_a_product_of_two_formats_is_dequantized():
 def test_float16_does_not_overflow_by_its_scales():
     output = rows(torch.full((2, 16), 2.0**-90), None)
     assert output.scale.max() < 2.0**-90
-    got = dequantized(Float8Rows(output.codes, output.scale), torch.float16)
-    assert got.isfinite().all()
+    assert dequantized(Float8Rows(output.codes, output.scale), torch.float16).isfinite().all()
 
 
 BAD = {

@@ -77,8 +77,7 @@ def test_low_precision_accumulation_is_what_the_default_avoids(device):
 def test_fp16_with_a_grad_scaler(device):
     """1 / rows underflows fp16 unless it is applied after the products."""
     scale, (x, w, t) = 2.0**12, head(4096, 16, 300, torch.float16, device)
-    loss = ops.fused_linear_cross_entropy(x, w, t, chunk=512)
-    ours = torch.autograd.grad(loss * scale, (x, w))
+    ours = torch.autograd.grad(ops.fused_linear_cross_entropy(x, w, t, chunk=512) * scale, (x, w))
     wide = [v.detach().double().requires_grad_() for v in (x, w)]
     right = torch.autograd.grad(FORMULAS["fused_linear_cross_entropy"](*wide, t) * scale, wide)
     for a, b in zip(ours, right, strict=True):

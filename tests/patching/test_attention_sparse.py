@@ -367,8 +367,7 @@ def test_recorders_refuse_unknown_operations():
     queries = torch.ones(1, 3, 2, 4)
     with pytest.raises(ConfigurationError, match="matmul of keys after nothing"):
         torch.matmul(queries, keys)
-    ready = keys.transpose(-1, -2).float().unsqueeze(1)
-    scores = torch.matmul(queries, ready)
+    scores = torch.matmul(queries, keys.transpose(-1, -2).float().unsqueeze(1))
     with pytest.raises(ConfigurationError, match=r"scores \* int -1"):
         scores * -1
     with pytest.raises(ConfigurationError, match="matmul of scores"):

@@ -266,8 +266,7 @@ def parametrize_head(model: Any, by: type[Scaled] = Scaled) -> Any:
 def counted(run: Any) -> tuple[Any, Counter[str]]:
     """The result of a call, and how often each weight was computed."""
     COUNTS.clear()
-    result = run()
-    return result, Counter(COUNTS)
+    return run(), Counter(COUNTS)
 
 
 def step(model: Any, inputs: Any) -> Tensor:
@@ -513,8 +512,7 @@ class Log(list):
 
 def rows():
     ids = torch.randint(10, 60, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    return {"input_ids": ids, "position_ids": positions}
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
 
 
 def tensors(model):
@@ -645,8 +643,7 @@ def test_lists_and_tensors_of_a_module_are_of_its_calls():
     norm = model.model.norm = Noting(model.model.norm.weight)
     liger_multi.patch(model)
     assert (norm.log, norm.table, norm.total.item()) == ([], {}, 0)
-    inputs = rows()
-    model(**inputs, use_cache=False)
+    model(**rows(), use_cache=False)
     assert len(norm.log) == norm.total.item() == 1
     assert norm.table == {"last": (1, TOKENS, model.config.hidden_size)}
 
@@ -681,8 +678,7 @@ def test_generation_equals_unpatched(rows_of_a_batch):
     ids = torch.randint(10, 60, (rows_of_a_batch, 9), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), unpatched.generate(ids, **options))
-    first = model(input_ids=ids, use_cache=True)
-    cached = continued(model, first)
+    cached = continued(model, model(input_ids=ids, use_cache=True))
     assert arguments.is_cache(next(iter(cached.values())))
     later = model(input_ids=ids[:, :3], **cached, position_ids=torch.arange(9, 12)[None])
     expected = unpatched(torch.cat([ids, ids[:, :3]], 1)).logits[:, 9:]

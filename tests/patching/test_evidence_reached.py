@@ -221,8 +221,7 @@ def _of_a_tensor():
     ],
 )
 def test_code_with_extra_behavior_is_left_alone(scale, reason, base):
-    module = of(scale, base)
-    report = report_of(module)
+    report = report_of(of(scale, base))
     assert not is_served(report)
     assert reason in reasons(report)
 
@@ -428,8 +427,7 @@ def test_torch_func_transforms_run_unpatched(case):
         if case != "qwen3_moe":  # its grouped GEMM has neither of them
             by_sample = torch.func.vmap(torch.func.grad(of_a_sample), in_dims=(None, 0))
             results.append(by_sample(weights, ids))
-            forwards = functools.partial(loss, ids=ids)
-            results.append(torch.func.jvp(forwards, (weights,), (along,)))
+            results.append(torch.func.jvp(functools.partial(loss, ids=ids), (weights,), (along,)))
         actual.append(results)
     torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-5)
 

@@ -364,8 +364,7 @@ def test_kept_codes_go_with_the_step_and_with_the_model():
 
 def test_written_input_is_rounded_again():
     first, second = nn.Linear(32, 48), nn.Linear(32, 48)
-    pair = nn.ModuleList([first, second])
-    patch(pair, linear_float8=ALL)
+    patch(nn.ModuleList([first, second]), linear_float8=ALL)
     x = torch.randn(4, 32)
     with torch.no_grad():
         first(x)

@@ -649,8 +649,7 @@ def test_numpy_pickle_deepcopy_and_printing(models):
 
 
 def test_printing_large_logits_computes_nothing():
-    head = patched_head(width=4, classes=70_000)
-    logits = head(torch.randn(2, 3, 4))
+    logits = patched_head(width=4, classes=70_000)(torch.randn(2, 3, 4))
     assert repr(logits) == "LazyLogits(shape=(2, 3, 70000), dtype=torch.float32, not computed)"
     assert isinstance(logits, LazyLogits)
 
@@ -745,6 +744,5 @@ def test_functorch_and_fake_tensors_get_ordinary_logits():
 
 def test_models_of_no_batch_axis_stay_lazy():
     head = patched_head()
-    logits = head(torch.randn(5, 8))
-    assert isinstance(logits, LazyLogits)
+    assert isinstance(head(torch.randn(5, 8)), LazyLogits)
     assert type(head(torch.randn(8))) is torch.Tensor

@@ -127,8 +127,7 @@ def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
     patch(ours, fused_linear_cross_entropy={"chunk": 4})
     inputs = batch(rows=4, length=12)
     with Widest() as widest:
-        loss = ours(**inputs).loss
-        loss.backward()
+        ours(**inputs).loss.backward()
     assert widest.rows == 4
     unpatch(ours)
     with Widest() as widest:
@@ -169,8 +168,7 @@ def test_frozen_head_allocates_no_weight_gradient():
     inputs = batch()
     shape = tuple(ours.lm_head.weight.shape)
     with Widest() as widest:
-        loss = ours(**inputs).loss
-        loss.backward()
+        ours(**inputs).loss.backward()
     assert shape not in widest.shapes
     assert ours.lm_head.weight.grad is None
     assert_same_training(stock, ours, loss_of(**inputs))
@@ -191,8 +189,7 @@ def test_evaluation_allocates_no_gradients_and_no_logits():
         out = ours.eval()(**inputs)
         assert not out.loss.requires_grad
     assert widest.rows == 4
-    weight = tuple(ours.lm_head.weight.shape)
-    assert weight not in widest.shapes
+    assert tuple(ours.lm_head.weight.shape) not in widest.shapes
     with torch.no_grad():
         expected = stock.eval()(**inputs)
         torch.testing.assert_close(out.loss, expected.loss)
@@ -239,8 +236,7 @@ def test_z_loss_survives_real_logits():
         real_logits(logits).float(),
     ):
         torch.testing.assert_close(F.cross_entropy(real, labels), fused)
-    plain = F.cross_entropy(real_logits(logits).detach().clone(), labels)
-    assert fused > plain + 0.01
+    assert fused > F.cross_entropy(real_logits(logits).detach().clone(), labels) + 0.01
 
 
 def test_softcap_and_scale_are_part_of_the_fused_loss(fused):
@@ -405,8 +401,7 @@ def test_quantized_heads_keep_their_own_call():
     head.weight = nn.Parameter((stock.lm_head.weight * 8).to(torch.int8), requires_grad=False)
     stock.lm_head = head
     ours = copy.deepcopy(stock)
-    report = patch(ours)
-    assert "not a plain linear layer" in str(report)
+    assert "not a plain linear layer" in str(patch(ours))
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 
@@ -414,8 +409,7 @@ def test_heads_in_eight_bits_say_so():
     model = build("llama", tied=False)
     weight = model.lm_head.weight.detach().to(torch.float8_e4m3fn)
     model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-    report = patch(model)
-    assert "is stored as torch.float8_e4m3fn" in str(report)
+    assert "is stored as torch.float8_e4m3fn" in str(patch(model))
     assert type(model.lm_head) is nn.Linear
 
 

@@ -588,8 +588,7 @@ def test_autocast_of_the_reading_changes_nothing(models):
     assert got.dtype == logits.dtype
     assert real_logits(got).dtype == logits.dtype
     torch.testing.assert_close(got, logits, rtol=0.05, atol=0.05)
-    low = logits_of(ours).bfloat16().sum(-1)
-    assert low.dtype == torch.bfloat16
+    assert logits_of(ours).bfloat16().sum(-1).dtype == torch.bfloat16
 
 
 def test_inference_mode_reads_logits_of_outside(models):
@@ -643,8 +642,7 @@ def test_products_in_a_graph_keep_the_order_of_factors(models):
 
 
 def test_gradient_by_bypassed_logits_raises(models):
-    compiled = torch.compile(models[1], backend="eager")
-    z = compiled(input_ids=IDS).logits
+    z = torch.compile(models[1], backend="eager")(input_ids=IDS).logits
     loss = F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1))
     z.exp()  # computes them
     with pytest.raises(RuntimeError, match="gradient by logits"):

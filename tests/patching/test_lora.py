@@ -264,8 +264,7 @@ def test_copies_and_saved_adapters(tmp_path):
 
 def test_tensors_saved_for_backward():
     """bf16 layers and fp32 adapters: the MLP keeps gate and up, attention's layers nothing."""
-    model = build("llama", num_hidden_layers=1).bfloat16()
-    stock = lora(model)
+    stock = lora(build("llama", num_hidden_layers=1).bfloat16())
     assert next(p for n, p in stock.named_parameters() if "lora_A" in n).dtype == torch.float32
     ours = copy.deepcopy(stock)
     patch(ours, strict=True)
@@ -359,8 +358,7 @@ def test_an_adapted_head_with_a_changed_adapter():
 def test_other_adapters_on_the_head_have_real_logits(config):
     stock = lora(build("llama", num_hidden_layers=1), ["lm_head"], **config)
     ours = copy.deepcopy(stock)
-    report = patch(ours)
-    assert "so that the adapter trains" in report.skipped[-1].reason
+    assert "so that the adapter trains" in patch(ours).skipped[-1].reason
 
     def run(model):
         torch.manual_seed(7)

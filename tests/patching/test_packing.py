@@ -143,8 +143,7 @@ def test_masks_without_positions():
     model, ids = patched("gpt_oss", **layers), tokens()
     with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
-    row = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,))
-    mask = row.mask(torch.float32)
+    mask = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,)).mask(torch.float32)
     assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
 
 
@@ -274,8 +273,7 @@ def test_layers_of_attention_in_a_hybrid():
     """Its mixers keep samples apart, and its attention sees all of a cache."""
     from tests.sweep import cases
 
-    pair = next(p for p in cases.registered() if p.cls == "Qwen3NextForCausalLM")
-    model = cases.build(pair)
+    model = cases.build(next(p for p in cases.registered() if p.cls == "Qwen3NextForCausalLM"))
     if getattr(sys.modules[type(model).__module__], "causal_conv1d_fn", None) is None:
         pytest.skip("mixers of this transformers call no function that an operator stands for")
     model.config.use_cache = True
@@ -321,8 +319,7 @@ def test_one_sample_per_row_never_raises(arguments, counted):
 def test_generation_is_not_tried(counted):
     model = patched().eval()
     model.generate(tokens(2, 9), max_new_tokens=3, do_sample=False)
-    ids = tokens(1, 1)
-    model(input_ids=ids, position_ids=torch.tensor([[4]]), use_cache=True)
+    model(input_ids=tokens(1, 1), position_ids=torch.tensor([[4]]), use_cache=True)
     model(input_ids=tokens())
     assert not counted
 
@@ -577,8 +574,7 @@ def test_a_model_within_a_module():
 
 def test_a_compiled_model_is_one_graph(counted):
     torch._dynamo.reset()
-    model = patched()
-    run = torch.compile(model, backend="eager", fullgraph=True)
+    run = torch.compile(patched(), backend="eager", fullgraph=True)
     run(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
     assert not counted
 
@@ -754,5 +750,4 @@ def test_the_collator_of_trl(name):
     trl = pytest.importorskip("trl.trainer.sft_trainer")
     collator = trl.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     batch = collator([{"input_ids": ids} for ids in samples()])
-    remedies = trained(patched_model(name), name, {**batch, "use_cache": False})
-    assert remedies == []
+    assert trained(patched_model(name), name, {**batch, "use_cache": False}) == []

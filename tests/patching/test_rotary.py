@@ -20,6 +20,7 @@ from liger_multi.patching import patch, patched, rotary, unpatch
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.options import Options
 from liger_multi.patching.rotary import served_function
+from tests.comparing import assert_equal
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 
 ONLY = {
@@ -283,8 +284,7 @@ def test_unprobed_calls_run_the_function(calls, monkeypatch):
     ]
     for arguments, named in left:
         expected = own(*arguments, named.get("unsqueeze_dim", 1))
-        for a, b in zip(served(*arguments, **named), expected, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(served(*arguments, **named), expected)
     assert calls["rope"] == 4
     assert len(observed) == len(left)
 
@@ -494,8 +494,7 @@ def test_methods_are_redirected(methods, calls):
     got = module(*INPUTS)
     assert calls["rope"] == 1
     assert module.observed == stock_seen
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*got], [*expected])
     unpatch(holder)
     calls.clear()
     module(*INPUTS)
@@ -550,8 +549,7 @@ def test_functions_wrapped_for_the_kernels_hub(monkeypatch, calls):
     assert calls["rope"] == 1
     unpatch(module)
     function.forward = function.forward  # a kernel was put there
-    report = patch(nn.ModuleList([module]), **ONLY)
-    assert "a hub kernel serves" in report.skipped[0].reason
+    assert "a hub kernel serves" in patch(nn.ModuleList([module]), **ONLY).skipped[0].reason
 
 
 def test_dtypes_of_autocast_are_those_of_stock():

@@ -233,8 +233,7 @@ def test_nothing_is_timed_on_a_red_suite(tmp_path, capsys, passed, failed):
 def test_a_result_says_what_the_suite_said(tmp_path):
     assert bench.main([*QUICK, *SWIGLU, "--output", str(tmp_path)], suite_of(5, 0)) == 0
     (file,) = tmp_path.glob("*.json")
-    result = json.loads(file.read_text())
-    assert result["suite"]["counts"]["passed"] == 5
+    assert json.loads(file.read_text())["suite"]["counts"]["passed"] == 5
     _, unchecked, _ = run(tmp_path / "other", *SWIGLU)
     assert unchecked["suite"] is None
 
@@ -266,8 +265,7 @@ def test_the_command_prints_and_leaves_nothing(tmp_path, monkeypatch, capsys):
 def test_the_command_saves_where_it_is_told(tmp_path, capsys):
     arguments = [*QUICK, *SWIGLU, "--dtype", "bf16", "--output", str(tmp_path / "out")]
     assert command_line(["bench", *arguments]) == 0
-    files = sorted(p.suffix for p in (tmp_path / "out").iterdir())
-    assert files == [".json", ".png"]
+    assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".json", ".png"]
     (file,) = (tmp_path / "out").glob("*.json")
     result = json.loads(file.read_text())
     assert result["dtype"] == "bfloat16"
@@ -340,8 +338,7 @@ def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
             bench_cases.truth(bench_case, tensors, douts, torch.float64, fp64_reference)
             for fp64_reference in (bench.fp64_reference, bench_cases.reference)
         )
-        for a, b in zip(ours.results, expected.results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close([*ours.results], [*expected.results], rtol=1e-9, atol=1e-11)
         for leaf in expected.grads:
             torch.testing.assert_close(
                 ours.grads[leaf], expected.grads[leaf], rtol=1e-9, atol=1e-11

@@ -229,8 +229,7 @@ def test_actions_are_pinned_to_commits():
 
 def test_devices_wait_for_a_reviewer_and_a_plan():
     job = workflow()["jobs"]["devices"]
-    assert job["environment"] == "devices"
-    assert job["needs"] == "plan"
+    assert (job["environment"], job["needs"]) == ("devices", "plan")
     env = next(s for n, s in steps() if n == "plan" and s.get("id") == "plan")["env"]
     assert set(env) == {"EVENT", "ACTION", "LABEL", "CHOICE", "FORK", "RUNNERS"}
 
@@ -320,8 +319,7 @@ def test_plan(environment, planned):
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_runs_its_backend_as_nobody(name):
-    text = IMAGES[name].read_text()
-    lines = text.splitlines()
+    lines = IMAGES[name].read_text().splitlines()
     assert f'CMD ["test", "BACKEND={name}"]' in lines
     assert "make" in next(line for line in lines if line.startswith("ENTRYPOINT"))
     users = [line.split()[1] for line in lines if line.startswith("USER ")]

@@ -57,8 +57,7 @@ def test_operators_of_another_backend_are_named_in_short(fresh_configuration):
             row["chosen"] = row["backend"] == "triton"
     (section,) = [s for s in doctor.page(facts).sections if s.title == "Operators"]
     count = len(registry.operators())
-    on_cpu = section.rows[:2]
-    assert on_cpu == [["cpu", "reference", str(count - 1)], ["", "triton", "rms_norm"]]
+    assert section.rows[:2] == [["cpu", "reference", str(count - 1)], ["", "triton", "rms_norm"]]
 
 
 def test_doctor_agrees_with_explain(fresh_configuration):
@@ -249,8 +248,7 @@ def test_devices_that_differ_have_tables_of_their_own(capsys, two_devices, monke
     def supports(device, dtype):
         return "it is the older one" if device.index == 0 else None
 
-    record = registry.backends()["reference"]
-    only_one = dataclasses.replace(record, supports=supports)
+    only_one = dataclasses.replace(registry.backends()["reference"], supports=supports)
     monkeypatch.setitem(registry.backends(), "reference", only_one)
     assert main(["explain", "rms_norm"]) == 1
     text = capsys.readouterr().out

@@ -87,8 +87,7 @@ def blocks(path, language):
 
 
 def links(path):
-    text = without_code(path.read_text(encoding="utf-8"))
-    return re.findall(r"\]\(([^)\s]+)\)", text)
+    return re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text(encoding="utf-8")))
 
 
 def lead_somewhere(path, root):
@@ -170,8 +169,7 @@ def test_configurations_of_a_page_are_well_formed(name):
     snippets = blocks(ROOT / name, "yaml")
     assert snippets
     for block in snippets:
-        layer = config.parse(yaml.safe_load(block), name)
-        assert layer.ops[""]
+        assert config.parse(yaml.safe_load(block), name).ops[""]
 
 
 def test_every_python_block_is_python():

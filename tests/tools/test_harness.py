@@ -448,8 +448,7 @@ def test_a_row_is_a_run_of_the_suite_under_its_settings(tmp_path):
         "def test_aten(): assert torch.backends.cpu.get_cpu_capability() == 'DEFAULT'\n"
         "def test_mkl(): assert os.environ['MKL_ENABLE_INSTRUCTIONS'] == 'SSE4_2'\n"
     )
-    setting = portable.Setting("default", "SSE4_2", "SSE41", 2, 1)
-    result = portable.run(setting, [str(suite)])
+    result = portable.run(portable.Setting("default", "SSE4_2", "SSE41", 2, 1), [str(suite)])
     assert result.counts == {"passed": 3}
 
 

@@ -93,8 +93,7 @@ def test_logits_of_a_compiled_model_raise_after_a_step():
     """They were silently computed with the weights after the step; eager ones raise."""
     stock, ours = patched_pair()
     batch = models.graph_batch()
-    compiled = torch.compile(ours, backend="eager", fullgraph=True)
-    out = compiled(**batch)
+    out = torch.compile(ours, backend="eager", fullgraph=True)(**batch)
     expected = stock(**batch).logits
     out.loss.backward()
     torch.optim.SGD(ours.parameters(), 0.5).step()

@@ -64,8 +64,7 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
     result = run(SUITE)
     assert result.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
     assert not result.green
-    assert result.failures == ["test_suite.py::test_fails"]
-    assert result.part == "native"
+    assert (result.failures, result.part) == (["test_suite.py::test_fails"], "native")
     assert "reference" in result.backends
     assert result.device["device"] == "cpu"
     assert result.versions["torch"] == torch.__version__
@@ -340,8 +339,7 @@ def test_the_end_is_found_on_the_line_that_rules_there(room):
         asked.append(tokens)
         return max(60_000 + tokens, 20_000 + 3 * tokens)
 
-    end = recompute.extrapolated(peak, room)
-    assert peak(end) == pytest.approx(room, rel=0.02)
+    assert peak(recompute.extrapolated(peak, room)) == pytest.approx(room, rel=0.02)
     assert len(asked) < 9
 
 

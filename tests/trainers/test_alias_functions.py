@@ -146,8 +146,7 @@ def many_tokens(scores, w, b):
 def near_tokens(q, k, v):
     place = torch.arange(q.shape[-2])
     far = (place[:, None] - place).abs() > 2
-    p = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(far, float("-inf")).softmax(-1)
-    return p @ v
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(far, float("-inf")).softmax(-1) @ v
 
 
 def angles(*shape):
@@ -586,8 +585,7 @@ def test_tiled_mlp_equals_mlp():
         calls.clear()
         got = torch.autograd.grad(call().square().sum(), [x, *layer.parameters()])
         assert calls[: len(pieces)] == pieces
-        for mine, right in zip(got, expected):
-            torch.testing.assert_close(mine, right)
+        torch.testing.assert_close([*got], [*expected])
 
 
 # --- a vocabulary of two processes ---
@@ -915,8 +913,10 @@ def test_token_scaling_options(name, reduction):
         parts = [loss] if isinstance(loss, torch.Tensor) else [loss.loss, loss.z_loss]
         return [*parts, *torch.autograd.grad(parts[0].sum(), x)], loss
 
-    for a, b in zip(run(torch.zeros(5, 4), use_token_scaling=True)[0], run(torch.zeros(5, 4))[0]):
-        torch.testing.assert_close(a, b / 5)
+    torch.testing.assert_close(
+        [*run(torch.zeros(5, 4), use_token_scaling=True)[0]],
+        [b / 5 for b in run(torch.zeros(5, 4))[0]],
+    )
     if reduction == "none":
         w = R(5, 4)
         (scaled, *_), loss = run(w, use_token_scaling=True)
@@ -1060,12 +1060,9 @@ def test_rope_is_out_of_place():
     q, k, angle = R(2, 4, 5, 8), R(2, 2, 5, 8), R(2, 5, 8)
     cos, sin = angle.cos(), angle.sin()
     before = q.clone()
-    for got, expected in zip(
-        functional.liger_rotary_pos_emb(q, k, cos, sin),
-        apply_rotary_pos_emb(q, k, cos, sin),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(
+        [*functional.liger_rotary_pos_emb(q, k, cos, sin)], [*apply_rotary_pos_emb(q, k, cos, sin)]
+    )
     assert torch.equal(q, before)
     q, k, angle = R(5, 4, 8).bfloat16(), R(5, 4, 8).bfloat16(), R(5, 8)
     for got, expected in zip(

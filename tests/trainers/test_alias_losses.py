@@ -39,8 +39,7 @@ class Batch:
         self.hidden, self.weight = draw(rows, 5, 8, grad=True), draw(11, 8, grad=True)
         self.bias = draw(11)
         self.ref_hidden, self.ref_weight = draw(rows, 5, 8), draw(11, 8)
-        g = torch.Generator().manual_seed(1)
-        self.target = torch.randint(11, (rows, 5), generator=g)
+        self.target = torch.randint(11, (rows, 5), generator=torch.Generator().manual_seed(1))
         self.target[:, 0] = -100
         self.target[1, 3:] = -100
         self.mask = self.target != -100
@@ -51,8 +50,7 @@ class Batch:
 
     def each(self, logits, temperature=1.0):
         ids = self.target.clamp(min=0).unsqueeze(-1)
-        log_prob = (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
-        return log_prob * self.mask
+        return (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1) * self.mask
 
     def same(self, got, expected):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -128,8 +126,7 @@ def test_kto(pairs):
         kl=torch.tensor(0.2),
     )
     ratio = (b.own - b.ref).sum(-1)
-    sign = torch.where(liked, 1.0, -1.0)
-    b.same(got, (1 - torch.sigmoid(0.3 * sign * (ratio - 0.2))).mean())
+    b.same(got, (1 - torch.sigmoid(0.3 * torch.where(liked, 1.0, -1.0) * (ratio - 0.2))).mean())
     torch.testing.assert_close(aux[0], b.own.sum(-1)[liked].sum())
     torch.testing.assert_close(aux[5], 0.3 * ratio[~liked].sum())
     sums = [b.logits[rows].sum().detach() for rows in (liked, ~liked)]  # over padding too
@@ -544,8 +541,9 @@ def test_grpo_token_losses_match_formula(inputs, delta):
     inputs["logits"].retain_grad()
     expected = clipped_gain(inputs["logits"], inputs, delta)
     actual = policy.triton_grpo_loss(**inputs, beta=0.1, eps_high=0.3, delta=delta)
-    for x, y in zip(actual, expected):
-        torch.testing.assert_close(x, y.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(
+        [*actual], [y.detach() for y in expected], rtol=1e-5, atol=1e-6, check_dtype=False
+    )
     weights = torch.randn(3, 5)
     ends = [torch.autograd.grad((x * weights).sum(), inputs["logits"]) for x in (actual[0],)]
     right = torch.autograd.grad((expected[0] * weights).sum(), inputs["logits"])

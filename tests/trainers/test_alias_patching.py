@@ -255,8 +255,7 @@ def test_assigned_forward_compiles_after_first_call(lce_forward):
     model, expected = build(), build()(input_ids=IDS, labels=IDS).loss
     model.forward = types.MethodType(lce_forward, model)
     model(input_ids=IDS, labels=IDS)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    actual = compiled(input_ids=IDS, labels=IDS).loss
+    actual = torch.compile(model, backend="eager", fullgraph=True)(input_ids=IDS, labels=IDS).loss
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     actual.backward()
 

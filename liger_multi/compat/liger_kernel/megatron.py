@@ -60,8 +60,7 @@ class LigerMegatronRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; gamma around zero is added to one in fp32, the result has the dtype of x."""
         offset, casting = (1.0, "gemma") if self.zero_centered_gamma else (0.0, "llama")
-        out = ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
-        return out.to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting).to(x.dtype)
 
     def extra_repr(self) -> str:
         """What was chosen."""
