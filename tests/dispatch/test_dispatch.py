@@ -17,10 +17,11 @@ import types
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import liger_multi
 from liger_multi import errors, ops
-from liger_multi.dispatch import autograd, codegen, registry
+from liger_multi.dispatch import autograd, codegen, registry, resolve
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.op import OPS, Op
@@ -446,8 +447,6 @@ def test_generated_source_in_docstring():
 
 
 def test_gradient_checkpointing_and_saved_tensor_hooks():
-    from torch.utils.checkpoint import checkpoint
-
     results = []
     for way in ("plain", "reentrant", "not reentrant", "hooks"):
         torch.manual_seed(0)
@@ -469,7 +468,6 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_checkpointing_skips_last_gemm(activation):
     """It stops once it has the input of ``down``, which a single operator would hide."""
-    from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 
     x, *weights = torch.randn(3, 4, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(5, 6)
@@ -564,8 +562,6 @@ def test_results_pickle_and_copy():
 
 
 def test_resolution_is_cached(monkeypatch):
-    from liger_multi.dispatch import resolve
-
     x = torch.randn(3, 8)
     ops.rms_norm(x)
     monkeypatch.setattr(resolve, "candidates", lambda *a: pytest.fail("resolved again"))

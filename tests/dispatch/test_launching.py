@@ -19,6 +19,8 @@ from liger_multi.testing import samples
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
+from dataclasses import dataclass
+
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -322,8 +324,6 @@ def test_tuner_call_arguments(direction):
 
 
 def test_forced_config_scope():
-    from dataclasses import dataclass
-
     @dataclass(frozen=True)
     class Config:
         rows: int
@@ -348,8 +348,6 @@ def test_forced_config_scope():
     ],
 )
 def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
-    from dataclasses import dataclass
-
     @dataclass(frozen=True)
     class Config:
         rows: int

@@ -487,7 +487,6 @@ def test_batches_are_the_same_in_every_run():
 
 
 def test_weights_change_the_digest():
-    plain = models.build("llama")
-    other = models.build("llama", seed=1)
+    plain, other = models.build("llama"), models.build("llama", seed=1)
     digests = [train(model, batches(models.VOCABULARY, "cpu", steps=2)) for model in (plain, other)]
     assert digests[0].parameters != digests[1].parameters

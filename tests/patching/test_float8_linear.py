@@ -19,6 +19,7 @@ from liger_multi import ops
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
+from liger_multi.patching.float8 import code_cache
 from liger_multi.patching.float8 import linear as float8
 from liger_multi.patching.float8.linear import Float8Linear
 from liger_multi.patching.float8.shards import GatheredWeight
@@ -269,7 +270,6 @@ def test_steps_without_version_count(optimizer_class):
 
 def test_manual_loop_after_an_optimizer():
     """The optimizer is still there, and does not step any more: uses are counted too."""
-    from liger_multi.patching.float8 import code_cache
 
     llama = model()
     patch(llama, linear_float8=CACHED)
@@ -340,8 +340,6 @@ def test_passes_without_gradients_do_not_read_kept_codes():
 
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
-    from liger_multi.patching.float8 import code_cache
-
     def count():
         return sum(w.cached is not None for f in code_cache._followed() for w in f.weights.values())
 

@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 import liger_multi
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import patch, unpatch
+from liger_multi.patching.packing import checked as checked_packing
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
@@ -46,7 +47,6 @@ def tokens(rows=1, length=TOKENS, seed=1):
 @pytest.fixture
 def counted(monkeypatch):
     """Forms that were tried."""
-    from liger_multi.patching.packing import checked as checked_packing
 
     observed, trial = [], trials.trial
 
@@ -202,8 +202,6 @@ def test_chunks_of_a_row_are_not_those_of_its_samples(of_rows):
 
 
 def test_axes_of_positions():
-    from tests.sweep import cases
-
     pair = next(p for p in cases.registered() if p.cls == "Qwen2VLForConditionalGeneration")
     model = cases.build(pair)
     with torch.no_grad():
@@ -271,7 +269,6 @@ def test_embeddings_in_place_of_ids():
 
 def test_layers_of_attention_in_a_hybrid():
     """Its mixers keep samples apart, and its attention sees all of a cache."""
-    from tests.sweep import cases
 
     model = cases.build(next(p for p in cases.registered() if p.cls == "Qwen3NextForCausalLM"))
     if getattr(sys.modules[type(model).__module__], "causal_conv1d_fn", None) is None:

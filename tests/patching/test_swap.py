@@ -27,7 +27,15 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import liger_multi.patching
 from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.patching import modeltypes, patch, patched, unpatch
+from liger_multi.patching import (
+    Replacement,
+    modeltypes,
+    patch,
+    patched,
+    register,
+    unpatch,
+    unregister,
+)
 from liger_multi.patching.held import HeldPatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.harness import PATIENCE
@@ -130,8 +138,6 @@ def test_a_compiled_forward_after_unpatching():
 
 
 def test_a_captured_forward_of_a_probe_of_a_user():
-    from liger_multi.patching import Replacement, register, unregister
-
     module = nn.Tanh()
     register(lambda m: Replacement(_twice, "twice") if type(m) is nn.Tanh else None, "twice")
     try:
@@ -371,8 +377,7 @@ def leave(block):
 
 
 def test_type_blocks_end_in_any_order():
-    first = enter("llama")
-    second = enter("llama", fused_linear_cross_entropy=False)
+    first, second = enter("llama"), enter("llama", fused_linear_cross_entropy=False)
     other = enter("qwen3")
     leave(first)
     model = small()
@@ -386,8 +391,7 @@ def test_type_blocks_end_in_any_order():
 
 
 def test_the_newest_request_of_a_type_acts_until_it_ends():
-    first = enter("llama", fused_linear_cross_entropy=False)
-    second = enter("llama")
+    first, second = enter("llama", fused_linear_cross_entropy=False), enter("llama")
     assert type(small().lm_head) is not nn.Linear
     leave(second)
     assert type(small().lm_head) is nn.Linear

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import importlib
+import importlib.util
 import json
 import math
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from benchmarks.tables import bitwise as bitwise_pages
 from benchmarks.tables import traces as trace_pages
 from benchmarks.traces import Span
 from ci import results
+from liger_multi import ops
 from liger_multi.bench import cases as bench_cases
 from liger_multi.bench import measure as bench_measure
 from liger_multi.bench import peers as bench_peers
@@ -157,8 +159,6 @@ def test_a_failing_provider_stops_nobody_else(tmp_path, planted, failure, status
 
 
 def test_a_wrong_result_of_ours_fails_the_run(tmp_path, monkeypatch):
-    from liger_multi import ops
-
     monkeypatch.setattr(ops, "swiglu", lambda gate, up: gate * up)
     code, _, files = run(
         tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"
@@ -273,8 +273,6 @@ def test_the_command_saves_where_it_is_told(tmp_path, capsys):
 
 
 def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
-    from liger_multi import ops
-
     expected = ops.swiglu
 
     def wrong(gate, up):
@@ -306,8 +304,6 @@ def test_wrong_values_of_the_command(capsys, arguments, text):
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
-    import importlib.util
-
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a)
@@ -450,8 +446,7 @@ def test_inputs_follow_the_sample():
 def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
     """One element of 4096 with the other sign is 3 % of the norm, and far beyond the tolerance."""
     bench_case = bench_cases.Case(op, samples.of(op)[0], {})
-    x = torch.ones(4096, requires_grad=True)
-    turned = torch.ones(4096)
+    x, turned = torch.ones(4096, requires_grad=True), torch.ones(4096)
     turned[7] = -1
     provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
     expected = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")

@@ -25,6 +25,7 @@ from liger_multi.reference.norms import rms_norm as reference
 from liger_multi.testing import bisect
 from liger_multi.testing.bisection.digest import BLOCK, digest, distance, on_host, relative
 from liger_multi.testing.bisection.recorder import path_of
+from tests import models
 
 PLANTED = {"rms_norm": ["planted", "reference"]}
 
@@ -342,8 +343,6 @@ def test_paths_have_no_prefixes_of_wrappers():
 
 @pytest.fixture(scope="module")
 def llama():
-    from tests import models
-
     return models.build("llama"), models.batch(rows=4)
 
 
@@ -403,7 +402,6 @@ def test_unpatched_against_patched(llama):
 
 def test_patched_logits_are_read_without_a_trace(llama, monkeypatch):
     """The fused loss runs as ever, although logits are hashed and modules recorded."""
-    from tests import models
 
     model, batch = llama
     with liger_multi.patched(model):
