@@ -395,7 +395,6 @@ WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i
 @pytest.mark.parametrize("name", CALLS)
 def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, settings):
     """Compiled before, called under "rows": the rows of a batch have the bits of each alone."""
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS[name], backend=aot_autograd(fw_compiler=backend), fullgraph=True)
     x = torch.randn(33, 16, generator=torch.Generator().manual_seed(4))
@@ -438,7 +437,6 @@ def _rows_said(how, monkeypatch, tmp_path):
 
 def test_the_setting_of_another_thread_recompiles_nothing():
     """Guards read the setting of the calling thread."""
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
     x = torch.randn(4, 16)
@@ -450,7 +448,6 @@ def test_the_setting_of_another_thread_recompiles_nothing():
 
 def test_autograd_threads_take_callers_graph():
     """Autograd recomputes checkpointed layers in threads that Python did not start."""
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
     x, done = torch.randn(4, 16), threading.Event()
@@ -472,7 +469,6 @@ def _is_traced(graph):
 
 
 def test_pytorch_s_switch_recompiles(torch_strict):
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
     x = torch.randn(4, 16)

@@ -196,7 +196,6 @@ def test_limits_of_the_fused_rotation(simulated, style, width, rotary, angles, p
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_rotations_of_more_heads_than_a_tile_holds(style):
-    torch.manual_seed(0)
     tensors = [torch.randn(2, heads, 3, 260) for heads in (19, 2)]
     tensors += [torch.randn(1, 3, 256) for _ in "cs"]
     actual = []
@@ -418,7 +417,6 @@ def test_experts_beyond_the_limits_are_by_the_reference(simulated, case):
 
 def test_rows_of_no_expert_change_no_result(simulated):
     """The last expert's product of them leaves the range of fp16, both ways."""
-    torch.manual_seed(0)
     index = torch.tensor([[0, -1], [1, 5], [0, 1]], device=NPU)
     inputs = {"x": torch.full((3, 8), 100.0), "gate_up_weight": torch.randn(3, 8, 8) * 1e-2}
     inputs |= {"down_weight": torch.randn(3, 8, 4), "routing": torch.rand(3, 2)}
@@ -436,7 +434,6 @@ def test_rows_of_no_expert_change_no_result(simulated):
 
 def test_routing_in_fp32_weighs_rows_of_bf16_in_fp32(simulated):
     """Two experts of opposite outputs leave the difference of their weights, 2 ** -9."""
-    torch.manual_seed(0)
     first, down = torch.randn(1, 8, 4).repeat(2, 1, 1), torch.randn(1, 4, 4)
     inputs = {
         "gate_up_weight": first,
@@ -538,7 +535,6 @@ def test_memory_of_blocks_and_spans():
 @pytest.mark.parametrize("case", ["drawn", "repeated keys", "strong"])
 def test_inverses_by_doubling(case):
     """Repeated keys with beta = 2 have an inverse of entries of 2, and powers of 1e18."""
-    torch.manual_seed(0)
     lower = torch.randn(2, 3, 64, 64, dtype=torch.float64).tril(-1) / 8
     if case == "repeated keys":
         lower = torch.full_like(lower, 2.0).tril(-1)

@@ -186,7 +186,6 @@ def test_heads_further_ahead_than_the_row_is_long():
 
 
 def test_segment_weights_sum_to_one_with_random_numbers():
-    torch.manual_seed(0)
     mask, segments = torch.rand(5, 40) < 0.6, torch.randint(-3, 4, (5, 40))
     weights = shared.segment_weights(mask, segments)
     values, means = torch.randn(5, 40), []

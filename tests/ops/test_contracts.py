@@ -184,7 +184,6 @@ LOSSES = {
 @pytest.mark.parametrize("ignored", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("op", LOSSES)
 def test_compiled_equals_eager_with_ignored_targets(device, op, ignored):
-    torch._dynamo.reset()
     target = torch.arange(8, device=device)
     target = target.masked_fill(target < 8 * ignored, -100)
     compiled = torch.compile(LOSSES[op], fullgraph=True, backend="aot_eager")

@@ -237,7 +237,6 @@ def test_packing_waits_for_nothing(device):
 
 @both
 def test_compiled_with_lengths_that_vary(device, run, parts):
-    torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for counts in ((3, 9, 1), (20, 1, 0, 16)):
         x, weight, bias = drawn(device, (1, sum(counts), 4 * parts), (4, 3), (4,))

@@ -464,7 +464,6 @@ def test_copies_and_pickles_compute_the_same(name):
 
 @every_module
 def test_one_graph_under_the_compiler(name):
-    torch._dynamo.reset()
     module, inputs = build(name)
     right = run(module, inputs)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -83,7 +83,6 @@ def test_writes_inside_of_a_compiled_step(models, name):
 
     compiled = torch.compile(run, backend="eager")
     assert_same_training(*models, lambda m: (compiled if m is models[1] else run)(m))
-    torch._dynamo.reset()
 
 
 READS = {
@@ -391,7 +390,6 @@ def test_views_and_copies_are_those_of_real_logits(models, name, compiled):
         pytest.skip("a copy of logits of a compiled model is computed before the hook")
     read = reader(models, compiled)
     assert_same_training(*models, lambda m: PROGRAMS[name](read(m)))
-    torch._dynamo.reset()
 
 
 def test_a_view_of_rows_with_gaps_is_refused_as_stock_does(models):
@@ -472,7 +470,6 @@ def test_a_function_refuses_the_object_of_a_compiled_model(models):
 
     with pytest.raises(RuntimeError, match="are no tensor"):
         torch.compile(step, backend="eager")(models[1])
-    torch._dynamo.reset()
 
 
 class InputsApart(torch.autograd.Function):
@@ -511,7 +508,6 @@ def test_every_form_of_function_refuses_compiled_logits(models, function):
         function.apply(z)
     with torch.no_grad():
         assert not (z * 2.0).requires_grad  # the same operation elsewhere
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["register_hook", "retain_grad"])

@@ -628,4 +628,3 @@ def test_a_compiled_module_has_its_layers(calls):
     x = inputs()[0]
     torch.testing.assert_close(compiled(x), stock(x))
     assert calls == []
-    torch._dynamo.reset()

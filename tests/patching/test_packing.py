@@ -366,7 +366,6 @@ def test_forward_replaced_on_the_class(monkeypatch):
 
 
 def test_compiled_layers_are_not_compiled_for_a_trial(counted):
-    torch._dynamo.reset()
     model, graphs = patched(), []
 
     def backend(graph, example):
@@ -570,7 +569,6 @@ def test_a_model_within_a_module():
 
 
 def test_a_compiled_model_is_one_graph(counted):
-    torch._dynamo.reset()
     run = torch.compile(patched(), backend="eager", fullgraph=True)
     run(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
     assert not counted

@@ -586,4 +586,3 @@ def test_compiled_calls_follow_the_class():
             stock, ours, lambda m, i=inputs: (compiled if m is ours else m)(**i).loss
         )
     assert "ops/rope.py" in graphs.traces
-    torch._dynamo.reset()

@@ -255,7 +255,6 @@ def test_batched_gradients_raise_a_message_of_ours():
 
 def test_a_section_of_a_device_binds_compiled_swiglu_too():
     """Tracing asked only for choices of any device, and ran what was bound elsewhere."""
-    torch._dynamo.reset()
     liger_multi.configure({"devices": {"cpu": {"ops": {"swiglu": "cuda"}}}})
     x = torch.randn(2, 4)
     with pytest.raises(Exception, match="cuda"):
@@ -430,7 +429,6 @@ def test_a_partitioned_head_is_gathered_for_the_loss(labels, library):
 @pytest.mark.parametrize("run", ["labels", "logits", "evaluation", "compiled"])
 def test_a_head_without_elements_is_named(run):
     """Nobody gathers: not a ZeroDivisionError or a size mismatch, but what to do."""
-    torch._dynamo.reset()
     _, ours = models.pair(num_hidden_layers=1)
     liger_multi.patch(ours)
     ours.lm_head.weight = torch.nn.Parameter(torch.empty(0))

@@ -493,7 +493,6 @@ TRACED = [
 @pytest.mark.parametrize("case", TRACED)
 def test_functions_compile_to_one_graph(case):
     """One graph, with the gradients of eager mode."""
-    torch.compiler.reset()
     name, (args, _) = case.split()[0], CASES[case]
     eager, compiled = leaves(args, torch.float32), leaves(args, torch.float32)
     apply = function(name).apply
@@ -711,7 +710,6 @@ MLPS = {
 
 @pytest.mark.parametrize("name", MLPS)
 def test_mlps(name):
-    torch.manual_seed(0)
     mlp, (gate, down) = getattr(modules, name)(CONFIG), MLPS[name]
     x = torch.randn(2, 3, 8, requires_grad=True)
     expected = mlp.down_proj(F.silu(mlp.gate_proj(x) * gate) * mlp.up_proj(x) * down)
@@ -748,7 +746,6 @@ def test_multi_token_attention_parameters(bias):
 
 
 def test_neighborhood_attention_layer():
-    torch.manual_seed(0)
     layer = modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)
     x = torch.randn(2, 6, 8, requires_grad=True)
     attention, normed = layer.attention, layer.layer_norm(x)
@@ -786,7 +783,6 @@ def test_embedding_padding_gets_no_gradient():
 
 
 def test_hyper_connections_around_a_layer():
-    torch.manual_seed(0)
     layer = modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8, phi_dtype=torch.float32, allow_fp32=True)
     x = torch.randn(3, 2, 8, requires_grad=True)
     pre, post, mix = functional.liger_mhc_coeffs(
@@ -844,7 +840,6 @@ def test_cross_entropy_output_is_a_mutable_dataclass():
 
 @pytest.mark.parametrize("items", [None, 7.0])
 def test_fixed_fused_linear_cross_entropy_items(items):
-    torch.manual_seed(0)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     expected = F.cross_entropy(x @ w.T, LABELS, reduction="sum") / (items or 3)
     actual = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, unknown=1)
@@ -858,7 +853,6 @@ def test_fixed_fused_linear_cross_entropy_items(items):
 
 
 def test_gpt_oss_and_llama4_rope():
-    torch.manual_seed(0)
     q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 1, 5, 8)
     cos, sin = torch.randn(1, 5, 4), torch.randn(1, 5, 4)
     first, second = q.chunk(2, -1)
@@ -1000,7 +994,6 @@ def test_mlps_match_transformers(name):
 @pytest.mark.parametrize("width", [41, 3, 1])
 def test_rope_odd_head_dim(width):
     """As in Liger-Kernel, for angles of a model, which are one channel wider."""
-    torch.manual_seed(0)
     q, k = torch.randn(2, 4, 7, width), torch.randn(2, 2, 7, width)
     angle = torch.randn(1, 7, (width + 1) // 2).repeat(1, 1, 2)
     assert angle.shape[-1] == width + 1
@@ -1034,7 +1027,6 @@ def test_rope_odd_head_dim(width):
 @pytest.mark.parametrize("shape", [(2, 128, 512), (5, 123, 123)])
 def test_modulated_norm_bf16_gradient(shape, offset, casting, weight):
     """In bf16, where norm and product are rounded before hundreds of rows are added up."""
-    torch.manual_seed(0)
     x, up = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
     ours, theirs = (
         (torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * 0.1)

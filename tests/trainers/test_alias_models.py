@@ -291,7 +291,6 @@ def test_options_with_checkpointing_and_compile(checkpointing):
             torch.testing.assert_close(
                 [p.grad for p in model.parameters()], [*expected], rtol=1e-5, atol=1e-6
             )
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("patch", [build, patched])

@@ -195,7 +195,6 @@ def test_compiled_layers_of_a_settled_model(monkeypatch):
     torch.testing.assert_close(got, expected)
     assert graphs.count == 1
     assert any("rms_norm" in name for name in graphs.targets)
-    torch._dynamo.reset()
 
 
 # --- with transformers' own marks ---
