@@ -272,19 +272,6 @@ def test_trainer_metrics_get_real_logits(tmp_path):
     assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
 
 
-def test_trainer_patched_again_on_every_train(tmp_path):
-    class PatchOnStart(transformers.TrainerCallback):
-        reports = []
-
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            self.reports.append(patch(model))
-
-    built = trainer(build("llama"), tmp_path, callbacks=[PatchOnStart()], max_steps=1)
-    built.train()
-    built.train()
-    assert {e.status for e in PatchOnStart.reports[1].entries} == {"already patched"}
-
-
 @pytest.mark.parametrize("unused", [False, True])
 def test_distributed_data_parallel(one_process, unused, fused):
     stock, ours = pair("llama", patching={})

@@ -6,7 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as hooks_of_all
 
 transformers = pytest.importorskip("transformers")
@@ -432,24 +430,6 @@ def test_torch_func_transforms_run_unpatched(case):
     torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "phi3"])
-def test_forward_derivatives_run_unpatched(case):
-    """Dual tensors, without a transform of ``torch.func`` around them."""
-    stock, model = pair(case, attn_implementation="eager")
-    patch(model)
-    ids, results = batch()["input_ids"], []
-    for each in (stock, model):
-        with forward_ad.dual_level():
-            weights = {
-                name: forward_ad.make_dual(p.detach(), torch.ones_like(p))
-                for name, p in each.named_parameters()
-            }
-            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-            loss = torch.func.functional_call(each, weights, (), inputs).loss
-            results.append(forward_ad.unpack_dual(loss).tangent)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-
-
 def test_a_debugger_has_every_place_for_tools():
     """From Python 3.12 on, conditions are seen by ``sys.monitoring``, which has six places."""
     if sys.version_info < (3, 12):
@@ -477,21 +457,6 @@ def test_a_trace_of_the_thread_comes_back():
         assert sys.gettrace() is trace
     finally:
         sys.settrace(before)
-
-
-def test_concurrent_patches():
-    results, start = [], threading.Barrier(8)
-
-    def run():
-        module = of(lambda y: y * FACTOR)
-        start.wait()
-        results.append(is_served(report_of(module)))
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for step in ("start", "join"):
-        for thread in threads:
-            getattr(thread, step)()
-    assert results == [True] * 8
 
 
 # Branches of a forward: what it does for inputs that no probe brought.

@@ -135,19 +135,6 @@ def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
     assert widest.rows == 4 * 12
 
 
-def test_chunks_do_not_show_in_the_result():
-    stock = build("llama")
-    inputs = batch(rows=3, length=9)
-    results = []
-    for chunk in (1, 7, 256):
-        ours = copy.deepcopy(stock)
-        patch(ours, fused_linear_cross_entropy={"chunk": chunk})
-        assert_same_training(stock, ours, loss_of(**inputs))
-        results.append(gradients(ours))
-    for other in results[1:]:
-        assert_same_gradients(other, results[0])
-
-
 def test_all_targets_ignored_is_zero_and_connected(device):
     ours = build("llama").to(device)
     patch(ours)

@@ -17,7 +17,7 @@ from liger_multi.patching.head.loss import SWAPS
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.head.steps import is_view
 from liger_multi.patching.head.traced import ReplicaLogits
-from tests.models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
+from tests.models import VOCABULARY, assert_same_training, batch, pair
 from tests.sweep.cases import build, inputs, registered
 
 IDS = batch()["input_ids"]
@@ -553,16 +553,6 @@ def test_real_logits_are_the_same_object_and_plain(models):
     assert held["row"]._base is z
 
 
-def test_losses_after_reading_are_pytorchs(models, monkeypatch):
-    fused = FusedCalls(monkeypatch)
-    z = logits_of(models[1])
-    loss_of(z)
-    assert fused.count == 1
-    real_logits(z)
-    loss_of(z)
-    assert fused.count == 1
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"cross_entropy": True}])
@@ -635,14 +625,6 @@ def test_products_in_a_graph_keep_the_order_of_factors(models):
     for one in (lambda z: torch.matmul(z, expected), lambda z: z @ expected, lambda z: left @ z):
         whole = torch.compile(lambda one=one: one(logits_of(ours)), backend="eager")
         torch.testing.assert_close(whole(), one(logits_of(stock)))
-
-
-def test_gradient_by_bypassed_logits_raises(models):
-    z = torch.compile(models[1], backend="eager")(input_ids=IDS).logits
-    loss = F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1))
-    z.exp()  # computes them
-    with pytest.raises(RuntimeError, match="gradient by logits"):
-        torch.autograd.grad(loss, z, allow_unused=True)
 
 
 @eager_and_compiled

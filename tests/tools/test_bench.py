@@ -272,17 +272,6 @@ def test_the_command_saves_where_it_is_told(tmp_path, capsys):
     assert result["rows"][0]["error"]["tolerances"] <= 1
 
 
-def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
-    expected = ops.swiglu
-
-    def wrong(gate, up):
-        return expected(gate, up) if gate.dtype == torch.float64 else expected(gate, up) * 1.5
-
-    monkeypatch.setattr(ops, "swiglu", wrong)
-    assert command_line(["bench", *QUICK, *SWIGLU]) == 1
-    assert "wrong" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -301,17 +290,6 @@ def test_wrong_values_of_the_command(capsys, arguments, text):
     assert captured.err.startswith("liger-multi: error: ")
     assert text in captured.err
     assert not captured.out
-
-
-def test_a_missing_package_is_named(monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a)
-    )
-    assert command_line(["bench", *QUICK]) == 2
-    assert 'needs rich, which cannot be imported here; install with: pip install "liger-multi' in (
-        capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize("op", operators())

@@ -393,15 +393,3 @@ def test_ascend_versions_agree():
 
 
 # --- the script that runs an image ---
-
-
-def test_readme_begins_with_two_commands():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    commands = [line.split()[:2] for line in lines[:12] if line.startswith("    ")]
-    assert commands == [["make", "demo"], ["make", "test"]]
-    listed = subprocess.run(
-        ["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for _, target in commands:
-        assert re.search(rf"^{target}\b", listed, re.MULTILINE)
-    assert len([line for line in lines if not line.startswith("|")]) <= 150

@@ -213,14 +213,6 @@ def test_doctor_names_an_operator_that_nothing_runs():
     assert "no backend may run swiglu backward on cpu: see --verbose" in problems([row])
 
 
-def test_explain(capsys):
-    assert main(["explain", "rms_norm", "--device", "cpu"]) == 0
-    text = capsys.readouterr().out
-    assert "Operators on cpu" in text
-    assert "rms_norm" in text
-    assert "swiglu" not in text
-
-
 @pytest.fixture
 def two_devices(monkeypatch):
     """A machine with two accelerators that no backend here can use."""
@@ -305,13 +297,6 @@ def test_wrong_values(capsys, tmp_path, argv, text):
     assert captured.out == ""
 
 
-def test_config_check(capsys, tmp_path):
-    path = tmp_path / "good.yaml"
-    path.write_text("ops: {rms_norm: reference}\n")
-    assert main(["config", "check", str(path)]) == 0
-    assert capsys.readouterr().out == f"{path}: fine\n"
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -386,15 +371,6 @@ def test_a_page_with_rich():
     text = console.export_text()
     assert "[b]" in text, "square brackets are text, not markup"
     assert next(line.split()[0] for line in text.splitlines() if line.strip()) == "Things"
-
-
-def test_as_a_program(fresh_configuration):
-    command = [sys.executable, "-W", "error:::liger_multi", "-m", "liger_multi", "doctor", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=harness.PATIENCE
-    )
-    assert done.returncode in (0, 1), done.stderr
-    assert json.loads(done.stdout)["versions"]["liger_multi"] == __version__
 
 
 # --- every command: JSON, absent packages, short messages ---
