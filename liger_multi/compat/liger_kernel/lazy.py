@@ -43,12 +43,10 @@ def _auto_model() -> type[Any]:
         def from_pretrained(
             cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            """Load a model and patch it."""
             return _patched(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
         @classmethod
         def from_config(cls, config: Any, **kwargs: Any) -> Any:
-            """Build a model and patch it."""
             return _patched(super().from_config, config, **kwargs)
 
     return AutoLigerKernelForCausalLM

@@ -171,7 +171,6 @@ class LigerModel(Patched):
     loose: ClassVar[bool] = True
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the forward with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
             model_class: Any = cls
