@@ -338,6 +338,31 @@ def test_forced_config_scope():
     assert lookup() == Config(1)
 
 
+def test_entries_of_another_variant_are_not_forced(monkeypatch):
+    """With sizes beyond its bounds an entry runs; a kernel for another dtype may not compile."""
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        block: int
+
+    entries = (
+        {"when": {"item": (2, 2), "rows": (1000, 9000)}, "config": {"block": 256}},
+        {"when": {"item": (4, 4)}, "config": {"block": 128}},
+    )
+    monkeypatch.setattr(numbers, "table_of", lambda info: {"some.kernel": entries})
+
+    def lookup(item):
+        formula, device = (lambda info, rows, item: Config(1)), torch.device("cpu")
+        return numbers.launch_config("some.kernel", formula, device, rows=8, item=item).block
+
+    with numbers.observed() as reached:
+        assert (lookup(2), lookup(8)) == (1, 1)
+    assert reached == {("some.kernel", 0)}
+    with numbers.forced({"some.kernel": entries[0]["config"]}, numbers.variant_of(entries[0])):
+        assert (lookup(2), lookup(4)) == (256, 1)
+
+
 @pytest.mark.parametrize(
     ("us", "entries"),
     [

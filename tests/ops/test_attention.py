@@ -236,6 +236,7 @@ def test_routes_take_what_they_can(monkeypatch):
         (q, k, v[..., :8].repeat(1, 1, 1, 2), None, True, 0.0),
         (*odd, None, True, 0.0),
         (q.float(), k.float(), v.float(), None, True, 0.0),
+        (q[:, :, :1], k[:, :, :1], v[:, :, :1], None, True, 0.0),  # cuDNN: "s_q = s_kv = 1"
     ):
         assert routes.route(*call) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
