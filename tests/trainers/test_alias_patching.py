@@ -308,9 +308,9 @@ def test_liger_orpo_trainer(liger, tmp_path, monkeypatch):
 
 
 def test_orpo_trainer_needs_trl(monkeypatch):
-    from liger_multi.compat.liger_kernel import lazy
+    from liger_multi.compat.liger_kernel import models
 
-    lazy._trainer.cache_clear()
-    monkeypatch.setattr(lazy, "TRL_HOMES", ("nowhere",))
+    models._trainer.cache_clear()
+    monkeypatch.setattr(models, "TRL_HOMES", ("nowhere",))
     with pytest.raises(ImportError, match="needs the ORPOTrainer of TRL"):
-        lazy.LigerORPOTrainer  # noqa: B018
+        models.LigerORPOTrainer  # noqa: B018

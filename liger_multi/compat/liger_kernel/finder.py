@@ -443,8 +443,8 @@ DYNAMIC = {
 }
 """Submodules that also have what ``functions(path, names)`` of a module here makes."""
 
-_AUTO = {"AutoLigerKernelForCausalLM": "lazy"}
-_ORPO = {"LigerORPOTrainer": "lazy"}
+_AUTO = {"AutoLigerKernelForCausalLM": "models"}
+_ORPO = {"LigerORPOTrainer": "models"}
 _VERSIONS = "IS_TRANSFORMERS_V5_OR_LATER MIN_SUPPORTED_TRANSFORMERS_VERSION transformer_version"
 LAZY = {
     "": dict.fromkeys(_CHOICE.split(), "choosing"),
@@ -452,6 +452,6 @@ LAZY = {
     "transformers.auto_model": _AUTO,
     "transformers.trainer": _ORPO,
     "transformers.trainer.orpo_trainer": _ORPO,
-    "transformers.monkey_patch": dict.fromkeys(_VERSIONS.split(), "lazy"),
+    "transformers.monkey_patch": dict.fromkeys(_VERSIONS.split(), "models"),
 }
 """Submodule to names that are looked up when they are asked for: they import transformers."""
