@@ -853,8 +853,7 @@ def test_rope_launches_follow_strides_and_options():
             with liger_multi.use(rope=backend):
                 output = ops.rope(*inputs, unsqueeze_dim=axis, style=style)
                 launches.append((*output, *torch.autograd.grad([y.sum() for y in output], both)))
-        for own, right in zip(*launches, strict=True):
-            torch.testing.assert_close(own, right)
+        torch.testing.assert_close(*launches)
 
 
 # --- sparse attention: queries in several parts, lists that name wrong keys, strange scores ---

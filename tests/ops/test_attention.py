@@ -168,8 +168,7 @@ def test_blocks_do_not_change_the_result(monkeypatch):
         y = ops.attention(q, k, v, **options)
         up = torch.linspace(-1, 1, y.numel()).view(y.shape)
         actual.append((y, *torch.autograd.grad(y, (q, k, v, sinks), up)))
-    for a, b in zip(*actual, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-6)
 
 
 def test_no_array_is_of_length_squared(monkeypatch):

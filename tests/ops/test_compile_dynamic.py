@@ -11,7 +11,6 @@ import torch
 import torch.fx.experimental._config
 from test_autograd_rules import REPORTED, tied_arguments, tied_results
 
-import liger_multi
 from liger_multi import errors, ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.registry import operators
@@ -290,8 +289,7 @@ def test_models_with_sizes_that_vary(model_type):
         "output_router_logits" in known.config
     ):
         config["experts_implementation"] = "batched_mm"
-    stock, ours = models.pair(model_type, **config)
-    liger_multi.patch(ours, strict=True)
+    stock, ours = models.pair(model_type, **config, patching={"strict": True})
     ours(**models.graph_batch())  # transformers hooks routers at the first call
     graphs, counts = Counted(), []
     run = torch.compile(ours, fullgraph=True, dynamic=True, backend=graphs)
@@ -308,8 +306,7 @@ def test_models_with_sizes_that_vary(model_type):
 
 def test_a_patched_mlp_with_sizes_that_vary():
     models = pytest.importorskip("tests.models")
-    stock, ours = models.pair("llama", num_hidden_layers=1)
-    liger_multi.patch(ours)
+    stock, ours = models.pair("llama", num_hidden_layers=1, patching={})
     stock, ours = (m.model.layers[0].mlp for m in (stock, ours))
     run = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (5, 9):

@@ -16,7 +16,7 @@ from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
-from tests.comparing import saved, storage_bytes
+from tests.comparing import assert_equal, saved, storage_bytes
 
 # --- norms ---
 
@@ -447,8 +447,7 @@ def test_gradients_of_parameters_are_the_same_every_time(place, op):
     for _ in range(2):
         y = getattr(ops, op)(**tensors, **options)
         runs.append(torch.autograd.grad(y, list(tensors.values()), upstream))
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first, second)
+    assert_equal(*runs)
 
 
 @pytest.mark.parametrize("limit", [1.0, 7.0])

@@ -48,7 +48,7 @@ from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.norms import find as find_norms
 from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
 from tests import models
-from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
+from tests.models import ARCHITECTURES, HEADLESS, KINDS, assert_same_training, batch, build
 from tests.patching.test_norms_find import equal, patched_module
 
 
@@ -317,8 +317,7 @@ def test_probes_leave_the_random_state_and_the_module_alone():
 
 
 def test_unpatch_refuses_where_the_class_is_no_longer_ours():
-    model = build()
-    patch(model)
+    model = build(patching={})
     before = state(model)
     norm = model.model.norm
     ours = type(norm)
@@ -352,9 +351,6 @@ def test_import_pulls_neither_transformers_nor_rich():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-HEADLESS = {"fused_linear_cross_entropy": False}
 
 
 def test_transformers_of_diffusers():

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import liger_multi
 from liger_multi import ops
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import VOCABULARY, pair
@@ -233,8 +232,7 @@ def test_trainer(arguments, tmp_path, fused):
 def test_trainer_accumulation_of_uneven_lengths(tmp_path):
     weights = []
     for size, accumulate in ((4, 1), (1, 4), (2, 2)):
-        model = build("llama")
-        patch(model)
+        model = build("llama", patching={})
         trainer(
             model,
             tmp_path,
@@ -315,8 +313,7 @@ def test_fsdp2(one_process, plan, fused):
 
 
 def test_a_frozen_reference_model_of_patched_copies():
-    policy = build("llama")
-    patch(policy)
+    policy = build("llama", patching={})
     reference = copy.deepcopy(policy).eval()
     ids = batch()["input_ids"]
     with torch.no_grad():
@@ -381,8 +378,7 @@ WHAT = pytest.mark.parametrize("what", ["logits", "loss", "own loss"])
 
 def both(what, **config):
     """A stock model and a patched one, as modules of one tensor."""
-    stock, ours = pair(**{"num_hidden_layers": 1, **config})
-    liger_multi.patch(ours)
+    stock, ours = pair(**{"num_hidden_layers": 1, **config}, patching={})
     return Returns(stock.eval(), what), Returns(ours.eval(), what)
 
 

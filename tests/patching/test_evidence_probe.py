@@ -23,7 +23,7 @@ from liger_multi.errors import PackingError
 from liger_multi.memory import apply_recompute, estimate
 from liger_multi.patching.rotary import recognized
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import assert_same_training, batch, build
+from tests.models import assert_same_training, batch, build, patched_copy, redrawn
 from tests.sweep import cases
 
 transformers = pytest.importorskip("transformers")
@@ -344,8 +344,7 @@ def _frozen(model: Any, inputs: Any) -> Tensor:
 )
 def test_head_in_other_calls(run: Any, by: type[Scaled], options: dict[str, Any]) -> None:
     stock, inputs = parametrize_head(build(tied=False), by), batch()
-    ours = copy.deepcopy(stock)
-    liger_multi.patch(ours, **options)
+    ours = patched_copy(stock, **options)
     expected, times = counted(lambda: run(stock, inputs))
     actual, ours_times = counted(lambda: run(ours, inputs))
     assert ours_times == times
@@ -381,8 +380,7 @@ def test_logits_after_a_step(by: type[Scaled]) -> None:
 @pytest.mark.slow
 def test_compiled() -> None:
     stock, inputs = parametrize_head(build(tied=False)), batch()
-    ours = copy.deepcopy(stock)
-    liger_multi.patch(ours)
+    ours = patched_copy(stock)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     assert_same_training(
         stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss, rtol=2e-5
@@ -553,11 +551,7 @@ def test_a_cache_is_never_tried_with(form):
 def test_an_unknown_object_makes_no_error_of_a_leak():
     """It might be what keeps samples apart, and a trial hands it to nobody."""
     model = build("olmo2")  # of each class, it is said once
-    liger_multi.patch(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    liger_multi.patch(redrawn(model))
     with pytest.raises(PackingError):
         model(**rows(), use_cache=True)
     liger_multi.patch(model)

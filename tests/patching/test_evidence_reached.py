@@ -72,8 +72,7 @@ def assert_as_stock(module, stock, x):
         inputs = x.clone().requires_grad_()
         y = each(inputs)
         results.append((y, *torch.autograd.grad(y.square().sum(), [inputs, *each.parameters()])))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 # --- values that can be compared ---
@@ -284,8 +283,7 @@ def test_a_wrapper_around_a_loss_runs_once(name, options, when, monkeypatch):
 
     if when == "before":
         monkeypatch.setattr(F, name, wrapper)
-    stock, model = pair("llama")
-    patch(model, **options)
+    stock, model = pair("llama", patching=options)
     monkeypatch.setattr(F, name, wrapper)
     results = []
     for each in (stock, model):
@@ -319,8 +317,7 @@ def test_a_replaced_linear_function_reaches_the_head(when, monkeypatch):
 
 @pytest.mark.parametrize("between", [False, True])
 def test_a_hook_on_all_modules_acts_on_logits_alone(between):
-    stock, model = pair("llama")
-    patch(model)
+    stock, model = pair("llama", patching={})
 
     def scale(module, args, output):
         if isinstance(module, nn.Linear) and isinstance(output, torch.Tensor):
@@ -406,8 +403,7 @@ torch.save(model, "model.pt")
 @pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3_moe", "phi3"])
 def test_torch_func_transforms_run_unpatched(case):
     """Gradients of each sample, and a derivative forwards."""
-    stock, model = pair(case, attn_implementation="eager")
-    patch(model)
+    stock, model = pair(case, attn_implementation="eager", patching={})
     inputs = batch(rows=3)
     actual = []
     for each in (stock, model):

@@ -371,8 +371,7 @@ def test_replaced_methods_of_classes(part, monkeypatch):
 
 def test_an_equal_forward_is_served_after_another_patch(monkeypatch):
     calls = Calls(monkeypatch)
-    model = build()
-    patch(model)
+    model = build(patching={})
     plain = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: plain(self, x))
     calls.clear()

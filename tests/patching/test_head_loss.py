@@ -123,8 +123,7 @@ def test_copies_are_patched_and_equal(copied, fused):
 
 
 def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
-    ours = build(model_type)
-    patch(ours, fused_linear_cross_entropy={"chunk": 4})
+    ours = build(model_type, patching={"fused_linear_cross_entropy": {"chunk": 4}})
     inputs = batch(rows=4, length=12)
     with Widest() as widest:
         ours(**inputs).loss.backward()
@@ -211,8 +210,7 @@ def test_z_loss_is_added_where_gradients_are():
 
 
 def test_z_loss_survives_real_logits():
-    ours = build("llama")
-    patch(ours, fused_linear_cross_entropy={"z_loss": 0.01})
+    ours = build("llama", patching={"fused_linear_cross_entropy": {"z_loss": 0.01}})
     inputs = batch()
     labels = inputs["labels"].view(-1)
     logits = ours(input_ids=inputs["input_ids"]).logits.view(-1, VOCABULARY)
@@ -286,12 +284,13 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
 
     observed = []
     current = config.current
-    ours = build("llama")
-    patch(
-        ours,
-        rms_norm="reference",
-        swiglu={"backend": "reference"},
-        fused_linear_cross_entropy="reference",
+    ours = build(
+        "llama",
+        patching={
+            "rms_norm": "reference",
+            "swiglu": {"backend": "reference"},
+            "fused_linear_cross_entropy": "reference",
+        },
     )
     for name in ("rms_norm", "gated_mlp", "fused_linear_cross_entropy"):
         stock_op = getattr(ops, name)

@@ -1,6 +1,5 @@
 """Logits are lazy only while nobody holds real ones: writes, views and hooks by every route."""
 
-import copy
 import functools
 import warnings
 
@@ -17,7 +16,7 @@ from liger_multi.patching.head.loss import SWAPS
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.head.steps import is_view
 from liger_multi.patching.head.traced import ReplicaLogits
-from tests.models import VOCABULARY, assert_same_training, batch, pair
+from tests.models import VOCABULARY, assert_same_training, batch, pair, patched_copy
 from tests.sweep.cases import build, inputs, registered
 
 IDS = batch()["input_ids"]
@@ -298,8 +297,7 @@ def swept(name, dtype=torch.float32):
     """A tiny pair of this type, stock and patched, with a batch."""
     pair = next(p for p in registered() if p.name == name)
     stock = build(pair).to(dtype).eval()
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours = patched_copy(stock)
     arguments = {
         k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs(pair, stock).items()

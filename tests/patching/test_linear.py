@@ -21,7 +21,7 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, real_logits, register_attention, swap, unpatch
 from liger_multi.patching.evidence import signature
 from liger_multi.patching.linear import LinearByRows
-from tests.models import VOCABULARY, batch, build
+from tests.models import VOCABULARY, batch, build, filled
 
 FUNCTION = F.linear
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -198,10 +198,7 @@ def test_lora(patch_first, lora, library):
     with rows():
         if patch_first:
             patch(ours, lora=lora)
-        ours = peft.get_peft_model(ours, config).eval()
-        for name, parameter in ours.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1)
+        ours = filled(peft.get_peft_model(ours, config).eval())
         report = patch(ours, lora=lora)
         assert not [s for s in report.skipped if s.op == "linear"]
         assert report.count("lora") == (6 if lora else 0)

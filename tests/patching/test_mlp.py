@@ -198,8 +198,7 @@ def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():
-    model = build()
-    patch(model)
+    model = build(patching={})
     observed = []
     mlp = model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda module, args, output: observed.append(output.shape))

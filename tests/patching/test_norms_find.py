@@ -21,8 +21,7 @@ from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import Holder, batch, build, recorded, variant
-from tests.patching.test_apply import HEADLESS
+from tests.models import HEADLESS, Holder, batch, build, patched_copy, recorded, variant
 
 
 def normalized(m, x):
@@ -400,8 +399,7 @@ def test_norms_in_a_model(architecture: str, written: str) -> None:
     stock = build(architecture)
     for name, p in stock.named_parameters():
         p.requires_grad_(written in name)
-    ours = copy.deepcopy(stock)
-    liger_multi.patch(ours)
+    ours = patched_copy(stock)
     grads = []
     for model in (stock, ours):
         loss = model(**batch()).loss

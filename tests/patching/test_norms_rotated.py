@@ -16,7 +16,7 @@ from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.norms import rotated
-from tests.models import adapters, assert_same_training, batch, build
+from tests.models import adapters, assert_same_training, batch, build, patched_copy
 from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
@@ -48,8 +48,7 @@ def attentions(model):
 def test_numbers_are_those_of_both_operators(model_type):
     """The reference rounds where both do, so in bf16 every bit of the logits is equal."""
     stock, ours, _ = pair(model_type)
-    apart = copy.deepcopy(stock)
-    patch(apart, **{KEY: False})
+    apart = patched_copy(stock, **{KEY: False})
     for model in (ours, apart):
         model.bfloat16().eval()
     with torch.no_grad():

@@ -20,8 +20,7 @@ V = models.VOCABULARY
 
 
 def patched_pair(**ops_):
-    stock, ours = models.pair()
-    liger_multi.patch(ours, **ops_)
+    stock, ours = models.pair(patching=ops_)
     return stock, ours
 
 
@@ -111,8 +110,7 @@ def test_arithmetic_on_logits_of_a_compiled_model():
 
 
 def test_real_logits_with_our_loss_can_be_formatted():
-    _, ours = models.pair()
-    liger_multi.patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
+    _, ours = models.pair(patching={"fused_linear_cross_entropy": False, "cross_entropy": True})
     logits = ours(input_ids=models.batch()["input_ids"]).logits
     assert f"{logits[0, 0, 0]:.3f}" == f"{logits[0, 0, 0].item():.3f}"
 
@@ -333,8 +331,7 @@ def partition(head, library="deepspeed.runtime.zero"):
 @pytest.mark.parametrize("labels", [True, False])
 def test_a_partitioned_head_is_gathered_for_the_loss(labels, library):
     """The loss reached for ``lm_head.weight``, which has no elements outside of the head's call."""
-    stock, ours = models.pair()
-    liger_multi.patch(ours, strict=True)
+    stock, ours = models.pair(patching={"strict": True})
     partition(ours.lm_head, library)
     batch = models.batch()
     ids, losses, gradients = batch["input_ids"], [], []
@@ -353,8 +350,7 @@ def test_a_partitioned_head_is_gathered_for_the_loss(labels, library):
 @pytest.mark.parametrize("run", ["labels", "logits", "evaluation", "compiled"])
 def test_a_head_without_elements_is_named(run):
     """Nobody gathers: not a ZeroDivisionError or a size mismatch, but what to do."""
-    _, ours = models.pair(num_hidden_layers=1)
-    liger_multi.patch(ours)
+    _, ours = models.pair(num_hidden_layers=1, patching={})
     ours.lm_head.weight = torch.nn.Parameter(torch.empty(0))
     batch = models.batch()
     if run == "logits":
