@@ -97,11 +97,6 @@ def queries_apart(
         yield slice(b, b + 1), slice(i, i + 1), visible.nonzero().squeeze(1).to(k.device)
 
 
-def fresh(x: Tensor) -> Tensor:
-    """A copy without gaps, at an address of its own."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def forward_apart(
     q: Tensor,
     k: Tensor,
@@ -117,8 +112,11 @@ def forward_apart(
     lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
     for b, i, keys in queries_apart(q, k, ranges, causal):
         # a library may choose a GEMM by strides and addresses: a cache has others than a sequence
-        ours = [fresh(x) for x in (q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])]
-        y[b, :, i], lse[b, :, i] = forward_by_blocks(*ours, sinks, None, False, scale, softcap)
+        query = q[b, :, i].clone(memory_format=torch.contiguous_format)
+        theirs, values = (x[b][:, :, keys].contiguous() for x in (k, v))
+        y[b, :, i], lse[b, :, i] = forward_by_blocks(
+            query, theirs, values, sinks, None, False, scale, softcap
+        )
     return y, lse
 
 
