@@ -389,6 +389,13 @@ current_autograd_node = bind(
     lost="a profile of backward names no modules",
 )
 
+keeps_graph = bind(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    serves="gradients that overwrite what forward saved, where no second backward can read it",
+    instead=lambda: True,
+)
+"""Whether the backward pass that runs keeps its graph; true outside of one."""
+
 
 def _run_backward(tensors: Any, grads: Any, *_: Any, **__: Any) -> None:
     torch.autograd.backward(tensors, grads)

@@ -79,6 +79,14 @@ class Call:
         written = [call_args[self.prim.params.index(name)] for name in self.prim.mutates]
         return (*results, *written)
 
+    def uncached(self) -> Call:
+        """The same call without what only saves work, and belongs to these rows alone."""
+        cached, args = self.prim.op.bitwise.cached, []
+        for name, arg in zip(self.prim.params, self.args, strict=True):
+            empty = arg[:0] if isinstance(arg, Tensor) else False
+            args.append(empty if name in cached else arg)
+        return Call(self.prim, tuple(args), self.order)
+
     def promise(self, mode: str) -> frozenset[str]:
         """The properties that its backend promises; empty where no backend takes the call."""
         with self._under(mode), contextlib.suppress(BackendUnavailableError):
@@ -164,7 +172,7 @@ def check_rows(op_call: Call, mode: str) -> None:
 
     A mean divides by the number of rows: its gradients are not looked at.
     """
-    prim = op_call.prim
+    op_call, prim = op_call.uncached(), op_call.prim
     named = dict(zip(prim.params, op_call.args, strict=True))
     rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
     if not rows.count or (counted and prim.direction == "backward"):
