@@ -332,12 +332,16 @@ class Accumulator:
 
 
 def scale_to(
-    gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, by: Tensor | None = None
+    gradient: Tensor,
+    factor: Tensor | None,
+    dtype: torch.dtype,
+    by: Tensor | None = None,
+    over: bool = False,
 ) -> Tensor:
     """``gradient * factor / by[1]`` computed in fp32 and rounded once to ``dtype``, in one pass.
 
-    The factor has one axis, because a tensor without axes would be rounded to the gradient's dtype
-    first.
+    It is written over the gradient where ``over`` allows that and dtypes agree. The factor has one
+    axis, because a tensor without axes would be rounded to the gradient's dtype first.
     """
     if factor is None:
         return gradient.to(dtype)
@@ -345,4 +349,5 @@ def scale_to(
         return torch.empty_like(gradient, dtype=dtype)
     if by is not None:
         factor = divide(factor, by[1])
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
+    out = gradient if over and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor.reshape(1), out=out)

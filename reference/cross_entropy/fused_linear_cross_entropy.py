@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import may_overwrite
 from liger_multi.reference.common.retry import retried
 from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy import rows as rows_of
@@ -195,8 +196,9 @@ def _backward_of(
         else:
             factor = dloss
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
+        over = may_overwrite()  # else a second backward pass scales them again
         return tuple(
-            kernels.scale(g, factor, dtype, denominators)
+            kernels.scale(g, factor, dtype, denominators, over)
             for g, dtype in zip(gradients, kinds, strict=True)
         )  # type: ignore[return-value]
 

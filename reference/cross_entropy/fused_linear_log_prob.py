@@ -12,7 +12,7 @@ from typing import Any, Optional, Protocol
 import torch
 from torch import Tensor
 
-from liger_multi._torch_private import keeps_graph
+from liger_multi._torch_private import may_overwrite
 from liger_multi.reference.common.retry import retried
 from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
@@ -169,7 +169,7 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         normalizer, written = LogSumExp(lse, lse_low), False
         if chunks.whole and logits.numel():
             chunks.buffer, chunks.ready = logits, True
-            written = keeps_graph()  # a second backward pass reads the logits once more
+            written = not may_overwrite()  # a second backward pass reads the logits once more
         for place, where, h, t, raw in chunks:
             out = torch.empty_like(raw) if written else raw
             by = (normalizer.at(where), spec, upstream.at(where))

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_multi._torch_private import keeps_graph
+from liger_multi._torch_private import may_overwrite
 from liger_multi.backends.triton.activations.gated import _share, _slope
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
@@ -695,7 +695,7 @@ def inner_gradients(
     cols = dproduct.shape[1]
     dinner = None
     if needs_inner:
-        dinner = torch.empty_like(gate_up) if keeps_graph() else gate_up
+        dinner = gate_up if may_overwrite() else torch.empty_like(gate_up)
     drouting = routing.new_empty(routing.shape if needs_routing else 0)
     k = piece("activation_backward", dproduct, cols)
     launch(
