@@ -252,6 +252,15 @@ def _is_aligned(x: Tensor) -> bool:
     return is_dense or not any(s != 1 and s * x.element_size() % ALIGNED for s in x.stride())
 
 
+def without_cache(prim: Primitive, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments without what only saves work, and belongs to all rows of the call."""
+    cached = prim.op.bitwise.cached
+    return tuple(
+        a if name not in cached else a[:0] if isinstance(a, Tensor) else False
+        for name, a in zip(prim.params, args, strict=True)
+    )
+
+
 def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on all rows, then row by row, and put the results of rows together.
 
@@ -269,6 +278,7 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
             args[i].copy_(fresh[i])
         return result
     outs = several(result)
+    args = without_cache(prim, args)
     flat = [rows.flat(n, t) for n, t in zip(prim.params, args, strict=True)]
     parts = []
     for row in range(rows.count):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several
+from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several, without_cache
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.resolve import plan_for
@@ -81,11 +81,7 @@ class Call:
 
     def uncached(self) -> Call:
         """The same call without what only saves work, and belongs to these rows alone."""
-        cached, args = self.prim.op.bitwise.cached, []
-        for name, arg in zip(self.prim.params, self.args, strict=True):
-            empty = arg[:0] if isinstance(arg, Tensor) else False
-            args.append(empty if name in cached else arg)
-        return Call(self.prim, tuple(args), self.order)
+        return Call(self.prim, without_cache(self.prim, self.args), self.order)
 
     def promise(self, mode: str) -> frozenset[str]:
         """The properties that its backend promises; empty where no backend takes the call."""
