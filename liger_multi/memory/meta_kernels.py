@@ -74,8 +74,15 @@ class _LossKernels:
 
     log_prob_gradient_ = gradient_
 
-    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype, by: Any = None) -> Tensor:
-        if factor is None and gradient.dtype == dtype:
+    def scale(
+        self,
+        gradient: Tensor,
+        factor: Any,
+        dtype: torch.dtype,
+        by: Any = None,
+        over: bool = False,
+    ) -> Tensor:
+        if (factor is None or over) and gradient.dtype == dtype:
             return gradient
         return torch.empty_like(gradient, dtype=dtype)
 
