@@ -17,6 +17,15 @@ from torch import Tensor
 class StoredWeight(Tensor):
     """A weight in another form; :meth:`dequantized` has its numbers."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored."""
+        raise NotImplementedError
+
+    def pieces(self) -> Sequence[StoredWeight]:
+        """Parts by rows, whose numbers an operator has in memory one after the other."""
+        raise NotImplementedError
+
     def dequantized(self) -> Tensor:
         """The numbers, in memory of their own."""
         raise NotImplementedError

@@ -20,12 +20,15 @@ from liger_multi._torch_private import (
     to_copy,
     tree_map_only,
 )
+from liger_multi.dispatch.config import current
 from liger_multi.dispatch.stored import StoredWeight
 from liger_multi.ops.dequantize import FORMATS, dequantize
 
 aten = torch.ops.aten
 MORE = ("global_scale", "zeros", "scale_levels", "scale_absmax", "scale_offset")
 """Tensors beside codes and scales."""
+PIECE_BYTES = 5 * 2**28
+"""Of numbers at a time, where the configuration has no ``chunk_bytes``."""
 
 
 class QuantizedWeight(StoredWeight):
@@ -104,6 +107,56 @@ class QuantizedWeight(StoredWeight):
         )
         y = y.mT if self.turned else y
         return y.reshape(-1) if flat else y
+
+    def pieces(self) -> list[QuantizedWeight]:
+        """Parts by rows ``(..., rows, K)`` whose numbers take ``chunk_bytes`` each at most.
+
+        A weight that is smaller, or whose blocks go across rows, is one piece.
+        """
+        size, rows = self.numel() * self.dtype.itemsize, self.shape[-2]
+        count = -(-size // (current().chunk_bytes or PIECE_BYTES))
+        group = self.block
+        if count < 2 or 2 * self.codes.shape[-1] % group:
+            return [self]
+        unit = math.lcm(8, group if self.turned else 1)
+        step = max(1, rows // (count * unit)) * unit
+        plain = self._with_own_scales()
+        return [plain._rows(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        columns = 2 * self.codes.shape[-1]
+        return self.group or FORMATS[self.format].group or columns // self.scales.shape[-1]
+
+    @torch.no_grad()
+    def _with_own_scales(self) -> QuantizedWeight:
+        """The same with scales ``(..., K / group)`` that are not quantized themselves."""
+        if not FORMATS[self.format].flat:
+            return self
+        from liger_multi.reference.quantized.dequantize import opened
+
+        nested = [self.more.get(n) for n in ("scale_levels", "scale_absmax", "scale_offset")]
+        scales = opened(self.scales, None, *nested, self.format, False)
+        return QuantizedWeight(
+            self.codes,
+            scales.view(*self.codes.shape[:-1], -1),
+            format=self.format,
+            dtype=self.dtype,
+            group=self.group,
+            turned=self.turned,
+        )
+
+    def _rows(self, first: int, last: int) -> QuantizedWeight:
+        """Rows of the weight; where it is turned, columns of codes."""
+        zeros = {n: t for n, t in self.more.items() if n == "zeros"}
+        if not self.turned:
+            cut = {"codes": self.codes, "scales": self.scales, **zeros}
+            return self.changed(**{n: t[..., first:last, :] for n, t in cut.items()})
+        blocks = slice(first // self.block, last // self.block)
+        cut = {"scales": self.scales, **zeros}
+        codes = self.codes[..., first // 2 : last // 2]
+        return self.changed(codes=codes, **{n: t[..., blocks] for n, t in cut.items()})
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
