@@ -143,6 +143,26 @@ def _as_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
             state |= {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": weight.scales}
 
 
+def dequantize_weights(model: nn.Module) -> int:
+    """Replace frozen weights in 4 bits with their numbers, so that PEFT can merge into them.
+
+    Args:
+        model: Changed in place; patched or not.
+
+    Returns:
+        The number of weights.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, QuantizedWeight):
+                if id(weight) not in replaced:
+                    numbers = weight.dequantized().contiguous()
+                    replaced[id(weight)] = nn.Parameter(numbers, requires_grad=False)
+                module._parameters[name] = replaced[id(weight)]
+    return len(replaced)
+
+
 class MergeError(NamedTuple):
     """How far a merged weight in 4 bits is from the sum of weight and adapter.
 

@@ -13,7 +13,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.integrations import load_mxfp4, merge_mxfp4
+from liger_multi.integrations import dequantize_weights, load_mxfp4, merge_mxfp4
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops import _quantized as quantized
@@ -164,6 +164,20 @@ def test_merging_back_says_the_error(folder):
     assert error.of_update > error.relative
     with pytest.raises(ValueError, match="needs a weight in mxfp4"):
         merge_mxfp4(weight, delta[0])
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_merging_into_numbers(folder, patched):
+    model = with_lora(loaded(folder))
+    if patched:
+        patch(model, strict=True)
+    expected = loss_of(model)
+    assert dequantize_weights(model) == 4
+    assert dequantize_weights(model) == 0
+    torch.testing.assert_close(loss_of(model), expected, rtol=1e-5, atol=0)
+    merged = model.merge_and_unload()
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+    torch.testing.assert_close(loss_of(merged), expected, rtol=1e-4, atol=0)
 
 
 def test_rounding_to_mxfp4():
