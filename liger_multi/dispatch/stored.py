@@ -9,9 +9,13 @@ that the numbers of one weight exist at a time. All others get numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+
+assumed_memory: ContextVar[int] = ContextVar("liger_multi_assumed_memory", default=0)
+"""Bytes of the device that tensors without memory stand for; 0: plenty."""
 
 
 class StoredWeight(Tensor):

@@ -28,7 +28,7 @@ from liger_multi._torch_private import (
 )
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch import registry
-from liger_multi.dispatch.stored import StoredWeight
+from liger_multi.dispatch.stored import StoredWeight, assumed_memory
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.meta_kernels import CHUNKED, SCRATCH, around_kernels
 from liger_multi.memory.recorder import Block, Recorder
@@ -355,10 +355,7 @@ class Simulation(Recorder):
         if self._target != "cpu" and name not in CHUNKED:
             named = dict(zip(primitive.params, args, strict=True))
             output = primitive.fake(*args)
-            # numbers of one stored weight exist at a time, or of a piece of it
-            parts = [part for a in args if isinstance(a, StoredWeight) for part in a.pieces()]
-            largest = max((part.numel() * part.itemsize for part in parts), default=0)
-            scratch = [torch.empty(largest, dtype=torch.uint8, device="meta")]
+            scratch = [torch.empty(self._opened(args), dtype=torch.uint8, device="meta")]
             if name in SCRATCH:
                 scratch += SCRATCH[name](named)
             return output
@@ -374,6 +371,15 @@ class Simulation(Recorder):
         finally:
             assumed_free.reset(free)
             assumed_gemms.reset(gemms)
+
+    def _opened(self, args: Iterable[Any]) -> int:
+        """Bytes of numbers of stored weights, of which one exists at a time, or a piece of it."""
+        token = assumed_memory.set(self._capacity or assumed_memory.get())
+        try:
+            parts = [part for a in args if isinstance(a, StoredWeight) for part in a.pieces()]
+        finally:
+            assumed_memory.reset(token)
+        return max((part.numel() * part.itemsize for part in parts), default=0)
 
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

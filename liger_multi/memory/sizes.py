@@ -167,6 +167,7 @@ class Source:
 
     Attributes:
         identity: What the configuration is made from, as plain data.
+        weights: The format, or None.
 
     Raises:
         ConfigurationError: As of :func:`config_of`, where nothing can be read.
@@ -174,7 +175,7 @@ class Source:
 
     def __init__(self, model: str | Path, weights: str | None = None, rank: int = 16) -> None:
         self._model: str | Path = model
-        self._weights, self._rank = weights, rank
+        self.weights, self._rank = weights, rank
         if str(model) in SIZES:
             self.identity: Any = SIZES[str(model)]
         else:
@@ -186,11 +187,11 @@ class Source:
     def __call__(self) -> Any:
         """The configuration, or the model with a frozen base."""
         config = config_of(self._model)
-        if self._weights is None:
+        if self.weights is None:
             return config
         from liger_multi.memory.four_bits import adapted_in_four_bits
 
-        return adapted_in_four_bits(config, self._weights, self._rank)
+        return adapted_in_four_bits(config, self.weights, self._rank)
 
 
 def positions_of(config: Any) -> int | None:

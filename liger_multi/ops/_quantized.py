@@ -6,6 +6,7 @@ runs; autograd keeps the codes. An operation of PyTorch that knows nothing of co
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +22,15 @@ from liger_multi._torch_private import (
     tree_map_only,
 )
 from liger_multi.dispatch.config import current
-from liger_multi.dispatch.stored import StoredWeight
+from liger_multi.dispatch.stored import StoredWeight, assumed_memory
 from liger_multi.ops.dequantize import FORMATS, dequantize
 
 aten = torch.ops.aten
 MORE = ("global_scale", "zeros", "scale_levels", "scale_absmax", "scale_offset")
 """Tensors beside codes and scales."""
-PIECE_BYTES = 5 * 2**28
-"""Of numbers at a time, where the configuration has no ``chunk_bytes``."""
+PIECE_BYTES, PIECE_SHARE = 5 * 2**28, 64
+"""Of numbers at a time, where the configuration has no ``chunk_bytes``: at most so many bytes, and
+a 64th of the device's memory."""
 
 
 class QuantizedWeight(StoredWeight):
@@ -114,7 +116,7 @@ class QuantizedWeight(StoredWeight):
         A weight that is smaller, or whose blocks go across rows, is one piece.
         """
         size, rows = self.numel() * self.dtype.itemsize, self.shape[-2]
-        count = -(-size // (current().chunk_bytes or PIECE_BYTES))
+        count = -(-size // (current().chunk_bytes or _piece_bytes(self.device)))
         group = self.block
         if count < 2 or 2 * self.codes.shape[-1] % group:
             return [self]
@@ -136,8 +138,8 @@ class QuantizedWeight(StoredWeight):
             return self
         from liger_multi.reference.quantized.dequantize import opened
 
-        nested = [self.more.get(n) for n in ("scale_levels", "scale_absmax", "scale_offset")]
-        scales = opened(self.scales, None, *nested, self.format, False)
+        levels, absmax, offset = (self.more.get(n) for n in MORE[2:])
+        scales = opened(self.scales, None, levels, absmax, offset, self.format, False)
         return QuantizedWeight(
             self.codes,
             scales.view(*self.codes.shape[:-1], -1),
@@ -283,6 +285,20 @@ class QuantizedWeight(StoredWeight):
                 )
         args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dequantized, (args, kwargs))
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a device; 0 for the host's memory."""
+    if device.type in ("cpu", "meta"):
+        return 0
+    module: Any = torch.get_device_module(device.type)
+    return int(module.get_device_properties(device).total_memory)
+
+
+def _piece_bytes(device: torch.device) -> int:
+    total = assumed_memory.get() or _memory_of(device)
+    return min(PIECE_BYTES, total // PIECE_SHARE) if total else PIECE_BYTES
 
 
 def _range(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight | None:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.registry import REFERENCE
+from liger_multi.dispatch.stored import assumed_memory
 from liger_multi.ops import LoRA, QuantizedWeight, _quantized
 from liger_multi.testing.bitwise import same_bits
 from tests import harness
@@ -258,3 +259,18 @@ def test_writes_between_forward_and_backward_raise(tensor):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     ops.linear(x, weight).sum().backward()
+
+
+def test_pieces_of_small_devices():
+    """A 64th of the device's memory, where nobody asks for another size."""
+    weight = QuantizedWeight(
+        torch.empty(8, 512, 256, dtype=torch.uint8, device="meta"),
+        torch.empty(8, 512, 16, dtype=torch.uint8, device="meta"),
+        format="mxfp4",
+    )
+    assert len(weight.pieces()) == 1
+    token = assumed_memory.set(16 * weight.numel() * weight.itemsize)
+    try:
+        assert [p.shape for p in weight.pieces()] == [(8, 128, 512)] * 4
+    finally:
+        assumed_memory.reset(token)
