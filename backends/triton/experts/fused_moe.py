@@ -54,7 +54,7 @@ from liger_multi.backends.triton.experts.grouped import (
 )
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand, piece, sorted_pairs
 from liger_multi.dispatch.launch import DeviceInfo
-from liger_multi.reference.common.stored import opened
+from liger_multi.reference.common.stored import opened, pieces
 from liger_multi.reference.common.strict import by_rows
 
 # --- kernels ---
@@ -475,11 +475,11 @@ def activated(
 ) -> tuple[Tensor, Tensor]:
     """act(gate) * up of every row, and gate and up where they are kept."""
     activation, numbers, interleaved = how
-    weight = opened(weight)
     source, (_, wide, inner) = x.source, weight.shape
-    cols = wide // 2
+    cols, parts = wide // 2, len(pieces(weight))
+    weight = weight if parts > 1 else opened(weight)
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)
-    if layout_of(activation, interleaved) != "halves":
+    if layout_of(activation, interleaved) != "halves" or parts > 1:
         gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
     else:
         gate_up = library_gemm(k, x, weight, groups)
