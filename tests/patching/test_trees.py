@@ -78,11 +78,12 @@ def unshared(model, batch, **arguments):
     for number, (node, is_root) in enumerate(batch._nodes()):
         if is_root:
             continue
-        if node.segment < 0:
+        if not node.length:
             answer[node.root].append(log_p[0, :0])
             continue
-        start, length = batch.tree.offsets[node.segment], batch.tree.lengths[node.segment]
-        answer[node.root].append(log_p[row_of[number], max(0, start - 1) : start + length - 1])
+        start = int(batch.inputs["position_ids"][0, node.start])
+        part = slice(max(0, start - 1), start + node.length - 1)
+        answer[node.root].append(log_p[row_of[number], part])
     return answer, output
 
 
