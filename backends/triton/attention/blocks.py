@@ -46,11 +46,12 @@ def _attention_merge_kernel(
     queries; that of y has the strides ``lse_block`` and ``lse_head``. A query that sees no key in
     either has -inf, and y = 0.
     """
-    pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, SIZE)
+    start = tl.program_id(0) * ROWS  # less than 2^31: y has DIM times as many elements
+    row, col = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    pair = start + row
     mask = pair < pairs
-    query, head = pair // heads, pair % heads
-    block, query = query // length, query % length
+    query, head = pair // heads, (pair % heads).to(tl.int64)
+    block, query = (query // length).to(tl.int64), query % length
     lse_ptr += block * lse_block + head * lse_head + query
     part_lse_ptr += (block * heads + head) * length + query
     lse = tl.load(lse_ptr, mask=mask, other=float("-inf"))
@@ -61,7 +62,9 @@ def _attention_merge_kernel(
     some = top > float("-inf")
     total = tl.where(some, share + part_share, 1.0)
     tl.store(lse_ptr, tl.where(some, base + tl.log(total), top), mask=mask)
-    at = pair[:, None] * DIM + col[None, :]
+    y_ptr += start.to(tl.int64) * DIM
+    part_ptr += start.to(tl.int64) * DIM
+    at = row[:, None] * DIM + col[None, :]
     inside = mask[:, None] & (col < DIM)[None, :]
     y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
     part = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
