@@ -350,7 +350,7 @@ class Block(NamedTuple):
     Attributes:
         query: The first one.
         key: The first key.
-        count: Blocks of this size behind each other, which do not see each other.
+        batch: Blocks of this size behind each other, which do not see each other.
         queries: Of a block.
         keys: Of a block; where causal, they are the queries.
         causal: Whether a query sees no later keys.
@@ -358,7 +358,7 @@ class Block(NamedTuple):
 
     query: int
     key: int
-    count: int
+    batch: int
     queries: int
     keys: int
     causal: bool

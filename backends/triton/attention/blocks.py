@@ -98,9 +98,9 @@ def merge(y: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _view(x: Tensor, start: int, block: Block, length: int) -> Tensor:
-    """The tokens of a block, ``(count, H, length, ...)`` from ``(1, H, L, ...)``."""
-    part = x[0].narrow(1, start, block.count * length)
-    return part.unflatten(1, (block.count, length)).transpose(0, 1)
+    """The tokens of a block, ``(batch, H, length, ...)`` from ``(1, H, L, ...)``."""
+    part = x[0].narrow(1, start, block.batch * length)
+    return part.unflatten(1, (block.batch, length)).transpose(0, 1)
 
 
 def _queries(x: Tensor, block: Block) -> Tensor:
@@ -115,7 +115,7 @@ def _empty(like: Tensor, size: int, blocks: Blocks) -> Tensor:
     """For causal blocks, whatever it has, and zeros for the padding behind them."""
     _, heads, length, _ = like.shape
     empty = like.new_empty(1, length, heads, size)
-    end = max(b.query + b.count * b.queries for b in blocks.calls if b.causal)
+    end = max(b.query + b.batch * b.queries for b in blocks.calls if b.causal)
     if end < length:
         empty[:, end:] = 0
     return empty.transpose(1, 2)

@@ -348,7 +348,7 @@ def _of_tree(
         path = mask(1, length, length, mask_function=mask_function, **places, **options)
     shape = (1, 1, tree.tokens, tree.tokens)
     later, causal = (False, path.causal) if path.plain else _visible(path.ranges, length)
-    if path.dense is not None or later or (path.plain and not causal):
+    if later or not (causal or path.ranges is not None):
         raise PackingError(
             f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
             f"ones, and earlier ones in two ranges of positions at most, got {path}"
@@ -357,6 +357,7 @@ def _of_tree(
         return KeyMask(shape, causal=True)
     if causal:
         return KeyMask(shape, ranges=causal_ranges(tree, torch.device(device or "cpu")))
+    assert path.ranges is not None
     return KeyMask(shape, ranges=tree.ranges(path.ranges[0]))
 
 
