@@ -42,6 +42,7 @@ from liger_multi.ops.attention import attention
 from liger_multi.patching import shards
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention import tiles
+from liger_multi.patching.packing.blocks import causal_ranges
 from liger_multi.patching.packing.tree import Tree, run, running
 
 # --- masks ---
@@ -232,7 +233,9 @@ def mask(
             options["cache_position"] = torch.arange(row.tokens, device=cache_position.device)
         return _of_whole(row, batch_size, mask_function, allow_is_causal_skip, options)
     tree = running(kv_length, batch_size)
-    if tree is not None:
+    if tree is not None and tree.is_path and not tree.padding:
+        attention_mask = None  # a plain row
+    elif tree is not None:
         device = options.get("device") or getattr(attention_mask, "device", None)
         return _of_tree(tree, mask_function, cache_position is None, device, options)
     if cache_position is not None:  # where the queries stand is known to the device alone
@@ -364,19 +367,30 @@ def _of_tree(
     )
     with run(None):
         path = mask(1, length, length, mask_function=mask_function, **places, **options)
-    place = torch.arange(length, device=device, dtype=torch.int32)
-    ranges = torch.stack([torch.zeros_like(place), place + 1], -1)
-    if path.ranges is not None:
-        ranges = path.ranges[0].to(ranges.device)
-    elif not path.causal:
-        ranges[:, 1] = length
-    if path.dense is not None or bool((ranges > place[:, None] + 1).any()):
+    shape = (1, 1, tree.tokens, tree.tokens)
+    later, causal = (False, path.causal) if path.plain else _visible(path.ranges, length)
+    if later or not (causal or path.ranges is not None):
         raise PackingError(
             f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
             f"ones, and earlier ones in two ranges of positions at most, got {path}"
         )
-    shape = (1, 1, tree.tokens, tree.tokens)
-    return KeyMask(shape, ranges=tree.ranges(ranges))
+    if causal and tree.is_path:  # its padding comes last: no other token sees it
+        return KeyMask(shape, causal=True)
+    if causal:
+        return KeyMask(shape, ranges=causal_ranges(tree, torch.device(device or "cpu")))
+    assert path.ranges is not None
+    return KeyMask(shape, ranges=tree.ranges(path.ranges[0]))
+
+
+def _visible(ranges: Tensor | None, length: int) -> tuple[bool, bool]:
+    """Whether a token of a sequence sees later ones, and whether each sees all that are not."""
+    if ranges is None:
+        return False, False
+    end = torch.arange(1, length + 1, device=ranges.device, dtype=ranges.dtype)
+    causal = torch.stack([torch.zeros_like(end), end], -1)
+    same = (ranges == causal).all() if ranges.shape[-1] == 2 else end.new_zeros(())
+    later, plain = torch.stack([(ranges > end[:, None]).any(), same.bool()]).tolist()
+    return later, plain
 
 
 def _reads_tensors(function: Any) -> bool:
