@@ -135,7 +135,9 @@ class _Streams(_Plain):
 
     def back(self, parked: _Parked) -> tuple[Tensor, ...]:
         """Begin to copy into memory that the stream that computes had before."""
-        tensors = tuple(torch.empty_like(host, device=self.device) for host in parked.host)
+        tensors = tuple(
+            torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in parked.host
+        )
         self._back.wait_stream(torch.accelerator.current_stream(self.device))
         with self._back:
             self._back.wait_event(parked.ready)
