@@ -74,7 +74,7 @@ def route(
     plain = ranges is None and softcap == 0.0 and square and q.shape[3] == v.shape[3]
     if not plain or q.shape[3] % 8 or q.dtype not in (torch.bfloat16, torch.float16):
         return "triton"
-    if not (q.numel() and k.numel()):
+    if not (q.numel() and k.numel()) or q.shape[2] == k.shape[2] == 1:  # cuDNN refuses one token
         return "triton"
     major = torch.cuda.get_device_capability(q.device)[0]
     routes = ORDERED if backward and strict() else ROUTES

@@ -481,6 +481,7 @@ SAMPLES = (
         {"causal": True, "window": 6},
     ),
     Sample("one-query", _case((2, 2, 1, 8), 1, keys=30), CAUSAL),
+    Sample("one-query-full", _case((2, 2, 1, 8), 1, keys=30)),
     Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), CAUSAL),
     Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), CAUSAL),
     Sample("no-queries", _case((0, 2, 5, 8)), CAUSAL),

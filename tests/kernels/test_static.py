@@ -437,8 +437,7 @@ def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
     static_table.write_baseline(rows(names[0], registers=65))
     kept = static_table.kept()
     assert [" 65 registers" in kept[name][1] for name in names] == [True, False]
-    stale = static_table.stale()
-    assert set(stale) == set(kernels()) - set(names)
+    assert set(static_table.stale()) == set(kernels()) - set(names)
     monkeypatch.setattr(static_table.triton, "__version__", "0.0.1")
     with pytest.raises(ValueError, match=r"this is 0\.0\.1: write every kernel"):
         static_table.write_baseline(rows(names[0]))

@@ -115,8 +115,7 @@ def test_programs_share_a_long_walk(parts, monkeypatch):
     right = reference.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
     actual = kernels.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
     assert (kernels._attention_parts_kernel in launched) == (parts > 1)
-    for got, exact in zip(actual[:3], right[:3], strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*actual[:3]], [*right[:3]], rtol=1e-5, atol=1e-6)
 
 
 def many_ranges(length, count, seed=0):
@@ -156,8 +155,7 @@ def test_many_ranges(backend, softcap, count):
     torch.testing.assert_close(y, right, rtol=tolerance, atol=tolerance)
     upstream = torch.randn_like(y)
     actual, expected = (torch.autograd.grad(x, leaves, upstream) for x in (y, right))
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=10 * tolerance)
+    torch.testing.assert_close([*actual], [*expected], rtol=10 * tolerance, atol=10 * tolerance)
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):
@@ -170,8 +168,7 @@ def test_blocks_do_not_change_the_result(monkeypatch):
         y = ops.attention(q, k, v, **options)
         up = torch.linspace(-1, 1, y.numel()).view(y.shape)
         actual.append((y, *torch.autograd.grad(y, (q, k, v, sinks), up)))
-    for a, b in zip(*actual, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-6)
 
 
 def test_no_array_is_of_length_squared(monkeypatch):
@@ -238,6 +235,7 @@ def test_routes_take_what_they_can(monkeypatch):
         (q, k, v[..., :8].repeat(1, 1, 1, 2), None, True, 0.0),
         (*odd, None, True, 0.0),
         (q.float(), k.float(), v.float(), None, True, 0.0),
+        (q[:, :, :1], k[:, :, :1], v[:, :, :1], None, True, 0.0),  # cuDNN: "s_q = s_kv = 1"
     ):
         assert routes.route(*call) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -362,8 +360,7 @@ def depth_exact(blocks, query, weight, dy=None, needs=(True, True, True)):
 
 
 def depth_near(actual, right):
-    for got, expected in zip(actual, right, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([*actual], [*right], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", DEPTH_KINDS)
@@ -497,8 +494,7 @@ def test_duplicates_count_and_absent_ones_do_not(dtype, index_dtype):
     right = gradients(FORMULAS["sparse_attention"], wide, **LATENT)
     near(gradients(ops.sparse_attention, narrow, **LATENT), right, dtype)
     once = {**inputs, "indices": torch.tensor([3, 0, 9]).expand(1, 20, 3)}
-    y = ops.sparse_attention(**once, **LATENT)
-    assert not torch.allclose(y, right[0], atol=1e-3)
+    assert not torch.allclose(ops.sparse_attention(**once, **LATENT), right[0], atol=1e-3)
 
 
 def test_the_order_of_a_list_does_not_matter():
@@ -601,8 +597,7 @@ def best_scores(q, k, w, topk, **options):
 )
 def test_packed_equals_separate(lengths):
     inputs, ends = indexed(sum(lengths)), [0, *itertools.accumulate(lengths)]
-    table = torch.tensor(ends, dtype=torch.int32)
-    actual = ops.indexer_topk(**inputs, topk=4, cu_seqlens=table)
+    actual = ops.indexer_topk(**inputs, topk=4, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     assert torch.equal(actual.indices, ops.indexer_topk(**inputs, topk=4, documents=documents)[0])
     for start, end in itertools.pairwise(ends):
@@ -651,8 +646,7 @@ def test_scores_of_the_selection_are_those_of_its_indices():
     indices = ops.indexer_topk(**inputs, topk=6).indices
 
     def listed(**leaves):
-        scores = ops.indexer_scores(**leaves, indices=indices)
-        return scores.masked_fill(indices < 0, 0)
+        return ops.indexer_scores(**leaves, indices=indices).masked_fill(indices < 0, 0)
 
     near(gradients(listed, inputs), right)
 
