@@ -3,6 +3,10 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +44,7 @@ print("done")
 """
 
 
+ROOT = Path(__file__).parents[2]
 CHECK = """for name in NAMES:
     shard_models.check(name, CHECKPOINTING)"""
 BODY = BODY.replace("LIMIT", "1800")
@@ -51,6 +56,21 @@ def run(folder, count, names, checkpointing=False):
     body = BODY.replace("RANKS", str(count)).replace("NAMES", repr(names))
     body = body.replace("CHECKPOINTING", str(checkpointing))
     harness.in_processes(folder, body, count)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLDER, reason="the committed list is of transformers 5.24")
+def test_types_as_on_the_page(tmp_path):
+    """Attention to later tokens sees padding, an indexer has masks of all tokens; as committed."""
+    names = ["bert/BertLM", "gemma3n_text", "deepseek_v32", "mamba/MambaForC", "llama/LlamaForC"]
+    command = [sys.executable, "-m", "tests.sweep", "--shards", *names, "--json"]
+    subprocess.run([*command, str(tmp_path / "out.json")], check=True, cwd=ROOT)
+    actual = json.loads((tmp_path / "out.json").read_text())
+    committed = json.loads((ROOT / "tests" / "sweep" / "shards.json").read_text())["pairs"]
+    expected = {one["cls"]: one["status"] for one in committed}
+    assert len(actual) == 5
+    for one in actual:
+        assert one["status"] == expected[one["cls"]], one
 
 
 @pytest.mark.slow
