@@ -314,16 +314,16 @@ def correct(rank: Rank) -> None:
             batch = {"input_ids": ids, "labels": ids, **more}
             loss, expected = gradients(one, batch)
             actual_loss, actual = gradients(many, batch)
-            error, whose = worst(expected, actual)
+            by_gradient, whose = worst(expected, actual)
             by_loss = float((actual_loss - loss).abs() / loss.abs())
-            right = by_loss <= LOSS and error <= GRADIENT
+            right = by_loss <= LOSS and by_gradient <= GRADIENT
             rank.say(
                 {
                     **row,
                     "variant": form,
                     "tokens": tokens,
                     "loss_error": by_loss,
-                    "gradient_error": error,
+                    "gradient_error": by_gradient,
                     "of": whose,
                     "right": right,
                 }
@@ -344,7 +344,7 @@ def operations(config: Any, tokens: int, layers: int, passes: float) -> float:
     linear = 2 * text.hidden_size * (2 * heads + 2 * keys + 3 * text.intermediate_size)
     head = 2 * text.hidden_size * text.vocab_size * 3
     attention = 2 * tokens * heads * kinds.count("full_attention") * passes
-    return float(tokens) * (4 * linear * layers + head + attention)
+    return float(tokens * (4 * linear * layers + head + attention))
 
 
 def trained(rank: Rank, model: Any, ids: Tensor, optimizer: Any = None) -> tuple[float, float]:
@@ -503,7 +503,7 @@ def speed(rank: Rank, name: str) -> None:
         rank.say(layers_of({**head, **row}, config))
 
 
-VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "keep_attention, offload": ("keep_attention", {}),
     "keep_attention, offload, float8": ("keep_attention", {"compress": "float8"}),
     "keep_attention": ("keep_attention", {"offload": False}),

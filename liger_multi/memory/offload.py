@@ -15,7 +15,7 @@ import copy
 import itertools
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,11 @@ class _Parked:
 
     def restore(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """The stretch, of what was copied."""
-        if self.flat is None:
-            plain = self.dtype is None
-            self.flat = tensors[0] if plain else codes.decode(*tensors, self.dtype)  # type: ignore[arg-type]
+        if self.flat is None and self.dtype is None:
+            (self.flat,) = tensors
+        elif self.flat is None:
+            data, scales = tensors
+            self.flat = codes.decode(data, scales, cast(torch.dtype, self.dtype))
         return self.flat
 
     def __del__(self) -> None:
@@ -150,11 +152,11 @@ class _Streams(_Plain):
         """Let the stream that computes wait for the copy."""
         stream = torch.accelerator.current_stream(self.device)
         if self._timed:
-            pair = tuple(torch.Event(self.device, enable_timing=True) for _ in range(2))
-            stream.record_event(pair[0])
+            start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+            stream.record_event(start)
             stream.wait_event(parked.ready)
-            stream.record_event(pair[1])
-            self._waits.append(pair)
+            stream.record_event(end)
+            self._waits.append((start, end))
         else:
             stream.wait_event(parked.ready)
 
@@ -162,7 +164,7 @@ class _Streams(_Plain):
         """How long the stream that computes waited for copies since the last call."""
         torch.accelerator.synchronize(self.device)
         waits, self._waits = self._waits, []
-        return sum(start.elapsed_time(end) for start, end in waits) / 1e3
+        return float(sum(start.elapsed_time(end) for start, end in waits)) / 1e3
 
 
 class _Step:

@@ -265,7 +265,7 @@ class _Packed(TorchDispatchMode):
     """
 
     def __init__(self, policy: Counted, packer: Any, results: deque[Any], again: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._policy, self._packer, self._results, self._again = policy, packer, results, again
 
     def __torch_dispatch__(

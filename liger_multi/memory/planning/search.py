@@ -417,9 +417,8 @@ class _Search:
                     yield from self._policies(tiled, ("none", "full") if main else ("full",))
                 if first and space.offload:
                     away = replace(thin, offload_activations=True)
-                    names = ("none", "full") if main else ("full",)
-                    names += ("keep_attention",) * (plain.ranks > 1)
-                    yield from self._policies(away, names)
+                    kept = ("keep_attention",) * (plain.ranks > 1)
+                    yield from self._policies(away, ("none",) * main + ("full", *kept))
 
     def _policies(self, base: Settings, names: Iterable[str]) -> Iterator[Settings]:
         for name in names:
