@@ -111,8 +111,12 @@ def forward_apart(
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
     for b, i, keys in queries_apart(q, k, ranges, causal):
-        ours = (q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])
-        y[b, :, i], lse[b, :, i] = forward_by_blocks(*ours, sinks, None, False, scale, softcap)
+        # a library may choose a GEMM by strides and addresses: a cache has others than a sequence
+        query = q[b, :, i].clone(memory_format=torch.contiguous_format)
+        theirs, values = (x[b][:, :, keys].contiguous() for x in (k, v))
+        y[b, :, i], lse[b, :, i] = forward_by_blocks(
+            query, theirs, values, sinks, None, False, scale, softcap
+        )
     return y, lse
 
 
