@@ -114,8 +114,8 @@ def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:
 
 # --- what `make test` runs, and parts ---
 
-EVERY = 13
-"""`make test` runs the first and every thirteenth case of a test with parameters. A prime number
+EVERY = 17
+"""`make test` runs the first and every seventeenth case of a test with parameters. A prime number
 makes these cases vary in every parameter. The others are slow."""
 
 COMPLETE = frozenset({"tests/dispatch/test_dispatch.py::test_generated_code_equals_slow_path"})
