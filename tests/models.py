@@ -6,7 +6,6 @@ Tiny data, tokenizers and arguments for tests with trainers.
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -355,19 +354,6 @@ def patched_ops(model: Any) -> dict[str, int]:
     """How many modules each operator replaces; options of the model's own loss are no operator."""
     ops = Counter(swapped(m).op for m in model.modules() if isinstance(m, Patched))
     return {op: n for op, n in sorted(ops.items()) if op != "loss options"}
-
-
-def recorded(monkeypatch: Any, owner: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:
-    """The calls of a function that still runs: arguments and keywords of each."""
-    calls, function = [], getattr(owner, name)
-
-    @functools.wraps(function)
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, spy)
-    return calls
 
 
 def adapters(

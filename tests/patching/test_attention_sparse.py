@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import liger_multi
-from tests.comparing import assert_same_gradients, gradients
+from tests.comparing import assert_same_gradients, gradients, recorded
 
 transformers = pytest.importorskip("transformers")
 from liger_multi.errors import ConfigurationError, PatchError  # noqa: E402
@@ -195,13 +195,7 @@ def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal
         stock.enable_input_require_grads()
     model, inputs = copy.deepcopy(stock), batch(stock)
     liger_multi.patch(model)
-    observed, run = [], sparse._run
-
-    def counted(q, *rest):
-        observed.append(q.shape[2])
-        return run(q, *rest)
-
-    monkeypatch.setattr(sparse, "_run", counted)
+    observed = recorded(monkeypatch, sparse, "_run", lambda q, *_: q.shape[2])
     assert equal(stock, model, inputs) == CALLED
     whole = list(observed)
     config = stock.config

@@ -28,8 +28,8 @@ from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
-from tests.comparing import assert_same_gradients
-from tests.models import build, continued, recorded
+from tests.comparing import assert_same_gradients, recorded
+from tests.models import build, continued
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
 

@@ -23,6 +23,7 @@ from liger_multi import ops
 from liger_multi.patching import patch
 from liger_multi.patching.evidence.probe import probe_context
 from liger_multi.patching.mlp import fused as mlp
+from tests.comparing import recorded
 from tests.models import Calls, Holder, Mlp, Norm, assert_same_training, batch, build, pair, variant
 from tests.patching.test_apply import forget_probes
 
@@ -297,14 +298,7 @@ def test_global_hooks_see_unpatched_calls(module_class, hook):
 @pytest.mark.parametrize("owner", [nn.Linear, nn.Module, nn.SiLU])
 def test_replaced_calls_of_pytorchs_classes(owner, monkeypatch):
     stock, ours, _, _ = patched_pair(Mlp())
-    plain = owner.__call__
-    observed = []
-
-    def counted(self, *args, **kwargs):
-        observed.append(type(self).__name__)
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(owner, "__call__", counted)
+    observed = recorded(monkeypatch, owner, "__call__", lambda self, *_, **__: type(self).__name__)
     equal(stock, ours)
     assert sorted(observed[: len(observed) // 2]) == sorted(observed[len(observed) // 2 :])
     assert observed

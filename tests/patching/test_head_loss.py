@@ -19,7 +19,7 @@ from liger_multi import ops
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
-from tests.comparing import assert_same_gradients, gradients
+from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (
     KINDS,
     VOCABULARY,
@@ -29,7 +29,6 @@ from tests.models import (
     batch,
     build,
     pair,
-    recorded,
 )
 
 

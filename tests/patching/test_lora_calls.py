@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.comparing import assert_same_gradients, saved, storage_bytes
+from tests.comparing import assert_same_gradients, recorded, saved, storage_bytes
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -372,14 +372,8 @@ def adapted(forward="plain", targets=PROJECTIONS, dtype=torch.float32, **config)
 @pytest.fixture
 def calls(monkeypatch):
     """The layers that every call of the operator had."""
-    results, stock = [], ops.lora_qkv
-
-    def counted(x, **kwargs):
-        results.append("".join(n[0] for n in kwargs if n.endswith("_weight")))
-        return stock(x, **kwargs)
-
-    monkeypatch.setattr(ops, "lora_qkv", counted)
-    return results
+    letters = lambda x, **kwargs: "".join(n[0] for n in kwargs if n.endswith("_weight"))  # noqa: E731
+    return recorded(monkeypatch, ops, "lora_qkv", letters)
 
 
 def results(module, *inputs, run=None, **options):

@@ -20,7 +20,7 @@ from liger_multi.patching import patch, patched, rotary, unpatch
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.options import Options
 from liger_multi.patching.rotary import served_function
-from tests.comparing import assert_equal
+from tests.comparing import assert_equal, recorded
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 
 ONLY = {
@@ -381,15 +381,7 @@ def test_a_replaced_method_of_the_stock_class_is_followed(monkeypatch, calls):
 
     ours = build(patching={})
     unpatch(ours)
-    marks = []
-    stock = LlamaAttention.forward
-
-    @functools.wraps(stock)
-    def marked(self, *args, **kwargs):
-        marks.append(self)
-        return stock(self, *args, **kwargs)
-
-    monkeypatch.setattr(LlamaAttention, "forward", marked)
+    marks = recorded(monkeypatch, LlamaAttention, "forward")
     patch(ours)
     calls.clear()
     ours(**batch())
