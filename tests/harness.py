@@ -7,15 +7,18 @@ count as given or not; shapes and strides are run-time arguments. Where a shape 
 kernel, the sample says so (``Sample.path``).
 """
 
+import contextlib
 import functools
 import textwrap
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
+import liger_multi
 from liger_multi.testing import samples
 from liger_multi.testing.checks import accelerator, device_of, interpreted, refusal
 from liger_multi.testing.suite import plugin
@@ -45,6 +48,13 @@ def selected_backends(config: pytest.Config) -> list[str]:
         if reason is not None:
             raise pytest.UsageError(f"--backend {name}: cannot run on this machine: {reason}")
     return list(dict.fromkeys([*names, "reference"]))
+
+
+def kernels_of(config: pytest.Config, names: Iterable[str]) -> contextlib.AbstractContextManager:
+    """Operators by interpreted kernels where these are under test; else the device chooses."""
+    named = interpreted() and "triton" in selected_backends(config)
+    order = ["triton", "reference"]
+    return liger_multi.use(**dict.fromkeys(names, order)) if named else contextlib.nullcontext()
 
 
 def selected_device(config: pytest.Config) -> torch.device:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_multi.arguments import cache_parameter, caches
 from liger_multi.dispatch.op import inline_ops
-from liger_multi.patching import patch
+from liger_multi.patching import patch, unpatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.comparing import assert_same_gradients, gradients, resolution
 
@@ -201,6 +201,12 @@ def patched_copy(stock: Any, **options: Any) -> Any:
     ours = copy.deepcopy(stock)
     patch(ours, **options)
     return ours
+
+
+def assert_unpatched(ours: Any, stock: Any) -> None:
+    """After ``unpatch``, all classes are those of a model that was never patched."""
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
 
 
 def redrawn(model: Any, std: float = 0.2) -> Any:

@@ -339,10 +339,7 @@ OPS = (
 @pytest.fixture
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(**{key: ["triton", "reference"] for key in OPS}):
-            yield
-    else:
+    with harness.kernels_of(request.config, OPS):
         yield
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import liger_multi
 from liger_multi import ops
 from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear
@@ -23,12 +22,7 @@ every = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture(autouse=True)
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(
-            **{n: ["triton", "reference"] for n in (*NAMES, *INPLACE, "fused_linear_*")}
-        ):
-            yield
-    else:
+    with harness.kernels_of(request.config, (*NAMES, *INPLACE, "fused_linear_*")):
         yield
 
 

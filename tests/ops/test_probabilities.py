@@ -18,10 +18,7 @@ NAMES = ("embedding", "softmax", "sparsemax", "selective_log_softmax")
 @pytest.fixture(autouse=True)
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(**{n: ["triton", "reference"] for n in NAMES}):
-            yield
-    else:
+    with harness.kernels_of(request.config, NAMES):
         yield
 
 

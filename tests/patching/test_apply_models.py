@@ -34,6 +34,7 @@ from tests.models import (
     adapters,
     assert_as_exact,
     assert_same_training,
+    assert_unpatched,
     batch,
     build,
     graph_batch,
@@ -151,8 +152,7 @@ def attentions_and_hidden_states(case):
 
     case.same_training((stock, ours), run)
     # transformers 5.0 leaves what captured outputs in the modules, which must not outlive the patch
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
     case.calls.clear()
     ours(**case.batch())
     assert not case.calls
@@ -702,8 +702,7 @@ def test_lora(model_type, tower):
     actual = gradients(ours)
     assert actual
     assert all("lora_" in name and in_tower(model_type, name) == tower for name in actual)
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
 
 
 @every

@@ -23,18 +23,12 @@ from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (
     KINDS,
     VOCABULARY,
-    FusedCalls,
     Widest,
     assert_same_training,
     batch,
     build,
     pair,
 )
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
 
 
 @pytest.fixture(params=KINDS)

@@ -16,7 +16,14 @@ from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.norms import rotated
-from tests.models import adapters, assert_same_training, batch, build, patched_copy
+from tests.models import (
+    adapters,
+    assert_same_training,
+    assert_unpatched,
+    batch,
+    build,
+    patched_copy,
+)
 from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
@@ -71,8 +78,7 @@ def test_the_classes_come_back(model_type):
     again = patch(ours)
     assert {e.status for e in again.entries if e.op == KEY} == {"already patched"}
     assert {e.status for e in report.entries if e.op == KEY} == {"options changed"}
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
 
 
 @pytest.mark.parametrize("first", ["patch", "adapters"])

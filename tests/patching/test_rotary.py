@@ -21,7 +21,7 @@ from liger_multi.patching.evidence import redirect
 from liger_multi.patching.options import Options
 from liger_multi.patching.rotary import served_function
 from tests.comparing import assert_equal, recorded
-from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
+from tests.models import Graphs, assert_same_training, batch, build, pair
 
 ONLY = {
     "packing": False,
@@ -30,11 +30,6 @@ ONLY = {
     "geglu": False,
     "fused_linear_cross_entropy": False,
 }
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return Calls(monkeypatch)
 
 
 def turn_half(x):

@@ -21,13 +21,7 @@ from liger_multi import integrations, patch
 from liger_multi.errors import PatchError
 from liger_multi.integrations import TrainerCallback
 from liger_multi.patching.swap import Patched
-from tests.models import FusedCalls, Texts, build, pair, trainer
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
-
+from tests.models import Texts, build, pair, trainer
 
 # Three steps of 0.1 by SGD, with gradients that are equal to 1e-5 (comparing.py).
 TRAINED = {"rtol": 1e-4, "atol": 4e-6}

@@ -25,7 +25,6 @@ from fuzz_logits_run import Program, models, statements
 from liger_multi._torch_private import function_apply_code
 from liger_multi.patching.head import storage
 from liger_multi.patching.head.loss import SWAPS
-from tests.models import FusedCalls
 
 # --- logits ---
 
@@ -39,11 +38,6 @@ SOME_SEEDS = pytest.mark.parametrize(
     [SEEDS[:1], pytest.param(SEEDS[1:], marks=pytest.mark.slow)],
     ids=["first seed", "other seeds"],
 )
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
 
 
 @pytest.fixture
