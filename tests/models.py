@@ -14,14 +14,12 @@ import pytest
 import torch
 from packaging import version
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.arguments import cache_parameter, caches
-from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.swap import Patched, swapped
-from tests.comparing import assert_same_gradients, gradients, resolution
+from tests.comparing import Operations, assert_same_gradients, gradients, resolution
 
 transformers = pytest.importorskip("transformers")
 
@@ -304,7 +302,7 @@ def assert_as_exact(stock: Any, ours: Any, wide_model: Any, run: Any, run_wide: 
         assert error <= bound, f"{name}: {error} > {bound}, stock {allowed}"
 
 
-class Widest(TorchDispatchMode):
+class Widest(Operations):
     """The most rows of any tensor whose last axis is the vocabulary, inside of operators as well.
 
     Attributes:
@@ -316,15 +314,6 @@ class Widest(TorchDispatchMode):
         super().__init__()
         self.rows = 0
         self.shapes: set[tuple[int, ...]] = set()
-
-    def __enter__(self) -> Any:
-        self._inside = inline_ops()
-        self._inside.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._inside.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
