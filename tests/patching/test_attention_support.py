@@ -28,8 +28,8 @@ from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
-from tests.comparing import assert_same_gradients, recorded
-from tests.models import build, continued
+from tests.comparing import recorded
+from tests.models import assert_same_training, build, continued
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
 
@@ -621,17 +621,8 @@ BATCHES = {
 
 
 def same(eager, other, **batch):
-    """Losses and all gradients are equal; those of the model with our attention."""
-    results = []
-    for model in (eager, other):
-        model.zero_grad()
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        results.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
-    (expected, grads), (loss, got) = results
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(got, grads)
-    return expected
+    """Losses and all gradients are equal; the loss of the model with eager attention."""
+    return assert_same_training(eager, other, lambda m: m(**batch, use_cache=False).loss)[0]
 
 
 @pytest.mark.parametrize(

@@ -248,8 +248,7 @@ def test_nothing_of_the_caller_is_changed():
     assert stored.eq(1).all()
     assert x.grad is None
     assert all(p.grad is None for n, p in model.named_parameters() if n != "first.weight")
-    assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    torch.testing.assert_close({**model.state_dict()}, before, rtol=0, atol=0)
     assert model.training
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     assert not any(getattr(m, name) for m in model.modules() for name in hooks)
