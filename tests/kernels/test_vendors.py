@@ -465,3 +465,13 @@ def test_levels_follow_from_the_backend():
     assert levels.level("fused_moe") == levels.SIMULATED  # by torch_npu
     assert levels.level("softmax") == levels.SIMULATED
     assert levels.source("softmax") is None
+
+
+@pytest.mark.parametrize("kind", ["Kernel Module", "Open Kernel Module for x86_64"])
+def test_nvidia_driver_version(kind, monkeypatch, tmp_path):
+    from liger_multi.backends import cuda
+
+    path = tmp_path / "version"
+    path.write_text(f"NVRM version: NVIDIA UNIX {kind}  580.95.05  Release Build\nGCC 13\n")
+    monkeypatch.setattr(cuda, "DRIVER", path)
+    assert cuda.BACKEND.describe()["driver"] == "580.95.05"

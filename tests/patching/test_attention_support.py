@@ -646,6 +646,28 @@ def test_training_equals_eager(model_type, name, calls):
         assert (eager(**PLAIN).loss - loss).abs() > 1e-4, "the packing mattered"
 
 
+def test_packed_rows_of_a_model_whose_masks_get_no_positions():
+    """The patched model keeps samples apart where eager gpt_oss does not."""
+    eager, other = pair("gpt_oss")
+    liger_multi.patch(other)
+    length = 6
+    positions = torch.cat([torch.arange(length), torch.arange(13 - length)])[None]
+    labels = TOKENS.clone()
+    labels[:, length] = -100
+    batch = {"labels": labels, "use_cache": False}
+    loss = other(input_ids=TOKENS, position_ids=positions, **batch).loss
+    loss.backward()
+    sums = [
+        eager(input_ids=part, labels=part, use_cache=False).loss * part[:, 1:].numel()
+        for part in (TOKENS[:, :length], TOKENS[:, length:])
+    ]
+    expected = sum(sums) / (labels[:, 1:] != -100).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (other, eager)]
+    assert_same_gradients(*grads)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("model_type", KINDS)
 def test_generation_equals_eager(model_type, cache):

@@ -22,11 +22,13 @@ it as well, and add it to their scores. So what we return is no tensor and never
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -151,6 +153,38 @@ def _reader() -> tuple[str, str]:
     return module or "code outside of modules", model or "this model"
 
 
+_samples: ContextVar[Callable[[], Tensor | None] | None] = ContextVar("samples", default=None)
+
+
+@contextlib.contextmanager
+def samples_of_call(ids: Callable[[], Tensor | None]) -> Iterator[None]:
+    """Masks within a block keep the samples of a packed row apart, whether a model asks or not.
+
+    transformers tells them by positions, which some models (gpt_oss) do not hand to their masks.
+
+    Args:
+        ids: Makes the ids of samples ``(B or 1, T)``, or None for one sample per row; called once.
+    """
+    token = _samples.set(functools.cache(ids))
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+def _kept_apart(mask_function: Any, batch: int, tokens: int) -> Any:
+    """A mask function whose queries see their own sample alone; the same one for one sample."""
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function
+
+    ids = _samples.get()
+    if ids is None or _has_part(mask_function, packed_sequence_mask_function.__name__):
+        return mask_function
+    of_tokens = ids()
+    if of_tokens is None or of_tokens.shape[1] != tokens:
+        return mask_function
+    return and_masks(mask_function, packed_sequence_mask_function(of_tokens.expand(batch, -1)))
+
+
 def mask(
     batch_size: int,
     kv_length: int,
@@ -190,6 +224,8 @@ def mask(
     shape = (batch_size, 1, queries, kv_length)
     if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
         attention_mask = None if bool(attention_mask.all()) else attention_mask
+    if attention_mask is None and queries == kv_length and not _tracing():
+        mask_function = _kept_apart(mask_function, batch_size, queries)
     last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
     if attention_mask is None and (last or queries == kv_length):
         if mask_function is causal_mask_function and allow_is_causal_skip:
@@ -235,13 +271,26 @@ INTERVALS = (
 
 def _is_interval(function: Any) -> bool:
     """Whether a mask function is made of those in ``INTERVALS`` alone."""
-    name = str(getattr(function, "__qualname__", "")).partition(".")[0]
     ours = getattr(function, "__module__", "") == shards.__name__
-    if not ours and (function.__module__ != "transformers.masking_utils" or name not in INTERVALS):
-        return False
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    theirs = function.__module__ == "transformers.masking_utils" and _maker(function) in INTERVALS
+    return (ours or theirs) and all(map(_is_interval, _functions_in(function)))
+
+
+def _maker(function: Any) -> str:
+    """Of a mask function: that of the function that made it."""
+    return str(getattr(function, "__qualname__", "")).partition(".")[0]
+
+
+def _functions_in(function: Any) -> list[Any]:
+    """The mask functions that one is made of."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     parts = [part for v in cells for part in (v if isinstance(v, tuple) else (v,))]
-    return all(_is_interval(part) for part in parts if inspect.isfunction(part))
+    return [part for part in parts if inspect.isfunction(part)]
+
+
+def _has_part(function: Any, name: str) -> bool:
+    """Whether a mask function of that name is one of those that a mask function is made of."""
+    return _maker(function) == name or any(_has_part(f, name) for f in _functions_in(function))
 
 
 def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:

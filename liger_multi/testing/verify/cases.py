@@ -122,11 +122,12 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     for sample in several:
         most = None if level == "full" or sample.name in every else 2
         for dtype in _dtypes(target, sample, level)[:most]:
-            yield Case(op, target.backend, sample.name, str(dtype).removeprefix("torch."))
+            name = str(dtype).removeprefix("torch.")
+            yield Case(op, target.backend, sample.name, name)
     first = 0 if slow and level == "quick" else 1  # a promise is many calls
-    dtypes = ("float32", "bfloat16") if level != "quick" and not slow else ("float32",)
-    for sample, dtype in itertools.product(small if level == "full" else filled[:first], dtypes):
-        yield Case(op, target.backend, sample.name, dtype, "promises")
+    names = ("float32", "bfloat16") if level != "quick" and not slow else ("float32",)
+    for sample, name in itertools.product(small if level == "full" else filled[:first], names):
+        yield Case(op, target.backend, sample.name, name, "promises")
     if level == "full":
         yield from (Case(op, target.backend, s.name, "float32", "mixed") for s in small)
 
