@@ -60,7 +60,6 @@ from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 from liger_multi.reference.float8 import rows as float8_rows
 from liger_multi.reference.linear_attention import selective_scan as scan_reference
-from tests import harness
 from tests.comparing import assert_equal, recorded
 
 # --- multi_token_attention ---
