@@ -28,7 +28,7 @@ from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
-from tests.comparing import recorded
+from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import assert_same_training, build, continued
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
@@ -664,8 +664,7 @@ def test_packed_rows_of_a_model_whose_masks_get_no_positions():
     expected = sum(sums) / (labels[:, 1:] != -100).sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (other, eager)]
-    assert_same_gradients(*grads)
+    assert_same_gradients(gradients(other), gradients(eager))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
