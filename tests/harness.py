@@ -64,6 +64,13 @@ def selected_device(config: pytest.Config) -> torch.device:
     return device or torch.device("cpu")
 
 
+def needs_memory(device: torch.device, gib: int) -> None:
+    """Skip where no device has so many GiB free, as tensors of 2^31 elements take."""
+    module = None if device.type == "cpu" else torch.get_device_module(device.type)
+    if module is None or module.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs a device with {gib} GiB of free memory")
+
+
 # --- processes ---
 
 

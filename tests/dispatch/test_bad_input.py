@@ -614,6 +614,17 @@ def tiny(tmp_path):
     return folder
 
 
+WORKING = (
+    "bench.runner.run_plan",
+    "cli.verify.verify",
+    "demo.command._demo",
+    "demo.command._profile",
+    "memory.estimation.Simulation",
+    "memory.planning.search.Shapes",
+)
+"""What commands begin their work with."""
+
+
 @pytest.fixture
 def idle(monkeypatch, tmp_path):
     """Commands say that they would work now; the current folder is an empty one."""
@@ -622,12 +633,8 @@ def idle(monkeypatch, tmp_path):
     def work(*_, **__):
         raise Worked
 
-    monkeypatch.setattr("liger_multi.bench.runner.run_plan", work)
-    monkeypatch.setattr("liger_multi.cli.verify.verify", work)
-    monkeypatch.setattr("liger_multi.demo.command._demo", work)
-    monkeypatch.setattr("liger_multi.demo.command._profile", work)
-    monkeypatch.setattr("liger_multi.memory.estimation.Simulation", work)
-    monkeypatch.setattr("liger_multi.memory.planning.search.Shapes", work)
+    for name in WORKING:
+        monkeypatch.setattr(f"liger_multi.{name}", work)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     place = tmp_path / "here"

@@ -394,10 +394,7 @@ def test_scores_far_apart(first):
 
 def test_past_two_to_the_31_elements(device):
     """Offsets of blocks and of tokens need 64 bits; the last tokens' results are theirs alone."""
-    if device.type == "cpu":
-        pytest.skip("needs a device with room for 2^31 elements, three times")
-    if torch.get_device_module(device.type).mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of free memory")
+    harness.needs_memory(device, 24)
     rows, size = 2**31 // 3 // 2048 + 9, 2048
     blocks = torch.randn(3, rows, size, device=device, dtype=torch.bfloat16).requires_grad_()
     query = torch.randn(size, device=device, dtype=torch.bfloat16) / size**0.5

@@ -123,10 +123,7 @@ def test_the_modules_refuse_what_the_operator_has_not():
 
 def test_past_two_to_the_31_elements(device):
     """Offsets into the table and into the result need 64 bits."""
-    if device.type == "cpu":
-        pytest.skip("needs a device with room for 2^31 elements, twice")
-    if torch.get_device_module(device.type).mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of free memory")
+    harness.needs_memory(device, 24)
     classes, width = 2**31 // 4096 + 100, 4096
     weight = torch.zeros(classes, width, device=device, dtype=torch.bfloat16)
     weight[-1] = torch.arange(width, device=device) % 100
@@ -141,10 +138,7 @@ def test_past_two_to_the_31_elements(device):
 @pytest.mark.parametrize("name", ["softmax", "sparsemax", "selective_log_softmax"])
 def test_rows_past_two_to_the_31_elements(device, name):
     """The last rows' results are those of the rows alone."""
-    if device.type == "cpu":
-        pytest.skip("needs a device with room for 2^31 elements, four times")
-    if torch.get_device_module(device.type).mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of free memory")
+    harness.needs_memory(device, 24)
     rows, classes = 2**31 // 128000 + 8, 128000
     x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16).requires_grad_()
     last, index = x.detach()[-3:].clone().requires_grad_(), torch.arange(rows, device=device)

@@ -329,11 +329,14 @@ def test_the_estimated_difference_is_right_to_a_factor():
 
 
 def test_paths_have_no_prefixes_of_wrappers():
-    assert path_of("_orig_mod.model.norm") == "model.norm"
-    assert path_of("module.base_model.model.model.norm") == "model.norm"
-    assert path_of("layers.0._orig_mod.mlp") == "layers.0.mlp"
-    assert path_of("base_model.model") == "base_model.model"
-    assert path_of("_orig_mod") == ""
+    paths = {
+        "_orig_mod.model.norm": "model.norm",
+        "module.base_model.model.model.norm": "model.norm",
+        "layers.0._orig_mod.mlp": "layers.0.mlp",
+        "base_model.model": "base_model.model",
+        "_orig_mod": "",
+    }
+    assert {name: path_of(name) for name in paths} == paths
 
 
 # --- models ---
