@@ -55,8 +55,7 @@ def test_loss_curve_is_that_of_the_stock_trainer(tmp_path, fused, caplog):
 
 def test_a_model_outlives_its_trainer_patched(tmp_path):
     model = build()
-    hf_trainer = trainer(model, tmp_path, callbacks=[TrainerCallback()])
-    del hf_trainer
+    trainer(model, tmp_path, callbacks=[TrainerCallback()])
     gc.collect()
     assert patched_modules(model)
 
