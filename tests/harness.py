@@ -12,11 +12,12 @@ import functools
 import textwrap
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import liger_multi
 from liger_multi.testing import samples
@@ -69,6 +70,20 @@ def needs_memory(device: torch.device, gib: int) -> None:
     module = None if device.type == "cpu" else torch.get_device_module(device.type)
     if module is None or module.mem_get_info()[0] < gib * 2**30:
         pytest.skip(f"needs a device with {gib} GiB of free memory")
+
+
+def assert_last_rows_are_theirs_alone(
+    run: Callable[[Tensor], Tensor], x: Tensor, axis: int = 0
+) -> None:
+    """The last rows' results and gradients are those of the rows alone, bit for bit."""
+    last = x.detach().narrow(axis, -3, 3).clone().requires_grad_()
+    y, right = run(x.requires_grad_()), run(last)
+    assert torch.equal(y[-3:], right)
+    up = torch.zeros_like(y)
+    up[-3:] = torch.randn_like(right)
+    (grad,) = torch.autograd.grad(y, x, up)
+    assert torch.equal(grad.narrow(axis, -3, 3), torch.autograd.grad(right, last, up[-3:])[0])
+    assert not grad.narrow(axis, 0, x.shape[axis] - 3).any()
 
 
 # --- processes ---
