@@ -426,6 +426,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "loss-head": head,
         "loss-families": families,
         "trees-types": coverage.shared_prefixes,
+        "shards-types": coverage.sharded_rows,
         "support": verified.support,
         "verified": verified.rows,
     }

@@ -48,7 +48,7 @@ from liger_multi.backends.triton.cross_entropy import cross_entropy as row_kerne
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.rows import TritonRows
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
-from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
+from liger_multi.backends.triton.experts import fused_moe, grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.backends.triton.float8.rows import CodeRoom
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
@@ -276,9 +276,13 @@ def test_products_of_uneven_groups(library, gather):
         assert torch.equal(turned[e], gradient[e].T)
 
 
+@pytest.mark.parametrize("step", ["whole", "pieces"])
 @pytest.mark.parametrize("name", ["gpt-oss", "sentinels", "unused-experts", "wider"])
-def test_the_library_s_products_serve_the_operator(name):
+def test_the_library_s_products_serve_the_operator(name, step, monkeypatch):
     """The composition that launch tables may choose, on rows that were gathered before."""
+    if step == "pieces":
+        monkeypatch.setattr(fused_moe, "PAIRS_BYTES", 1)
+        monkeypatch.setattr(fused_moe, "LEAST_COLS", 16)
     sample = next(s for s in samples.of("fused_moe") if s.name == name)
     tensors = sample.make(DEVICE, torch.bfloat16)
     exact = {
@@ -294,7 +298,10 @@ def test_the_library_s_products_serve_the_operator(name):
         )
         with liger_multi.use(fused_moe="triton"):
             y = ops.fused_moe(**tensors, **sample.options)
-            actual = torch.autograd.grad(y, [tensors[n] for n in floats], torch.ones_like(y))
+            args = (y, [tensors[n] for n in floats], torch.ones_like(y))
+            retained = torch.autograd.grad(*args, retain_graph=True)
+            actual = torch.autograd.grad(*args)
+    assert same_bits(retained, actual)  # the second one writes over what forward kept
     right = FORMULAS["fused_moe"](**exact, **sample.options)
     expected = torch.autograd.grad(right, [exact[n] for n in floats], torch.ones_like(right))
     assert products, "the library was not asked"

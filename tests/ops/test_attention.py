@@ -91,6 +91,51 @@ def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
                 assert (first, last, whole, end) == (0, len(here), 0, len(here))
 
 
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+DEEP = [(33, [(21, [(17, []), (9, []), (40, [])]), (5, [(8, [])] * 2)])]
+TREES = {  # roots with their branches, tokens of the row, least pairs of a block; calls and rest
+    "ragged": ([(40, [(20, []), (33, []), (7, []), (1, [])])], 101, 300, 0.0, 3, True),
+    "batches": _slow([(40, [(20, [])] * 3), (30, [(9, [])] * 2)], 160, 1, 0.0, 6, False),
+    "deep": _slow(DEEP, 141, 100, 2.0, 6, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("roots", "tokens", "least", "softcap", "count", "has_rest"), TREES.values(), ids=TREES
+)
+def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, monkeypatch):
+    """Calls without ranges and their sum are what the ranges say."""
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton.attention import attention as kernels
+    from liger_multi.backends.triton.attention import blocks
+    from liger_multi.patching.packing import blocks as plan
+    from liger_multi.patching.packing.tree import planted
+
+    if (device := harness.device_of("triton")) is None:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    monkeypatch.setattr(plan, "LEAST_PAIRS", least)
+    tree, _ = planted(roots, tokens)
+    ranges = plan.causal_ranges(tree, device)
+    parts = reference.blocks_of(ranges)
+    assert (len(parts.calls), parts.rest is not None) == (count, has_rest)
+    q, dy = (x.to(device) for x in heads(tokens, count=4)[:2])
+    k, v = (x.to(device) for x in heads(tokens, seed=1)[:2])
+    sinks, options = torch.randn(4, device=device), (0.3, softcap)
+    y, lse = blocks.forward(kernels.forward, q, k, v, sinks, parts, *options)
+    right = reference.forward(q, k, v, sinks, ranges, False, *options)
+    torch.testing.assert_close((y, lse), right, rtol=1e-5, atol=1e-6)
+    for needs in ((True,) * 4, (False, True, True, False)):
+        grads = blocks.backward(kernels.backward, dy, q, k, v, sinks, parts, y, lse, options, needs)
+        exact = reference.backward(dy, q, k, v, sinks, ranges, y, lse, False, *options, *needs)
+        torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-5)
+    with strict.within("rows", None):
+        assert reference.blocks_of(ranges) is None
+    assert reference.blocks_of(reference.looked_at(ranges, tokens)) == parts
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_programs_share_a_long_walk(parts, monkeypatch):
     pytest.importorskip("triton")
@@ -240,6 +285,19 @@ def test_routes_take_what_they_can(monkeypatch):
         assert routes.route(*call) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert routes.route(q, k, v, None, True, 0.0) == "triton"
+
+
+def test_blocks_of_sizes_that_do_not_recur_run_on_our_kernels(monkeypatch):
+    """cuDNN makes a plan for every size, and those of trees may be new in every batch."""
+    pytest.importorskip("triton")
+    from liger_multi.backends.cuda import attention as routes
+
+    for module, name in itertools.product((routes, routes.kernels), ("forward", "backward")):
+        monkeypatch.setattr(module, name, lambda *_, by=module: by)
+    q, _, k = heads(128)
+    for tokens, by in ((128, routes), (127, routes.kernels)):
+        assert routes._forward_block(q[:, :, :tokens], k) is by
+        assert routes._backward_block(q, q, k[:, :, :tokens]) is by
 
 
 def test_a_mark_stands_for_causal_and_is_of_no_other_mask(monkeypatch):

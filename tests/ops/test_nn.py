@@ -39,8 +39,8 @@ def ids(rows):
 
 
 def answers(rows):
-    """A head behind hidden states of answers, which keeps no logits, and their targets."""
-    return losses.Head(leaf(rows, 5, 16), leaf(11, 16), keep=0), ids(rows)
+    """A head behind hidden states of answers, and their targets."""
+    return losses.Head(leaf(rows, 5, 16), leaf(11, 16)), ids(rows)
 
 
 def head():

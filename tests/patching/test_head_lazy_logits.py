@@ -188,6 +188,13 @@ ONE_CALL = {
     "tokens, and entropy as a metric": lambda z: (
         z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1) * _metric(z)
     ),
+    "entropy, then tokens": lambda z: (
+        _entropy(z) * z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1) + _entropy(z)
+    ),
+    "soft-capped, cooler: normalizer, then tokens": lambda z: (
+        (z := ((z / 3).tanh() * 3).float() / 0.7).logsumexp(-1) ** 2
+        + z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1)
+    ),
     "tokens, cooler": lambda z: (z.float() / 0.7).log_softmax(-1).gather(-1, IDS[..., None]),
     "tokens of some rows": lambda z: F.log_softmax(z[:, 1:], -1).gather(2, IDS[:, :-1, None]),
     "tokens, soft-capped and cooler": lambda z: (
@@ -257,6 +264,14 @@ SECOND = {
     "without a graph": lambda z: (_metric(z), _entropy(z))[1],
     "another temperature": lambda z: z.logsumexp(-1) + (z / 2).logsumexp(-1),
     "other rows": lambda z: z[:, 3:].logsumexp(-1).sum() + z.flip(0).logsumexp(-1),
+    "tokens of two kinds after an entropy": lambda z: (
+        _entropy(z) * z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1)
+        + z.log_softmax(-1).gather(-1, IDS.flip(0)[..., None]).squeeze(-1) ** 2
+    ),
+    "tokens after a backward pass": lambda z: (
+        _entropy(z).sum().backward(retain_graph=True),
+        z.log_softmax(-1).gather(-1, IDS[..., None]),
+    )[1],
     "checkpointed": lambda z: checkpoint(
         lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1), z, use_reentrant=False
     ),

@@ -147,7 +147,9 @@ def prepare(model: Any, settings: Settings, simulated: bool = False) -> Applied:
 
 def _attention(applied: Applied, model: Any, settings: Settings, simulated: bool) -> None:
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if simulated or before in (None, settings.attention):
+    # ours materializes nothing quadratic either, and serves models that have no SDPA
+    same = (None, settings.attention, *["liger_multi"] * (settings.attention == "sdpa"))
+    if simulated or before in same:
         return
     model.set_attn_implementation(settings.attention)
     applied.add(
@@ -228,6 +230,6 @@ def _recompute(applied: Applied, model: nn.Module, settings: Settings, simulated
         applied.add(f"recompute {handle}", handle.remove)
     if settings.offload_activations:
         # copies in flight are counted separately: they do not grow with the layers
-        options = {"in_flight_bytes": 0} if simulated else {}
+        options: dict[str, Any] = {"in_flight_bytes": 0} if simulated else {}
         applied.offload = offload_activations(model, **options)
         applied.add("activations on the host", applied.offload.remove)
