@@ -181,8 +181,7 @@ def kernel_command(arguments: Sequence[str]) -> int:
             with open(options.kernel[1:], encoding="utf-8") as file:
                 jobs = [tuple(line.split(None, 2)) for line in file if line.strip()]  # type: ignore[misc]
         for job in jobs:
-            sys.stdout.write("\n".join(tune(*job, options.show)) + "\n")
-            sys.stdout.flush()
+            print(*tune(*job, options.show), sep="\n", flush=True)
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
     return 0

@@ -347,28 +347,26 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     assert (desk / "memory-demo-output" / "memory.png").is_file()
 
 
-def test_the_version_stands_in_one_place():
+@pytest.fixture
+def project():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    text = (ROOT / "pyproject.toml").read_text()
-    project = tomllib.loads(text)["project"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_version_stands_in_one_place(project):
     assert "version" not in project
     assert "version" in project["dynamic"]
-    assert version() not in text
+    assert version() not in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_authors_are_those_that_are_cited():
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_the_authors_are_those_that_are_cited(project):
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert project["authors"] == cited["authors"]
     assert cited["version"] == version()
     assert cited["license"] == project["license"]
 
 
-def test_no_extra_replaces_the_pytorch_of_a_vendor():
-    tomllib = pytest.importorskip("tomllib")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+def test_no_extra_replaces_the_pytorch_of_a_vendor(project):
+    extras = project["optional-dependencies"]
     assert extras["rocm"] == []
     assert not any(n.startswith(("torch>", "torch=")) for names in extras.values() for n in names)
