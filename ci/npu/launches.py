@@ -140,8 +140,8 @@ def counted() -> Iterator[Count]:
     """Count what runs inside, kernels included: whichever module starts them, none runs."""
     count, original = Count(), launching.start
 
-    def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
-        count.add(kernel.__name__, [t for t in args if isinstance(t, Tensor)])
+    def start(kernel: Any, pieces: int, /, *args: Any, **more: Any) -> None:
+        count.add(kernel.__name__, [t for t in (*args, *more.values()) if isinstance(t, Tensor)])
 
     with contextlib.ExitStack() as stack:
         for loaded in list(sys.modules.values()):

@@ -58,7 +58,21 @@ SUITE_VARIANTS = {"gfx942": Variant(large=True), "gfx1100": Variant(aligned=Fals
 # NVIDIA, CDNA and RDNA by turns
 TURNS = ("sm90", "gfx942", "sm80", "gfx1100", "sm100", "gfx90a", "gfx1201", "gfx950")
 CHUNK = 8  # rows that a process takes at a time
-NOTHING = Code(0, 0, 0, 0, 0, {}, {}, 0, 0, (), 0, 0, 0)
+NOTHING = Code(
+    0,
+    registers=0,
+    spills=0,
+    shared=0,
+    resident=0,
+    loads={},
+    stores={},
+    unbounded_loads=0,
+    unbounded_stores=0,
+    matrix=(),
+    instructions=0,
+    swaps=0,
+    narrow_atomics=0,
+)
 
 
 class Row(NamedTuple):

@@ -152,9 +152,9 @@ def _conv_forward_kernel(
         w1 = _weight(weight_ptr, cols, col, 1, WIDTH)
         w2 = _weight(weight_ptr, cols, col, 2, WIDTH)
         w3 = _weight(weight_ptr, cols, col, 3, WIDTH)
-        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH, GATED)
-        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH, GATED)
-        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH, GATED)
+        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH=WIDTH, GATED=GATED)
+        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH=WIDTH, GATED=GATED)
+        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH=WIDTH, GATED=GATED)
         for at in range(first, last, UNROLL):
             for i in tl.static_range(UNROLL):
                 t = tl.cast(at + i, tl.int64)
@@ -283,9 +283,9 @@ def _conv_backward_kernel(
         w1 = _weight(weight_ptr, cols, col, 1, WIDTH)
         w2 = _weight(weight_ptr, cols, col, 2, WIDTH)
         w3 = _weight(weight_ptr, cols, col, 3, WIDTH)
-        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH, GATED)
-        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH, GATED)
-        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH, GATED)
+        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH=WIDTH, GATED=GATED)
+        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH=WIDTH, GATED=GATED)
+        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH=WIDTH, GATED=GATED)
         zeros = tl.zeros([BLOCK], tl.float32)
         p1, p2, p3 = zeros, zeros, zeros
         d0, d1, d2, d3, total = zeros, zeros, zeros, zeros, zeros
@@ -311,9 +311,15 @@ def _conv_backward_kernel(
             mine = tl.where(own, du, 0.0)
             total += mine
             d0 += mine * x0
-            p1, d1, done = _lag(w0 * du, w1, x1, p1, d1, du, mine, reach, reach_ptr, 1, WIDTH)
-            p2, d2, done = _lag(done, w2, x2, p2, d2, du, mine, reach, reach_ptr, 2, WIDTH)
-            p3, d3, done = _lag(done, w3, x3, p3, d3, du, mine, reach, reach_ptr, 3, WIDTH)
+            p1, d1, done = _lag(
+                w0 * du, w1, x1, p1, d1, du, mine, reach, reach_ptr=reach_ptr, LAG=1, WIDTH=WIDTH
+            )
+            p2, d2, done = _lag(
+                done, w2, x2, p2, d2, du, mine, reach, reach_ptr=reach_ptr, LAG=2, WIDTH=WIDTH
+            )
+            p3, d3, done = _lag(
+                done, w3, x3, p3, d3, du, mine, reach, reach_ptr=reach_ptr, LAG=3, WIDTH=WIDTH
+            )
             x3, x2, x1 = x2, x1, x0
             _write(
                 done,
@@ -324,10 +330,10 @@ def _conv_backward_kernel(
                 first,
                 last,
                 x_stride,
-                cols,
-                col,
-                WIDTH,
-                GATED,
+                cols=cols,
+                col=col,
+                WIDTH=WIDTH,
+                GATED=GATED,
             )
         _partial(dweight_ptr, d0, part, cols, col, 0, WIDTH)
         _partial(dweight_ptr, d1, part, cols, col, 1, WIDTH)

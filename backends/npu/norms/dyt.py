@@ -144,9 +144,9 @@ def run_forward(
         _held(bias),
         y,
         x.stride(0),
-        rows,
-        cols,
-        steps,
+        rows=rows,
+        cols=cols,
+        steps=steps,
         BLOCK=block,
     )
 

@@ -399,7 +399,7 @@ def _gradients(
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
     target, strides = dx if dx.numel() else None, (dy_stride, x_stride)
     if k.block < cols:
-        _wide(dy, x, weight, mean, rstd, target, dw, db, strides, rows, k)
+        _wide(dy, x, weight, mean, rstd, target, dw, db, strides=strides, rows=rows, k=k)
     else:
         launch(
             _layer_norm_backward_kernel,

@@ -478,9 +478,9 @@ def backward(
         rstd,
         dx if needs_x else None,
         sum_dtypes,
-        needs_scale,
-        needs_weight,
-        how,
+        needs_scale=needs_scale,
+        needs_weight=needs_weight,
+        how=how,
     )
     dscale = sums.pop(0).view(scale.shape) if needs_scale else scale.new_empty(0)
     dshift = sums.pop(0).view(scale.shape) if needs_shift else x.new_empty(0, dtype=shift_dtype)

@@ -217,11 +217,11 @@ class DeferredLogits:
             hidden,
             self.settings,
             self.raw_dtype,
-            grad,
-            self.guard,
-            dtype,
-            steps,
-            self.scales,
+            grad=grad,
+            guard=self.guard,
+            dtype=dtype,
+            steps=steps,
+            scales=self.scales,
         )
 
     def run(self, job: Job, hidden: Tensor) -> Any:
