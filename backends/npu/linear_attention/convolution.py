@@ -383,7 +383,7 @@ def reach_of(ids: Optional[Tensor], width: int) -> Optional[Tensor]:
 
 
 class Arguments(NamedTuple):
-    """What the kernels read beside x, as they take it."""
+    """What the kernels read in addition to x, in the form that they take."""
 
     weight: Tensor
     bias: Optional[Tensor]
@@ -399,7 +399,7 @@ class Arguments(NamedTuple):
 def arguments(
     weight: Tensor, bias: Optional[Tensor], state: Optional[Tensor], ids: Optional[Tensor]
 ) -> Arguments:
-    """What the kernels read beside x, as they take it."""
+    """What the kernels read in addition to x, in the form that they take."""
     bias, state = (None if t is None else t.contiguous() for t in (bias, state))
     return Arguments(weight.t().contiguous(), bias, state, reach_of(ids, weight.shape[1]))
 

@@ -896,7 +896,7 @@ def forward(
     validate: bool,
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss and wanted outputs, then both parts of ``lse`` and the denominators of the mean."""
+    """Loss and requested outputs, then both parts of ``lse`` and the denominators of the mean."""
     count, cols = logits.shape
     check_targets(target, cols, ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)

@@ -232,7 +232,8 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 def _exchanges(c: Call, k: BackwardConfig) -> int:
     """How often threads halve the states whose sums over channels they hold (``_put_sums``).
 
-    Each of a warp's threads has one channel, and as many states as threads beside it leave.
+    Each of a warp's threads has one channel, and as many states as are left by the
+    other threads of that channel.
     """
     warps = max(1, device_info(c.u.device).warp_size // k.block)
     held = power_of_2(c.B.shape[2]) // warps

@@ -380,7 +380,7 @@ def _gradients(
     needs_weight: bool,
     sum_dtypes: list[torch.dtype],
 ) -> list[Tensor]:
-    """Fill dx, if it has elements; sum the gradients of weight and bias in the dtypes wanted."""
+    """Fill dx, if it has elements; sum the gradients of weight and bias in the required dtypes."""
     (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
     mean, rstd = mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()

@@ -500,7 +500,7 @@ def _launch(
     needs_weight: bool,
     how: tuple[object, ...],
 ) -> tuple[list[Tensor], Optional[Tensor]]:
-    """Fill dx; the sums of scale and shift in the dtypes wanted; partial sums of the weight's."""
+    """Fill dx; the sums of scale and shift in the required dtypes; partial sums of the weight's."""
     dy, x, rstd, scale = as_rows(dy), as_rows(x), rstd.contiguous(), scale.contiguous()
     weight = None if weight is None else weight.contiguous()
     (rows, cols), count = x.shape, scale.numel() // x.shape[1]

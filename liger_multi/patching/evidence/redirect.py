@@ -4,7 +4,7 @@ A modeling file calls its rotary function by a global name, from methods that al
 Three ways to change that were weighed:
 
 * Put another function under that name. It acts on the whole process: models that are not patched,
-  other threads and copies have to be told apart at every call, and users counted, which garbage
+  other threads and copies have to be distinguished at every call, and users counted, which garbage
   collection and unpickling make hard to keep right.
 * Copy the method with globals of its own. What the module defines or replaces later would not reach
   the copy, and Dynamo, which guards globals in the module that ``__name__`` names, would guard the

@@ -292,7 +292,7 @@ def _gate(x: Tensor, spec: ExpertsKind) -> Tensor:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
+    """Whether the inputs of a layer stand before its outputs; without a flag, the shapes decide."""
     is_transposed = getattr(module, "is_transposed", None)
     if is_transposed is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
         first, second = (_shapes(module)[name] for name in WEIGHTS[True])

@@ -286,7 +286,7 @@ class Running:
         loss: From outputs and batch to the loss of a run; None for the model's own.
         backward: Whether to compute gradients.
         per_sequence: Whether either side splits the batch.
-        said: What is told of progress.
+        said: Receives messages about progress.
     """
 
     def __init__(
