@@ -42,7 +42,7 @@ endif
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SUITE := $(TEST_ENV) $(RUN) -m ci.suite --npu-venv $(NPU_VENV) --workers $(WORKERS) $(PART:%=--part %) $(RESULTS:%=--results %)
 DEVICE := $(filter-out cpu,$(BACKEND))
-FAST := tests/tools/test_harness.py tests/tools/test_layering.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py
+FAST := tests/tools/test_harness.py tests/tools/test_ci_files.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py
 BUILD := $(PYTHON) -m ci.venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --constraint "$(CONSTRAINT)"
 
 help:  ## this list

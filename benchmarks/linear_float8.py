@@ -162,8 +162,7 @@ def mlp(place: Place) -> Iterator[Row]:
 
             def by_layers(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
                 first, rows = ops.linear_float8_with_codes(x, gate)
-                second = ops.linear_float8(x, up, quantized=rows)
-                y, codes = ops.swiglu_quantized(first, second)
+                y, codes = ops.swiglu_quantized(first, ops.linear_float8(x, up, quantized=rows))
                 assert y is not None
                 return ops.linear_float8(y, down, quantized=codes)
 
@@ -283,8 +282,7 @@ def layer(place: Place) -> Iterator[Row]:
     hidden = place.normal(*ids.shape, model.config.hidden_size).requires_grad_()
     model.model.layers = model.model.layers[:1]
     block = model.model.layers[0]
-    positions = torch.arange(ids.shape[1], device=place.device)[None]
-    angles = model.model.rotary_emb(hidden, positions)
+    angles = model.model.rotary_emb(hidden, torch.arange(ids.shape[1], device=place.device)[None])
 
     def once() -> None:
         out = block(hidden, position_embeddings=angles)

@@ -255,8 +255,7 @@ def torch_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
     """The same in eager PyTorch."""
-    ratio = (_rows(hidden, weight, target) - old).sum(-1)
-    chosen, rejected = ratio.chunk(2)
+    chosen, rejected = (_rows(hidden, weight, target) - old).sum(-1).chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 

@@ -765,11 +765,10 @@ def time_models(
     longest = max(runs, key=lambda run: run.tokens)
     trained = [Trained(name, longest, device) for name in variants]
     for run in runs:
-        for _ in range(3 + steps):
-            for one in trained:
-                ids = torch.randint(500, (run.batch, run.tokens), device=device)
-                wait()
-                one.step(ids, wait)
+        for _, one in itertools.product(range(3 + steps), trained):
+            ids = torch.randint(500, (run.batch, run.tokens), device=device)
+            wait()
+            one.step(ids, wait)
         for one in trained:
             del one.times[:3]
             sys.stdout.write(one.line(run) + "\n")

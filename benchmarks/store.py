@@ -418,8 +418,7 @@ def findings(old: Mapping[Key, Row], new: Mapping[Key, Row]) -> Iterator[tuple[b
         before, after = old[key], new[key]
         name = f"{key[0]} {key[1]}"
         ratio, limit = slowdown(before, after), 1 + MARGIN + 2 * (spread(before) + spread(after))
-        text = f"{name}: time x {ratio:.3f} (limit {limit:.3f})"
-        yield ratio > limit, text
+        yield ratio > limit, f"{name}: time x {ratio:.3f} (limit {limit:.3f})"
         grown = after["extra_bytes"] - before["extra_bytes"]
         yield (
             grown > MEMORY_MARGIN + 0.01 * abs(before["extra_bytes"]),

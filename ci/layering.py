@@ -1,7 +1,7 @@
 """Who may import whom, how long functions may be, what is explained: ``python -m ci.layering``.
 
 Reads the sources as syntax trees and imports nothing. A rule is a function from a file (and the
-tree of all files) to lines with texts; ``RULES`` names them. ``tests/tools/test_layering.py``
+tree of all files) to lines with texts; ``RULES`` names them. ``tests/tools/test_ci_files.py``
 plants a violation of each.
 """
 

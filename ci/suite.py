@@ -25,8 +25,6 @@ from ci.npu import environment
 INTERPRETED = (
     "tests/ops/test_ops.py",
     "tests/ops/test_isolation.py",
-    "tests/kernels/test_gemm_by_rows.py",
-    "tests/kernels/test_sparse_kernels.py",
     *sorted(path.as_posix() for path in Path("tests").glob("*/test_triton*.py")),
 )
 COMPILED = "tests/kernels/test_static.py"

@@ -389,6 +389,21 @@ current_autograd_node = bind(
     lost="a profile of backward names no modules",
 )
 
+_keeps_graph = bind(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    serves="gradients that overwrite what forward saved, where no second backward can read it",
+    instead=lambda: True,
+)
+
+
+def may_overwrite() -> bool:
+    """Whether a backward pass runs whose operators may overwrite, and return, what forward saved.
+
+    A graph that is retained reads it again, and a compiled graph plans its memory by itself.
+    """
+    compiled = type(current_autograd_node()).__name__ == "CompiledFunctionBackward"
+    return not compiled and not _keeps_graph()
+
 
 def _run_backward(tensors: Any, grads: Any, *_: Any, **__: Any) -> None:
     torch.autograd.backward(tensors, grads)

@@ -73,10 +73,8 @@ class Batch:
         for node, is_root in self._nodes():
             if is_root:
                 counts.append([])
-            elif node.segment < 0:
-                counts[-1].append(0)
             else:
-                counts[-1].append(self.tree.lengths[node.segment] - (node.parent < 0))
+                counts[-1].append(max(0, node.length - (node.before < 0)))
         return counts
 
     def _nodes(self) -> Iterator[tuple[Node, bool]]:
@@ -154,13 +152,15 @@ def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None)
     tokens = [token for root in roots for part in root.each() for token in part.tokens]
     ids = torch.tensor([*tokens, *[0] * (total - count)], device=device)
     places = []
-    for number, node in enumerate(nodes):
-        if node.segment < 0 or (number == 0 or nodes[number - 1].root != node.root):
+    targets = []
+    for before, node in itertools.pairwise(nodes):
+        if not node.length or before.root != node.root:
             continue
-        start, parent = tree.starts[node.segment], node.parent
-        if parent >= 0:
-            places.append(torch.tensor([tree.starts[parent] + tree.lengths[parent] - 1]))
-        places.append(torch.arange(start, start + tree.lengths[node.segment] - 1))
+        end = node.start + node.length
+        if node.before >= 0:
+            places.append(torch.tensor([node.before]))
+        places.append(torch.arange(node.start, end - 1))
+        targets.append(ids[node.start + (node.before < 0) : end])
     sources = torch.cat([torch.zeros(0, dtype=torch.int64), *places]).to(ids.device)
     inputs = {
         "input_ids": ids[None],
@@ -168,17 +168,7 @@ def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None)
         "attention_mask": tree.visible(ids.device).to(torch.int64)[None],
         "use_cache": False,
     }
-    return Batch(inputs, tree, tuple(nodes), sources, _targets(ids, tree, nodes))
-
-
-def _targets(ids: Tensor, tree: Tree, nodes: Sequence[Node]) -> Tensor:
-    """The tokens of all branches, without those that nothing precedes."""
-    parts = [ids[:0]]
-    for before, node in itertools.pairwise(nodes):
-        if node.segment >= 0 and before.root == node.root:
-            start = tree.starts[node.segment]
-            parts.append(ids[start + (node.parent < 0) : start + tree.lengths[node.segment]])
-    return torch.cat(parts)
+    return Batch(inputs, tree, tuple(nodes), sources, torch.cat([ids[:0], *targets]))
 
 
 def _positive(name: str, value: object) -> int:
@@ -376,18 +366,16 @@ def _common(one: list[int], other: list[int]) -> int:
 def _places(batch: Batch, roots: list[_Grown], columns: list[list[int]], ids: Tensor) -> Tensor:
     """The number among the predicted tokens of every token of the rows; -1 where it has none."""
     places = torch.full(ids.shape, -1)
-    paths: dict[int, list[int]] = {}  # by segment, of predicted tokens; -1 for others
+    paths: dict[int, list[int]] = {-1: []}  # by last place, of predicted tokens; -1 for others
     count = 0
     parts = [part for root in roots for part in root.each()]
     for (node, is_root), part in zip(batch._nodes(), parts, strict=True):
-        path = list(paths.get(node.parent, []))
-        if node.segment >= 0:
-            length = batch.tree.lengths[node.segment]
-            first = -1 if is_root else count
-            unpredicted = length if is_root else int(node.parent < 0)
-            path += [-1] * unpredicted + list(range(first, first + length - unpredicted))
-            count += length - unpredicted
-            paths[node.segment] = path
+        path = paths[node.before]
+        if node.length:
+            unpredicted = node.length if is_root else int(node.before < 0)
+            following = range(count, count + node.length - unpredicted)
+            paths[node.last] = path = [*path, *[-1] * unpredicted, *following]
+            count += len(following)
         if part.row >= 0:
             places[part.row, columns[part.row]] = torch.tensor(path, dtype=torch.int64)
     return places.to(ids.device)

@@ -40,8 +40,23 @@ def assert_same_loss(
     actual = torch.autograd.grad(ours, mine, retain_graph=True)
     exact = torch.autograd.grad(expected, theirs, retain_graph=True)
     assert excess(ours.detach(), expected.detach(), dtype) <= 1
+    assert_within(actual, exact, dtype)
+
+
+def assert_within(
+    actual: Iterable[torch.Tensor],
+    exact: Iterable[torch.Tensor],
+    dtype: torch.dtype,
+    bound: float = 1,
+) -> None:
+    """Tensors in order, no further from exact ones than ``bound`` tolerances of a dtype."""
     for x, y in zip(actual, exact, strict=True):
-        assert excess(x, y, dtype) <= 1
+        assert excess(x.detach(), y.detach(), dtype) <= bound
+
+
+def assert_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """Tensors in order, equal in every element, shape and dtype."""
+    torch.testing.assert_close([*actual], [*expected], rtol=0, atol=0)
 
 
 def largest(tensor: torch.Tensor) -> float:

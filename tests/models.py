@@ -149,12 +149,21 @@ ARCHITECTURES = {
     ),
 }
 KINDS = tuple(ARCHITECTURES)
+HEADLESS = {"fused_linear_cross_entropy": False}
 
 
 def build(
-    model_type: str = "llama", *, tied: bool | None = None, seed: int = 0, **config: Any
+    model_type: str = "llama",
+    *,
+    tied: bool | None = None,
+    seed: int = 0,
+    patching: dict[str, Any] | None = None,
+    **config: Any,
 ) -> Any:
-    """A model of two layers with random weights; norm weights are not ones."""
+    """A model of two layers with random weights; norm weights are not ones.
+
+    It is patched with the options ``patching``, or is not where None.
+    """
     known = ARCHITECTURES[model_type]
     defaults = {
         "vocab_size": VOCABULARY,
@@ -183,7 +192,25 @@ def build(
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(3)
+    if patching is not None:
+        patch(model, **patching)
     return model.train()
+
+
+def patched_copy(stock: Any, **options: Any) -> Any:
+    """An equal model, patched."""
+    ours = copy.deepcopy(stock)
+    patch(ours, **options)
+    return ours
+
+
+def redrawn(model: Any, std: float = 0.2) -> Any:
+    """The model with larger weights: as it is made, its tokens and layers hardly see each other."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=std)
+    return model
 
 
 def pair(
@@ -196,10 +223,7 @@ def pair(
 ) -> tuple[Any, Any]:
     """Two equal models; the second one is patched with these options, or is not where None."""
     stock = build(model_type, **config).to(device=device, dtype=dtype)
-    ours = copy.deepcopy(stock)
-    if patching is not None:
-        patch(ours, **patching)
-    return stock, ours
+    return stock, copy.deepcopy(stock) if patching is None else patched_copy(stock, **patching)
 
 
 def batch(

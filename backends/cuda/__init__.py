@@ -40,11 +40,14 @@ def _device_info(device: torch.device) -> DeviceInfo:
     return DeviceInfo("cuda", arch, 32, 1024, shared, cores)
 
 
+DRIVER = Path("/proc/driver/nvidia/version")
+MODULE = r"Kernel Module(?: for \S+)?\s+([\d.]+)"  # the open module names a machine before it
+
+
 def _describe() -> dict[str, str]:
     facts = {"CUDA of PyTorch": torch.version.cuda or "none"}
-    driver = Path("/proc/driver/nvidia/version")
-    if driver.exists():
-        facts["driver"] = _number(r"Module\s+([\d.]+)", driver.read_text(encoding="utf-8"))
+    if DRIVER.exists():
+        facts["driver"] = _number(MODULE, DRIVER.read_text(encoding="utf-8"))
     spec = importlib.util.find_spec("triton")
     for folder in spec.submodule_search_locations or () if spec else ():
         tool = Path(folder) / "backends" / "nvidia" / "bin" / "ptxas"

@@ -21,8 +21,9 @@ from liger_multi._torch_private import (
     flash_attention_backward,
 )
 from liger_multi.backends.triton.attention import attention as kernels
+from liger_multi.backends.triton.attention import blocks
 from liger_multi.dispatch.bitwise import bitwise, promise
-from liger_multi.reference.attention.attention import unless_causal
+from liger_multi.reference.attention.attention import blocks_of, unless_causal
 from liger_multi.reference.common.strict import ordered_attention, strict
 
 __all__ = ["BITWISE", "ORDERED", "ROUTES", "backward", "forward", "route", "supports"]
@@ -74,7 +75,7 @@ def route(
     plain = ranges is None and softcap == 0.0 and square and q.shape[3] == v.shape[3]
     if not plain or q.shape[3] % 8 or q.dtype not in (torch.bfloat16, torch.float16):
         return "triton"
-    if not (q.numel() and k.numel()):
+    if not (q.numel() and k.numel()) or q.shape[2] == k.shape[2] == 1:  # cuDNN refuses one token
         return "triton"
     major = torch.cuda.get_device_capability(q.device)[0]
     routes = ORDERED if backward and strict() else ROUTES
@@ -91,6 +92,23 @@ def supports(
     if max(q.shape[3], v.shape[3]) <= 256 and route(q, k, v, ranges, causal, softcap) != "triton":
         return None
     return kernels.supports(q, v)
+
+
+RECURRING = 64
+"""Multiples of so many tokens: sizes that recur. cuDNN makes a plan for every other size."""
+
+
+def _recurs(q: Tensor, k: Tensor) -> bool:
+    return q.shape[2] % RECURRING == 0 and k.shape[2] % RECURRING == 0
+
+
+def _forward_block(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Of a block of a tree, whose sizes may be new in every batch."""
+    return (forward if _recurs(q, k) else kernels.forward)(q, k, *rest)
+
+
+def _backward_block(dy: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
+    return (backward if _recurs(q, k) else kernels.backward)(dy, q, k, *rest)
 
 
 def _with_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,6 +141,9 @@ def forward(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of FlashAttention or cuDNN, corrected for sinks; or those of Triton."""
+    parts = None if len(q) != 1 else blocks_of(ranges)
+    if parts is not None:
+        return blocks.forward(_forward_block, q, k, v, sinks, parts, scale, softcap)
     by = route(q, k, v, ranges, causal, softcap)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
@@ -154,6 +175,11 @@ def backward(
     needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of FlashAttention or cuDNN, from the lse that includes the sinks; or Triton's."""
+    parts = None if len(q) != 1 else blocks_of(ranges)
+    if parts is not None:
+        needs = (needs_q, needs_k, needs_v, needs_sinks)
+        options = (scale, softcap)
+        return blocks.backward(_backward_block, dy, q, k, v, sinks, parts, y, lse, options, needs)
     by = route(q, k, v, ranges, causal, softcap, backward=True)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":

@@ -480,8 +480,7 @@ def headline() -> str:
             add([data for data, _ in some], name, by_provider, "longest", "tokens")
             for place, who in enumerate(EAGER, 1):
                 lines[-1][place] += from_elsewhere(some, who)
-    heads = ["bf16, fused AdamW", *PEOPLE.values()]
-    return block(runs, heads, lines)
+    return block(runs, ["bf16, fused AdamW", *PEOPLE.values()], lines)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -132,8 +132,7 @@ def block(name: str) -> str:
     }
     for card, run in newest.items():
         said = f"{card}, {run['date'][:10]}, commit {run['commit']}:"
-        lines = tables.table(known.heads, rows(known, run["rows"]))
-        parts.append("\n".join([said, "", *lines]))
+        parts.append("\n".join([said, "", *tables.table(known.heads, rows(known, run["rows"]))]))
     return "\n\n".join(parts)
 
 

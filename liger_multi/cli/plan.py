@@ -25,12 +25,24 @@ from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.cost import DEFAULT_HOST_MEMORY
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
-from liger_multi.memory.sizes import SIZES, Source, beyond, config_of, positions_of
+from liger_multi.memory.sizes import SIZES, Source, beyond, positions_of
+from liger_multi.ops.dequantize import FORMATS
 
 MODEL = (
     "a config.json or other JSON file of one, a folder of one, a name on the Hugging Face hub, or "
     + ", ".join(SIZES)
 )
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=FORMATS,
+        help="a frozen base in 4 bits, with LoRA on its linear layers and experts; mxfp4: experts "
+        "only, where the model has some (default: weights in full, trained)",
+    )
+    parser.add_argument("--rank", type=int, default=16, help="of LoRA, with --weights")
+
 
 # --- estimate ---
 
@@ -42,6 +54,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=MODEL,
     )
+    _add_weights(parser)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a device and step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of each")
     names = [short_name(name) for name in DTYPES]
@@ -84,9 +97,10 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     with checking.simulated("estimate", arguments.model), progress("estimate") as said:
         said(f"reading {arguments.model}")
         with _without_collections():
-            config = config_of(arguments.model)
+            source = Source(arguments.model, arguments.weights, arguments.rank)()
+            config = getattr(source, "config", source)
             said(f"simulating {arguments.batch} x {arguments.sequence} tokens")
-            result = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**setup))
+            result = estimate(source, arguments.batch, arguments.sequence, TrainingSetup(**setup))
     fits = setup["capacity"] is None or result.peak_bytes <= setup["capacity"]
     note = beyond(positions_of(config), arguments.sequence)
     if arguments.json:
@@ -119,6 +133,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"24GiB (or 24GB, of 10**9 bytes each), or one of {names}, or h200:24GiB",
     )
+    _add_weights(parser)
     parser.add_argument("--gpus", type=int, default=1, help="devices of one host")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument(
@@ -204,7 +219,7 @@ def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Trainin
     if space is not None and arguments.precision:
         space = replace(space, precisions=tuple(arguments.precision))
     return plan(
-        Source(arguments.model),
+        Source(arguments.model, arguments.weights, arguments.rank),
         arguments.gpu,
         arguments.gpus,
         arguments.batch,

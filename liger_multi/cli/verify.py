@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -25,7 +26,7 @@ from liger_multi.testing.verify import cases, quarantine, report
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import Result, Runner
 
-MOST_JOBS = 8
+MOST_JOBS = 16
 LIMITS = {"cpu": 120.0}  # seconds of a case; a device compiles, but is fast
 LIMIT = 60.0
 
@@ -146,18 +147,14 @@ def verify(
 
 
 def _entries(device: torch.device, results: list[Result]) -> list[tuple[Target, list[Case]]]:
-    """A case for every entry of the launch table that a right case asked for the kernel of."""
+    """A case for every entry of the launch table that a right case can run with."""
     by_target: dict[tuple[Target, str], list[Case]] = {}
-    for key, count in cases.entries(device).items():
-        asking = [r for r in results if key in r.keys and r.verdict == "right"]
-        asking.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
-        for result in asking[:1]:
-            case = result.case
-            more = [
-                Case(case.op, case.backend, case.sample, case.dtype, case.check, (key, number))
-                for number in range(count)
-            ]
-            by_target.setdefault((result.target, case.op), []).extend(more)
+    for entry in cases.entries(device):
+        able = [r for r in results if entry in r.entries and r.verdict == "right"]
+        able.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
+        for result in able[:1]:
+            case = dataclasses.replace(result.case, entry=entry)
+            by_target.setdefault((result.target, case.op), []).append(case)
     return [(target, several) for (target, _), several in by_target.items()]
 
 

@@ -105,7 +105,6 @@ class RMSNorm(_Layer):
     """Every norm that is marked by this name, each with its own places of rounding."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The operator, or what the module does by itself."""
         return _normed(self, hidden_states)
 
 
@@ -113,7 +112,6 @@ class RMSNormGated(_Layer):
     """Norms of linear attention and state space layers, with the gate behind or before them."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """The operator, or what the module does by itself."""
         return _normed(self, hidden_states, gate)
 
 
@@ -121,7 +119,6 @@ class GatedMLP(_Layer):
     """Gated MLPs; transformers marks none, ``kernels.replace_kernel_forward_from_hub`` does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The operator, or what the module does by itself."""
         settings = _settled(self, _mlp)
         if settings is None or not mlp.serves(self, settings):
             return type(self).forward(self, x)
@@ -134,7 +131,6 @@ class RotaryPosEmb(_Layer):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """The operator, or what the function does by itself."""
         rotate = _settled(self, _rotary)
         if rotate is None:
             rotated: Any = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
@@ -147,7 +143,6 @@ class MoeMLP(_Layer):
     """Router and experts: the experts are those of the operator from the first call on."""
 
     def forward(self, hidden_states: Tensor) -> Any:
-        """The module's own forward around our experts."""
         _settled(self, _experts)
         return type(self).forward(self, hidden_states)
 
@@ -156,7 +151,6 @@ class GeluTanh(_Layer):
     """The tanh form of GELU in one pass."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Activate."""
         return F.gelu(input, approximate="tanh")
 
 
@@ -164,7 +158,6 @@ class QuickGELU(_Layer):
     """``x sigmoid(1.702 x)`` in one pass and a product."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Activate."""
         return F.silu(1.702 * input) / 1.702
 
 
@@ -244,7 +237,6 @@ class Layer:
         self.layer_name = layer_name
 
     def load(self) -> type[nn.Module]:
-        """The class."""
         return LAYERS[self.layer_name]
 
     def __eq__(self, other: object) -> bool:

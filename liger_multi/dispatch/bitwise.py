@@ -124,6 +124,7 @@ class Bitwise:
         trailing: Axes of the first of them that belong to one row, all others count rows; where
             None, one axis alone counts them (a sequence is one row then).
         reference: How the reference has independent rows: a key of :data:`REFERENCES`.
+        cached: Arguments that only save work, without rows: flags, and tensors that may be empty.
     """
 
     forward: Promise = Promise()
@@ -131,6 +132,7 @@ class Bitwise:
     batched: Mapping[str, int] = field(default_factory=dict)
     trailing: int | None = None
     reference: str = "row by row"
+    cached: frozenset[str] = frozenset()
 
     def axis(self, name: str) -> int | None:
         """The axis of rows of a tensor or gradient; None where it has none."""
@@ -147,6 +149,7 @@ def bitwise(
     *,
     backward: Promise | None = None,
     reference: str = "row by row",
+    cached: str = "",
 ) -> Bitwise:
     """The record of a contract; backward promises what forward does unless it is given.
 
@@ -156,12 +159,14 @@ def bitwise(
         trailing: Axes of a row, where all leading axes count rows.
         backward: The promise of backward.
         reference: How the reference has independent rows.
+        cached: Names of arguments that only save work, and that other rows go without.
     """
     if reference not in REFERENCES:
         raise ContractError(unknown("way of the reference", reference, REFERENCES))
     named = [(*name.split(":"), "0")[:2] for name in batched.split()]
     axes = {name: int(axis) for name, axis in named}
-    return Bitwise(both, both if backward is None else backward, axes, trailing, reference)
+    names = frozenset(cached.split())
+    return Bitwise(both, both if backward is None else backward, axes, trailing, reference, names)
 
 
 def promised(name: str, prim: Primitive) -> Promise:
@@ -247,6 +252,15 @@ def _is_aligned(x: Tensor) -> bool:
     return is_dense or not any(s != 1 and s * x.element_size() % ALIGNED for s in x.stride())
 
 
+def without_cache(prim: Primitive, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments without what only saves work, and belongs to all rows of the call."""
+    cached = prim.op.bitwise.cached
+    return tuple(
+        a if name not in cached else a[:0] if isinstance(a, Tensor) else False
+        for name, a in zip(prim.params, args, strict=True)
+    )
+
+
 def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on all rows, then row by row, and put the results of rows together.
 
@@ -264,6 +278,7 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
             args[i].copy_(fresh[i])
         return result
     outs = several(result)
+    args = without_cache(prim, args)
     flat = [rows.flat(n, t) for n, t in zip(prim.params, args, strict=True)]
     parts = []
     for row in range(rows.count):

@@ -27,7 +27,7 @@ Config = TypeVar("Config")
 INTERPRETER = DeviceInfo("interpreter", "cpu", 32, 1024, 65536, 2)
 _simulated: list[DeviceInfo] = []
 _forced: list[Mapping[str, Any]] = []
-_observers: list[list[str]] = []
+_observers: list[set[tuple[str, int]]] = []
 any_rows: ContextVar[bool] = ContextVar("liger_multi_any_rows", default=False)
 """Whether entries that hold for some numbers of rows are left out: they order a row's sums."""
 
@@ -43,9 +43,16 @@ def simulate(info: DeviceInfo) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forced(entries: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
-    """Launch tables that have these numbers for every shape, by kernel, and nothing else."""
-    _forced.append({k: ({"when": {}, "config": dict(v)},) for k, v in entries.items()})
+def forced(
+    entries: Mapping[str, Mapping[str, int]], when: Mapping[str, tuple[int, int]] | None = None
+) -> Iterator[None]:
+    """Launch tables that have these numbers, by kernel, and nothing else.
+
+    Args:
+        entries: Fields of the launch configuration by key of the table.
+        when: Bounds of the shapes that get them; every shape gets them by default.
+    """
+    _forced.append({k: ({"when": when or {}, "config": dict(v)},) for k, v in entries.items()})
     _found.clear()
     try:
         yield
@@ -55,15 +62,31 @@ def forced(entries: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def observed() -> Iterator[list[str]]:
-    """Collect the names of kernels that ask for launch configurations within a block."""
-    names: list[str] = []
-    _observers.append(names)
+def observed() -> Iterator[set[tuple[str, int]]]:
+    """Collect the entries of the launch table, by key and number, whose kernels start in a block.
+
+    An entry counts although its bounds leave the sizes out: see :func:`variant_of`.
+    """
+    entries: set[tuple[str, int]] = set()
+    _observers.append(entries)
     _found.clear()
     try:
-        yield names
+        yield entries
     finally:
-        _observers.remove(names)
+        _observers.remove(entries)
+
+
+def variant_of(entry: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The axes that an entry wants one value of: the variant of the kernel that it is for.
+
+    Such an axis is the size of an element, or a flag. With sizes beyond its bounds an entry is
+    slower, but right; another variant may not even compile with it.
+    """
+    return {axis: bounds for axis, bounds in entry["when"].items() if bounds[0] == bounds[1]}
+
+
+def _holds(when: Mapping[str, Any], shape: Mapping[str, int]) -> bool:
+    return all(low <= shape[axis] <= high for axis, (low, high) in when.items())
 
 
 def device_info(device: torch.device) -> DeviceInfo:
@@ -128,8 +151,9 @@ def launch_config(
 
 
 def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
-    for names in _observers:
-        names.append(name)
+    for reached in _observers:
+        entries = enumerate(table_of(info).get(name, ()))
+        reached.update((name, i) for i, e in entries if _holds(variant_of(e), _known(info, shape)))
     config = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
     warps = getattr(config, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
@@ -137,14 +161,19 @@ def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dic
     return config
 
 
+def _known(info: DeviceInfo, shape: Mapping[str, int]) -> dict[str, int]:
+    """What entries may bound."""
+    return {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
+
+
 def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     """What a device's launch table says of kernel ``name`` and a shape; empty for the formula."""
-    known = {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
+    known = _known(info, shape)
     entries = _forced[-1] if _forced else table_of(info)
     for entry in entries.get(name, ()):
         if any_rows.get() and "rows" in entry["when"]:
             continue
-        if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
+        if _holds(entry["when"], known):
             fields: dict[str, int] = entry["config"]
             return fields
     return {}

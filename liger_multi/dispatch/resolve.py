@@ -266,6 +266,17 @@ def by_rows() -> bool:
     return mode_in_force() == "rows"
 
 
+def inside_operator() -> bool:
+    """Whether a function of a backend runs here and now, under a setting of the switch.
+
+    Graphs do not ask: what they trace of an operator is not within a block of a caller.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    strict = importlib.import_module("liger_multi.reference.common.strict")
+    return bool(strict.strict())
+
+
 @constant_in_graphs
 def automatic(op: str) -> bool:
     """Whether its reference may be traced: nobody pinned a backend."""

@@ -9,13 +9,26 @@ that the numbers of one weight exist at a time. All others get numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
+assumed_memory: ContextVar[int] = ContextVar("liger_multi_assumed_memory", default=0)
+"""Bytes of the device that tensors without memory stand for; 0: plenty."""
+
 
 class StoredWeight(Tensor):
     """A weight in another form; :meth:`dequantized` has its numbers."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored."""
+        raise NotImplementedError
+
+    def pieces(self) -> Sequence[StoredWeight]:
+        """Parts by rows, whose numbers an operator has in memory one after the other."""
+        raise NotImplementedError
 
     def dequantized(self) -> Tensor:
         """The numbers, in memory of their own."""

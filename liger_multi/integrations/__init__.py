@@ -10,7 +10,7 @@ from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
-    from liger_multi.integrations.mxfp4 import load_mxfp4, merge_mxfp4
+    from liger_multi.integrations.mxfp4 import dequantize_weights, load_mxfp4, merge_mxfp4
     from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
     from liger_multi.integrations.trainer import TrainerCallback
 
@@ -18,6 +18,7 @@ __all__ = [
     "LightningCallback",
     "SharedPrefixes",
     "TrainerCallback",
+    "dequantize_weights",
     "load_mxfp4",
     "merge_mxfp4",
     "share_prefixes",
@@ -26,6 +27,7 @@ _HOMES = {
     "LightningCallback": "lightning",
     "SharedPrefixes": "prefixes",
     "TrainerCallback": "trainer",
+    "dequantize_weights": "mxfp4",
     "load_mxfp4": "mxfp4",
     "merge_mxfp4": "mxfp4",
     "share_prefixes": "prefixes",

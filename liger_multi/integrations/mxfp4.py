@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from liger_multi.errors import PatchError
 from liger_multi.ops import QuantizedWeight
+from liger_multi.patching.attention.interface import NAME, register_attention
 
 _PARTS = ("_blocks", "_scales")
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,27 +30,37 @@ def load_mxfp4(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    attn_implementation: str = "liger_multi",
 ) -> Any:
     """A causal language model whose experts stay in MXFP4; everything else is in ``dtype``.
 
     The model trains with LoRA after :func:`liger_multi.patch`; ``save_pretrained`` writes blocks
     and scales again. Nothing of the experts exists in 16 bits while it loads.
 
+    transformers has no SDPA for attention with sinks: gpt-oss would run ``"eager"``, which
+    materializes several tensors of heads x queries x keys. So the default is the attention
+    of this library, which this function registers.
+
     Args:
         model_dir: A folder with ``config.json`` and safetensors, such as a snapshot of
             ``openai/gpt-oss-20b``.
         dtype: Of all other weights, and of results.
         device: Where the model goes.
+        attn_implementation: Of transformers; ``"eager"`` for its own.
 
     Raises:
         PatchError: The checkpoint holds no MXFP4, or lacks a tensor.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    if attn_implementation == NAME:
+        register_attention()
     folder = Path(model_dir)
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
     packed: dict[str, dict[str, Tensor]] = {}
     filled = set()
     for name, tensor in _tensors(folder, device):
@@ -130,6 +141,26 @@ def _as_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
             del state[f"{prefix}{name}"]
             blocks = weight.codes.unflatten(-1, (-1, 16))
             state |= {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": weight.scales}
+
+
+def dequantize_weights(model: nn.Module) -> int:
+    """Replace frozen weights in 4 bits with their numbers, so that PEFT can merge into them.
+
+    Args:
+        model: Changed in place; patched or not.
+
+    Returns:
+        The number of weights.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, QuantizedWeight):
+                if id(weight) not in replaced:
+                    numbers = weight.dequantized().contiguous()
+                    replaced[id(weight)] = nn.Parameter(numbers, requires_grad=False)
+                module._parameters[name] = replaced[id(weight)]
+    return len(replaced)
 
 
 class MergeError(NamedTuple):

@@ -255,6 +255,7 @@ def chunk_pass(
         dtype,
         compact,
         validate,
+        _,
         outputs,
     ) = args
     check_targets(target, weight.shape[0], ignore_index, validate)

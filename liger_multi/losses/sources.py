@@ -37,7 +37,7 @@ from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_kinds, counted, kinds_of
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, named, op, prepared
 from liger_multi.parameters import Job, dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
@@ -178,15 +178,11 @@ def kept_tokens(
     tensors: tuple[Tensor | None, ...], args: tuple[Any, ...], target: Tensor, keep: int | str
 ) -> LogProbOutput | None:
     """Statistics of tokens with gradients; None where too few of their logits can be kept."""
-    from liger_multi.reference.common.chunking import is_whole, whole_steps
+    from liger_multi.reference.common.chunking import whole_steps
 
     hidden, weight, size = args[0], args[1], (args[10] or args[0].dtype).itemsize
-    rows, width = hidden.shape
-    if keep == "auto":
-        fit = rows if is_whole(rows, width, weight.shape[0], size, args[7], args[8]) else 0
-    else:
-        limit = parse_bytes(keep, "keep of Head") if isinstance(keep, str) else keep
-        fit = min(rows, whole_steps(limit // max(1, weight.shape[0] * size)))
+    rows, limit = hidden.shape[0], parse_bytes(keep, "keep of Head")
+    fit = min(rows, whole_steps(limit // max(1, weight.shape[0] * size)))
     if fit * LEAST_SHARE < rows:
         return None
     kernels = row_kernels(tensors, args)
@@ -497,28 +493,14 @@ def tokens(
         )
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
-        if typed_source.keep and torch.is_grad_enabled():
-            args = prepared(
-                hidden,
-                weight,
-                target,
-                bias,
-                ignore_index=ignore_index,
-                outputs=outputs,
-                **typed_source.options(),
-            )
-            output = kept_tokens((hidden, weight, bias), args, target, typed_source.keep)
-            if output is not None:
-                return output
-        return ops.fused_linear_log_prob(
-            hidden,
-            weight,
-            target,
-            bias,
-            ignore_index=ignore_index,
-            outputs=outputs,
-            **typed_source.options(),
-        )
+        keep, tensors = typed_source.keep, (hidden, weight, target, bias)
+        options = {"ignore_index": ignore_index, "outputs": outputs, **typed_source.options()}
+        if keep == "auto":  # which the operator does by itself
+            return ops.fused_linear_log_prob(*tensors, **options)
+        args, output = prepared(*tensors, keep=False, **options), None
+        if keep and torch.is_grad_enabled():
+            output = kept_tokens((hidden, weight, bias), args, target, keep)
+        return named(op(*args), target, args[-1]) if output is None else output
 
     result: LogProbOutput = typed_source.run(run)
     return result

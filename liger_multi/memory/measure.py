@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from liger_multi._torch_private import DisableTorchFunction, TorchDispatchMode
+from liger_multi.dispatch.stored import StoredWeight
 
 # --- storages that are alive ---
 
@@ -86,11 +87,15 @@ class StorageMode(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
+        # Operators of ours that open stored weights themselves get them as they are.
+        ours = func.namespace == "liger_multi"
         for tensor_class in types:
+            if ours and issubclass(tensor_class, StoredWeight) and opens(func):
+                continue
             own = getattr(tensor_class, "__torch_dispatch__", _OWN)
             if tensor_class not in _PLAIN and own is not _OWN:
                 return NotImplemented
-        if func.namespace == "liger_multi":  # Python of ours, where function modes have a say
+        if ours:  # Python of ours, where function modes have a say
             return self._watch(func, args, kwargs)
         # Function modes ran already. PyTorch's own Python (decompositions, shapes) would call
         # them at every attribute of a tensor.
@@ -115,14 +120,29 @@ class StorageMode(TorchDispatchMode):
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among operator arguments, also inside lists (foreach operators)."""
+    """The tensors among operator arguments, also inside lists (foreach operators) and weights."""
     tensors: list[torch.Tensor] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, StoredWeight):
+            tensors += value.tensors
+        elif isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, list | tuple):
             tensors += tensors_in(value)
     return tensors
+
+
+def primitive_of(func: Any) -> Any:
+    """The forward or backward of our operator that an operator of PyTorch stands for."""
+    from liger_multi.dispatch.op import OPS
+
+    name, _, direction = func.name().partition("::")[2].rpartition("_")
+    return OPS[name].fwd if direction == "forward" else OPS[name].bwd
+
+
+def opens(func: Any) -> bool:
+    """Whether one of our operators takes weights that are stored in another form."""
+    return bool(primitive_of(func).op.opens)
 
 
 # --- the peak of a region ---

@@ -74,8 +74,15 @@ class _LossKernels:
 
     log_prob_gradient_ = gradient_
 
-    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype, by: Any = None) -> Tensor:
-        if factor is None and gradient.dtype == dtype:
+    def scale(
+        self,
+        gradient: Tensor,
+        factor: Any,
+        dtype: torch.dtype,
+        by: Any = None,
+        over: bool = False,
+    ) -> Tensor:
+        if (factor is None or over) and gradient.dtype == dtype:
             return gradient
         return torch.empty_like(gradient, dtype=dtype)
 
@@ -201,7 +208,8 @@ def _experts(args: Arguments) -> list[Tensor]:
     widths = second.shape[1:]  # hidden and inner, or the other way round
     inner = widths[0] if args["transposed"] else widths[1]
     both, back = sum(widths), "dy" in args
-    return [second.new_empty(index.numel(), both + 2 * inner if back else both)]
+    columns = both + 2 * inner if back else both
+    return [index.new_empty(index.numel(), columns, dtype=second.dtype)]
 
 
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:

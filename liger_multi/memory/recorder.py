@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from liger_multi._torch_private import current_autograd_node, next_sequence_nr
-from liger_multi.memory.measure import StorageMode, Storages, tensors_in
+from liger_multi.memory.measure import StorageMode, Storages, primitive_of, tensors_in
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 SAVED, LOGITS, TEMPORARY, OTHER = "saved activations", "logits and loss", "temporaries", "other"
@@ -160,17 +160,13 @@ class Recorder(StorageMode):
             if self._ops:
                 return self.call(func, args, kwargs)
             return self.named(func.name(), lambda: self.call(func, args, kwargs))
-        from liger_multi.dispatch.op import OPS
-
-        name, _, half = func.name().partition("::")[2].rpartition("_")
-        op = OPS[name]
-        primitive = op.fwd if half == "forward" else op.bwd
+        primitive = primitive_of(func)
 
         def enter() -> Any:
             with self:
                 return self.ours(primitive, args)
 
-        return self.named(f"{name}.{half}", enter)
+        return self.named(f"{primitive.op.name}.{primitive.direction}", enter)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator of PyTorch."""
@@ -234,16 +230,18 @@ class Recorder(StorageMode):
     def _watch_modules(self) -> Iterator[Any]:
         """Hooks on every module but those whose hooks would change what runs.
 
-        A patched MLP calls its layers and its activation one by one where they have hooks, and a
-        patched head computes its logits.
+        A patched MLP calls its layers and its activation one by one where they have hooks, so do
+        layers with adapters, and a patched head computes its logits.
         """
         modules = [module for _, module in self._modules]
         swaps = {id(m): getattr(m, "_liger_multi_swap", None) for m in modules}
         # linear layers of ours are called as PyTorch's are
-        ours = [m for m in modules if getattr(swaps[id(m)], "op", "linear") != "linear"]
+        ops = {id(m): getattr(swaps[id(m)], "op", "linear") for m in modules}
+        ours = [m for m in modules if ops[id(m)] not in ("linear", "four_bits")]
         heads = {id(m) for m in ours if isinstance(m, nn.Linear)}
         inside = {id(m) for parent in ours for m in parent.children() if not any(m.children())}
-        bare = heads | (inside - {id(m) for m in ours})
+        adapted = {id(part) for m in ours if ops[id(m)] == "lora" for part in m.modules()}
+        bare = heads | adapted | (inside - {id(m) for m in ours})
         for module in modules:
             if id(module) not in bare:
                 yield module.register_forward_pre_hook(self._enter, prepend=True)

@@ -28,6 +28,7 @@ from liger_multi._torch_private import (
 )
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch import registry
+from liger_multi.dispatch.stored import StoredWeight, assumed_memory
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.meta_kernels import CHUNKED, SCRATCH, around_kernels
 from liger_multi.memory.recorder import Block, Recorder
@@ -354,8 +355,9 @@ class Simulation(Recorder):
         if self._target != "cpu" and name not in CHUNKED:
             named = dict(zip(primitive.params, args, strict=True))
             output = primitive.fake(*args)
+            scratch = [torch.empty(self._opened(args), dtype=torch.uint8, device="meta")]
             if name in SCRATCH:
-                SCRATCH[name](named)
+                scratch += SCRATCH[name](named)
             return output
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
@@ -369,6 +371,15 @@ class Simulation(Recorder):
         finally:
             assumed_free.reset(free)
             assumed_gemms.reset(gemms)
+
+    def _opened(self, args: Iterable[Any]) -> int:
+        """Bytes of numbers of stored weights, of which one exists at a time, or a piece of it."""
+        token = assumed_memory.set(self._capacity or assumed_memory.get())
+        try:
+            parts = [part for a in args if isinstance(a, StoredWeight) for part in a.pieces()]
+        finally:
+            assumed_memory.reset(token)
+        return max((part.numel() * part.itemsize for part in parts), default=0)
 
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -392,7 +403,11 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
                 local = getattr(value, "_local_tensor", value)
                 moves = isinstance(value, nn.Parameter) and value.dtype == main
                 copied_dtype = dtype if dtype is not None and moves else value.dtype
-                copied: Tensor = torch.empty_like(local.detach(), device="meta", dtype=copied_dtype)
+                copied: Tensor
+                if isinstance(local, StoredWeight):
+                    copied = local.detach().to(device="meta", dtype=copied_dtype)
+                else:
+                    copied = torch.empty_like(local.detach(), device="meta", dtype=copied_dtype)
                 if isinstance(value, nn.Parameter):
                     copied = nn.Parameter(copied, requires_grad=value.requires_grad)
                 memo[id(value)] = copied
@@ -410,17 +425,26 @@ def _grouped(
 
 @contextlib.contextmanager
 def _meta_has_no_autocast() -> Iterator[None]:
-    """Let PyTorch answer no where it refuses the question, which models of transformers 5.0 ask."""
-    asked: Any = torch.is_autocast_enabled
+    """Let PyTorch answer no where it refuses the question, which models of transformers 5.0 ask.
+
+    PEFT turns autocast off around the weights of experts.
+    """
+    asked, entered = torch.is_autocast_enabled, torch.autocast
 
     def answer(*args: Any) -> bool:
         return False if args == ("meta",) else asked(*args)
 
+    def context(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        meta = device_type == "meta"
+        return contextlib.nullcontext() if meta else entered(device_type, *args, **kwargs)
+
     torch.is_autocast_enabled = answer  # type: ignore[assignment]
+    torch.autocast = context  # type: ignore[assignment, misc]
     try:
         yield
     finally:
         torch.is_autocast_enabled = asked
+        torch.autocast = entered  # type: ignore[misc]
 
 
 def backward(loss: Tensor) -> None:

@@ -20,8 +20,9 @@ from liger_multi.errors import (
 )
 
 # Of the config.json files of Qwen/Qwen2-0.5B, meta-llama/Llama-3.2-1B, Qwen/Qwen2.5-7B,
-# meta-llama/Meta-Llama-3-8B and Qwen/Qwen2.5-14B on the Hugging Face hub, positions included; the
-# defaults of transformers are other models'. Instruct models of Qwen allow 32 768 positions.
+# meta-llama/Meta-Llama-3-8B, Qwen/Qwen2.5-14B and openai/gpt-oss-20b on the Hugging Face hub,
+# positions included; the defaults of transformers are other models'. Instruct models of Qwen allow
+# 32 768 positions.
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
         "Qwen2",
@@ -88,6 +89,22 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt-oss-20b": (
+        "GptOss",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "vocab_size": 201088,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 
@@ -145,25 +162,36 @@ class Source:
 
     Args:
         model: As of :func:`config_of`.
+        weights: A format of 4 bits, for a model with a frozen base in it and adapters.
+        rank: Of these.
 
     Attributes:
         identity: What the configuration is made from, as plain data.
+        weights: The format, or None.
 
     Raises:
         ConfigurationError: As of :func:`config_of`, where nothing can be read.
     """
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path, weights: str | None = None, rank: int = 16) -> None:
         self._model: str | Path = model
+        self.weights, self._rank = weights, rank
         if str(model) in SIZES:
             self.identity: Any = SIZES[str(model)]
         else:
             self._model = _file(model)
             self.identity = read_json(self._model, "the configuration of a model")
+        if weights is not None:
+            self.identity = {"base": self.identity, "weights": weights, "rank": rank}
 
     def __call__(self) -> Any:
-        """The configuration."""
-        return config_of(self._model)
+        """The configuration, or the model with a frozen base."""
+        config = config_of(self._model)
+        if self.weights is None:
+            return config
+        from liger_multi.memory.four_bits import adapted_in_four_bits
+
+        return adapted_in_four_bits(config, self.weights, self._rank)
 
 
 def positions_of(config: Any) -> int | None:

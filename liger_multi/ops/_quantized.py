@@ -6,6 +6,7 @@ runs; autograd keeps the codes. An operation of PyTorch that knows nothing of co
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +21,16 @@ from liger_multi._torch_private import (
     to_copy,
     tree_map_only,
 )
-from liger_multi.dispatch.stored import StoredWeight
+from liger_multi.dispatch.config import current
+from liger_multi.dispatch.stored import StoredWeight, assumed_memory
 from liger_multi.ops.dequantize import FORMATS, dequantize
 
 aten = torch.ops.aten
 MORE = ("global_scale", "zeros", "scale_levels", "scale_absmax", "scale_offset")
 """Tensors beside codes and scales."""
+PIECE_BYTES, PIECE_SHARE = 5 * 2**28, 64
+"""Of numbers at a time, where the configuration has no ``chunk_bytes``: at most so many bytes, and
+a 64th of the device's memory."""
 
 
 class QuantizedWeight(StoredWeight):
@@ -104,6 +109,56 @@ class QuantizedWeight(StoredWeight):
         )
         y = y.mT if self.turned else y
         return y.reshape(-1) if flat else y
+
+    def pieces(self) -> list[QuantizedWeight]:
+        """Parts by rows ``(..., rows, K)`` whose numbers take ``chunk_bytes`` each at most.
+
+        A weight that is smaller, or whose blocks go across rows, is one piece.
+        """
+        size, rows = self.numel() * self.dtype.itemsize, self.shape[-2]
+        count = -(-size // (current().chunk_bytes or _piece_bytes(self.device)))
+        group = self.block
+        if count < 2 or 2 * self.codes.shape[-1] % group:
+            return [self]
+        unit = math.lcm(8, group if self.turned else 1)
+        step = max(1, rows // (count * unit)) * unit
+        plain = self._with_own_scales()
+        return [plain._rows(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        columns = 2 * self.codes.shape[-1]
+        return self.group or FORMATS[self.format].group or columns // self.scales.shape[-1]
+
+    @torch.no_grad()
+    def _with_own_scales(self) -> QuantizedWeight:
+        """The same with scales ``(..., K / group)`` that are not quantized themselves."""
+        if not FORMATS[self.format].flat:
+            return self
+        from liger_multi.reference.quantized.dequantize import opened
+
+        levels, absmax, offset = (self.more.get(n) for n in MORE[2:])
+        scales = opened(self.scales, None, levels, absmax, offset, self.format, False)
+        return QuantizedWeight(
+            self.codes,
+            scales.view(*self.codes.shape[:-1], -1),
+            format=self.format,
+            dtype=self.dtype,
+            group=self.group,
+            turned=self.turned,
+        )
+
+    def _rows(self, first: int, last: int) -> QuantizedWeight:
+        """Rows of the weight; where it is turned, columns of codes."""
+        zeros = {n: t for n, t in self.more.items() if n == "zeros"}
+        if not self.turned:
+            cut = {"codes": self.codes, "scales": self.scales, **zeros}
+            return self.changed(**{n: t[..., first:last, :] for n, t in cut.items()})
+        blocks = slice(first // self.block, last // self.block)
+        cut = {"scales": self.scales, **zeros}
+        codes = self.codes[..., first // 2 : last // 2]
+        return self.changed(codes=codes, **{n: t[..., blocks] for n, t in cut.items()})
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -230,6 +285,20 @@ class QuantizedWeight(StoredWeight):
                 )
         args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dequantized, (args, kwargs))
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a device; 0 for the host's memory."""
+    if device.type in ("cpu", "meta"):
+        return 0
+    module: Any = torch.get_device_module(device.type)
+    return int(module.get_device_properties(device).total_memory)
+
+
+def _piece_bytes(device: torch.device) -> int:
+    total = assumed_memory.get() or _memory_of(device)
+    return min(PIECE_BYTES, total // PIECE_SHARE) if total else PIECE_BYTES
 
 
 def _range(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight | None:

@@ -481,6 +481,7 @@ SAMPLES = (
         {"causal": True, "window": 6},
     ),
     Sample("one-query", _case((2, 2, 1, 8), 1, keys=30), CAUSAL),
+    Sample("one-query-full", _case((2, 2, 1, 8), 1, keys=30)),
     Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), CAUSAL),
     Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), CAUSAL),
     Sample("no-queries", _case((0, 2, 5, 8)), CAUSAL),
@@ -524,11 +525,15 @@ SAMPLES = (
         size="bench",
     ),
 )
-COMPILE_SAMPLES = tuple(
-    Sample(
-        f"everything-2x8192x{size}",
-        _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
-        {"window": (256, 256), "global_tokens": 64, "softcap": 50.0},
-    )
-    for size in (64, 128)
+_PATHS = T((1, 8192, 6), classes=8192, dtype=torch.int32)  # of a tree
+COMPILE_SAMPLES = (
+    Sample("paths-8192x128", _case((1, 8, 8192, 128), layout="swapped", ranges=_PATHS)),
+    *(
+        Sample(
+            f"everything-2x8192x{size}",
+            _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
+            {"window": (256, 256), "global_tokens": 64, "softcap": 50.0},
+        )
+        for size in (64, 128)
+    ),
 )

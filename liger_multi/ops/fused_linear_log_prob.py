@@ -19,7 +19,9 @@ OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
 op = Op(
     "fused_linear_log_prob",
     family="cross_entropy",
-    bitwise=bitwise(BY_OUR_GEMM, "hidden target log_prob entropy lse argmax lse_low"),
+    bitwise=bitwise(
+        BY_OUR_GEMM, "hidden target log_prob entropy lse argmax lse_low", cached="keep logits"
+    ),
 )
 
 
@@ -32,7 +34,7 @@ class LogProbOutput(NamedTuple):
     argmax: Tensor | None = None
 
 
-@op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), residuals="logits")
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -47,26 +49,38 @@ def forward(
     compute_dtype: Optional[torch.dtype],
     compact: bool,
     validate: bool,
+    keep: bool,
     outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case.
+
+    With ``keep``, the logits are as well, where one chunk holds them and a gradient is needed.
+    """
+    from liger_multi.reference.common.chunking import is_whole
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     dtype = logits_dtype(compute_dtype, hidden.dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rows, requested = target.numel(), outputs.split(",")
+    classes, width = weight.shape
+    kept = keep and (needs_hidden or needs_weight or needs_bias)
+    kept = kept and is_whole(rows, width, classes, dtype.itemsize, chunk, budget)
     return (
         hidden.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
         hidden.new_empty(rows if "entropy" in requested else 0, dtype=wide),
         hidden.new_empty(rows, dtype=wide),
         hidden.new_empty(rows if "argmax" in requested else 0, dtype=torch.int64),
         hidden.new_empty(rows, dtype=wide),
+        hidden.new_empty(rows if kept else 0, classes, dtype=dtype),
     )
 
 
 op.backward(
-    reads="dlog_prob dentropy dlse hidden weight target bias entropy lse lse_low ignore_index "
-    "softcap logit_scale chunk budget accumulate compute_dtype compact",
+    reads="dlog_prob dentropy dlse hidden weight target bias entropy lse lse_low logits "
+    "ignore_index softcap logit_scale chunk budget accumulate compute_dtype compact",
     returns="dhidden dweight dbias",
     shapes={"bias": lambda bias, weight: weight.new_empty(0) if bias is None else bias},
 )
@@ -115,9 +129,11 @@ def fused_linear_log_prob(
         once.
 
     Memory:
-        A chunk of logits, as in :func:`fused_linear_cross_entropy`, forward and again in backward,
-        which computes the logits once more. Kept for backward: hidden, weight, 8 bytes per row for
-        lse in two numbers, and 4 for entropy.
+        A chunk of logits, as in :func:`fused_linear_cross_entropy`. Kept for backward: hidden,
+        weight, 8 bytes per row for lse in two numbers, and 4 for entropy. Where one chunk holds all
+        rows, it is kept as well, and backward writes its gradient over it; a second one, of a graph
+        that is retained, has a copy. With a smaller ``chunk``, and in a compiled graph unless
+        ``compact=False``, backward computes the logits once more instead.
 
     Raises:
         TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.
@@ -201,7 +217,7 @@ def formula(
     )
 
 
-# three products: whoever computes the logits twice, to save memory, does four
+# three products: whoever computes the logits twice, in several chunks, does four
 work = head_work
 
 
@@ -226,8 +242,9 @@ def prepared(
     compact: bool = True,
     validate: bool = False,
     outputs: tuple[str, ...] = OUTPUTS,
+    keep: bool = True,
 ) -> tuple[Any, ...]:
-    """The checked arguments of the operator."""
+    """The checked arguments of the operator; without ``keep``, it keeps no logits."""
     name = "fused_linear_log_prob"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
     head.accumulator(name, accumulate)
@@ -254,6 +271,8 @@ def prepared(
         head.compute_dtype(name, hidden, weight, bias),
         checks.boolean(name, "compact", compact),
         checks.boolean(name, "validate", validate),
+        # a compiled graph may be captured in parts, in which other rows are dropped
+        keep and not (compact and torch.compiler.is_compiling()),
         requested,
     )
 

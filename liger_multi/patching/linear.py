@@ -1,7 +1,9 @@
 """Plain linear layers: under ``deterministic="rows"`` they call the operator, else PyTorch's.
 
 A vendor's library chooses a GEMM by the number of rows, so that a row's result depends on the batch
-that it stands in. The mode in force is asked at every call; in a compiled graph, once.
+that it stands in. The mode in force is asked at every call; in a compiled graph, once. Modules that
+hand a weight of their own to ``F.linear``, as routers of experts do, are served as well; those that
+multiply with it in another way are named in the report.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from liger_multi.dispatch.resolve import by_rows
+from liger_multi.dispatch.resolve import by_rows, inside_operator
 from liger_multi.parameters import is_computed, stored
 from liger_multi.patching.changes import Change, Replace, Restore
+from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.signature import code_holds
-from liger_multi.patching.options import Options, Request, run_bound
+from liger_multi.patching.options import MIXER_OPS, Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
     Patched,
@@ -23,6 +28,7 @@ from liger_multi.patching.swap import (
     conflict_of,
     original,
     stock_class,
+    swapped,
     unpatched_class,
 )
 
@@ -137,12 +143,88 @@ def _apply(layer: Any, x: Tensor, module_class: type[LinearByRows]) -> Tensor:
     return linear(x, weight.t() if module_class._liger_multi_transposed else weight, layer.bias)
 
 
+class _LinearCalls(TorchFunctionMode):
+    """Within a block, ``F.linear`` is the operator; not inside of operators."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        from liger_multi.ops import linear
+
+        run = linear if func is F.linear and not inside_operator() else func
+        return run(*args, **(kwargs or {}))
+
+
+class CallsLinear(Patched):
+    """A module whose forward hands weights of its own to ``F.linear``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of its class, with the operator where rows must be independent."""
+        module_class = type(self)
+        if not issubclass(module_class, CallsLinear):
+            return module_class.forward(self, *args, **kwargs)
+        if not by_rows():
+            return original(module_class)(self, *args, **kwargs)
+        options = cast(Options, module_class._liger_multi_swap.settings)
+        return run_bound(options, ("linear",), _with_operator, self, module_class, args, kwargs)
+
+
+def _with_operator(
+    module: Any, module_class: type[CallsLinear], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with _LinearCalls():
+        return original(module_class)(module, *args, **kwargs)
+
+
+DECODED = (
+    "what it decodes from a state may have other bits than in the whole sequence, which another "
+    "kernel computes"
+)
+GEMMS = ("addmm", "baddbmm", "bmm", "einsum", "grouped_mm", "linear", "matmul", "mm")
+"""What a forward loads by name where it multiplies with weights."""
+
+
+def _gemms(module: nn.Module) -> set[str]:
+    """Which of them a module with weights of its own loads."""
+    axes = max((w.ndim for w in module._parameters.values() if w is not None), default=0)
+    module_class = unpatched_class(module)
+    if axes < 2 or module_class.__module__.startswith("torch."):
+        return set()
+    functions = redirect.methods(module_class).values()
+    gemms = {name for f in functions for name in redirect.names(f)} & set(GEMMS)
+    # transformers chooses the GEMMs of weights that are stacked, whatever the forward says
+    return gemms | {"stacked weights"} if gemms and axes > 2 else gemms
+
+
+def _find_calls(path: str, module: nn.Module, options: Options | None) -> Iterator[Change]:
+    """A module that is no linear layer, where it multiplies with weights of its own."""
+    ours, gemms = isinstance(module, CallsLinear), _gemms(module)
+    if not gemms or (isinstance(module, Patched) and not ours):
+        return
+    others = ", ".join(sorted(gemms - {"linear"}))
+    itself = f"it multiplies with its weights itself ({others})" if others else None
+    reason = conflict_of(module) or itself
+    if ours and (reason or options is None):
+        yield Restore(path, module)
+    if options is not None and reason:
+        yield Skipped(path, "linear", reason)
+    elif options is not None:
+        swap = Swap("linear", stock_class(module), CallsLinear, options)
+        yield Replace(path, module, swap, "linear in its forward", options.shown())
+
+
 def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
     """Linear layers that nothing else serves, the last of all."""
     options = request.get("linear")
     for path, module in model.named_modules():
         ours = isinstance(module, LinearByRows)
-        if not looks_like_linear(module) or (isinstance(module, Patched) and not ours):
+        swap = swapped(module)
+        if options is not None and swap is not None and swap.op in MIXER_OPS:
+            yield Skipped(path, "linear", DECODED, strict=False)
+        if not looks_like_linear(module):
+            yield from _find_calls(path, module, options)
+            continue
+        if isinstance(module, Patched) and not ours:
             continue
         reason = options and (conflict_of(module) or linear_refusal(module))
         if ours and (reason or options is None):

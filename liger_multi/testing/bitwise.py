@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several
+from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several, without_cache
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.resolve import plan_for
@@ -78,6 +78,10 @@ class Call:
             results = several(self.prim.call(*call_args))
         written = [call_args[self.prim.params.index(name)] for name in self.prim.mutates]
         return (*results, *written)
+
+    def uncached(self) -> Call:
+        """The same call without what only saves work, and belongs to these rows alone."""
+        return Call(self.prim, without_cache(self.prim, self.args), self.order)
 
     def promise(self, mode: str) -> frozenset[str]:
         """The properties that its backend promises; empty where no backend takes the call."""
@@ -164,7 +168,7 @@ def check_rows(op_call: Call, mode: str) -> None:
 
     A mean divides by the number of rows: its gradients are not looked at.
     """
-    prim = op_call.prim
+    op_call, prim = op_call.uncached(), op_call.prim
     named = dict(zip(prim.params, op_call.args, strict=True))
     rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
     if not rows.count or (counted and prim.direction == "backward"):

@@ -8,7 +8,7 @@ that nobody writes to: lost, a backend takes the ranges as they are.
 
 import itertools
 from collections.abc import Iterator
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -111,8 +111,12 @@ def forward_apart(
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
     for b, i, keys in queries_apart(q, k, ranges, causal):
-        ours = (q[b, :, i], k[b][:, :, keys], v[b][:, :, keys])
-        y[b, :, i], lse[b, :, i] = forward_by_blocks(*ours, sinks, None, False, scale, softcap)
+        # a library may choose a GEMM by strides and addresses: a cache has others than a sequence
+        query = q[b, :, i].clone(memory_format=torch.contiguous_format)
+        theirs, values = (x[b][:, :, keys].contiguous() for x in (k, v))
+        y[b, :, i], lse[b, :, i] = forward_by_blocks(
+            query, theirs, values, sinks, None, False, scale, softcap
+        )
     return y, lse
 
 
@@ -322,7 +326,9 @@ def _on_main_stream(device: torch.device) -> bool:
 def looked_at(ranges: Tensor, keys: int) -> Tensor:
     """A copy, marked where it is a causal mask of as many queries as keys. Waits for the device."""
     copy, queries = ranges.clone(), ranges.shape[1]
-    if queries == keys and ranges.shape[2] == 2 and _on_main_stream(ranges.device):
+    if hasattr(ranges, BLOCKS):
+        setattr(copy, BLOCKS, getattr(ranges, BLOCKS))
+    elif queries == keys and ranges.shape[2] == 2 and _on_main_stream(ranges.device):
         ends = torch.arange(1, keys + 1, device=ranges.device, dtype=ranges.dtype)
         plain = (ranges[..., 0] == 0).all() & (ranges[..., 1] == ends).all()
         setattr(copy, MARK, bool(plain))
@@ -334,3 +340,47 @@ def unless_causal(ranges: Tensor | None, causal: bool) -> tuple[Tensor | None, b
     if ranges is not None and getattr(ranges, MARK, False) and _on_main_stream(ranges.device):
         return None, True
     return ranges, causal
+
+
+# --- ranges that are blocks ---
+
+BLOCKS = "_liger_multi_blocks"
+"""Attribute of ranges that say the same as some calls without ranges; lost, as a mark is."""
+
+
+class Block(NamedTuple):
+    """Queries of one row that see all of the same keys, or each other causally.
+
+    Attributes:
+        query: The first one.
+        key: The first key.
+        batch: Blocks of this size behind each other, which do not see each other.
+        queries: Of a block.
+        keys: Of a block; where causal, they are the queries.
+        causal: Whether a query sees no later keys.
+    """
+
+    query: int
+    key: int
+    batch: int
+    queries: int
+    keys: int
+    causal: bool
+
+
+class Blocks(NamedTuple):
+    """What ranges say, in parts that have no pair of a query and a key in common.
+
+    Attributes:
+        calls: Causal blocks, which have no query in common, and then others.
+        rest: Ranges of what the calls leave; None where the causal blocks have every query that
+            sees a key.
+    """
+
+    calls: tuple[Block, ...]
+    rest: Optional[Tensor]
+
+
+def blocks_of(ranges: Tensor | None) -> Blocks | None:
+    """The blocks of ranges, unless results of a query may not depend on its neighbors."""
+    return None if by_rows() else getattr(ranges, BLOCKS, None)

@@ -20,6 +20,7 @@ AUTO_BYTES = 5 * 2**28  # largest automatic chunk of logits: 4096 rows of 151 93
 FREE_SHARE = 8  # an automatic chunk takes at most this part of the free memory
 assumed_free: ContextVar[int] = ContextVar("liger_multi_assumed_free", default=0)  # where none is
 MIN_ROWS = 256  # below this, products on a device are too thin to be worth the memory
+STEP_ROWS = 128  # of which a budget takes multiples
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,7 +62,7 @@ def chunk_rows(
 ) -> int:
     """Rows of logits to hold at a time; ``free`` is :func:`free_bytes` where that was asked before.
 
-    A number of rows is kept to, and a byte budget by as many steps of 256 rows as fit. Otherwise
+    A number of rows is kept to, and a byte budget by as many steps of 128 rows as fit. Otherwise
     all rows are one chunk where their logits cost no more than an fp32 accumulator of the weight's
     gradient, and else at least two share an eighth of the free memory, at most 1.25 GiB, by powers
     of two, which tiles of products fill (16384x2048x151936, H200: 47.9 ms; 3328 rows: 52.4). Where
@@ -86,7 +87,7 @@ def chunk_rows(
 
 def whole_steps(rows: int) -> int:
     """So many rows that tiles of products are full."""
-    return rows if rows < MIN_ROWS else rows // MIN_ROWS * MIN_ROWS
+    return rows if rows < MIN_ROWS else rows // STEP_ROWS * STEP_ROWS
 
 
 def is_whole(

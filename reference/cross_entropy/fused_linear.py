@@ -133,6 +133,7 @@ class Chunks:
         drops: Whether rows without a valid target may be left out.
         like: An empty tensor of the device and dtype of the logits.
         ahead: Whether the logits of the first chunk do not wait for the number of rows.
+        ready: Whether the logits stand in the buffer already.
 
     ``rounding`` is how a head in 8 bits rounds; ``needs_gradient`` says whether it computes the
     gradient of the hidden states too.
@@ -168,7 +169,7 @@ class Chunks:
         limits = (plan.chunk, plan.budget)
         self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
         self.free = None if self.whole or any(limits) else free_bytes(hidden.device)
-        self.ahead, self.places = False, None
+        self.ahead, self.places, self.ready = False, None, False
         if kept is None:  # nothing to wait for
             self.index, self.rows = None, every
         else:
@@ -214,7 +215,14 @@ class Chunks:
         for place in visited.get()(row_blocks(self.rows, 1, self.step)):
             rows = place.stop - place.start
             known = None if first is None or place.start else first[:rows]
-            yield self.at(place, self.buffer[:rows], known is not None, known)
+            yield self.at(place, self.buffer[:rows], self.ready or known is not None, known)
+
+    def keeps(self) -> bool:
+        """Whether a backward pass can find the logits again: one chunk, and rows in one order.
+
+        A capture drops no rows, and whoever reads the logits may be outside of it.
+        """
+        return self.whole and self.drops == (self.plan.compact and not thin(self.target))
 
     def _first(self) -> Tensor:
         """Hidden states of the first chunk; its logits are in the buffer."""
@@ -324,12 +332,16 @@ class Accumulator:
 
 
 def scale_to(
-    gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, by: Tensor | None = None
+    gradient: Tensor,
+    factor: Tensor | None,
+    dtype: torch.dtype,
+    by: Tensor | None = None,
+    over: bool = False,
 ) -> Tensor:
     """``gradient * factor / by[1]`` computed in fp32 and rounded once to ``dtype``, in one pass.
 
-    The factor has one axis, because a tensor without axes would be rounded to the gradient's dtype
-    first.
+    It is written over the gradient where ``over`` allows that and dtypes agree. The factor has one
+    axis, because a tensor without axes would be rounded to the gradient's dtype first.
     """
     if factor is None:
         return gradient.to(dtype)
@@ -337,4 +349,5 @@ def scale_to(
         return torch.empty_like(gradient, dtype=dtype)
     if by is not None:
         factor = divide(factor, by[1])
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
+    out = gradient if over and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor.reshape(1), out=out)

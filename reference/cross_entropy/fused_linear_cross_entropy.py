@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import may_overwrite
 from liger_multi.reference.common.retry import retried
+from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
@@ -195,8 +197,10 @@ def _backward_of(
         else:
             factor = dloss
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
+        # else a second backward pass, or a call for each row, scales them again
+        over = may_overwrite() and not by_rows()
         return tuple(
-            kernels.scale(g, factor, dtype, denominators)
+            kernels.scale(g, factor, dtype, denominators, over)
             for g, dtype in zip(gradients, kinds, strict=True)
         )  # type: ignore[return-value]
 

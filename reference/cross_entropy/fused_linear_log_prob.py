@@ -1,8 +1,9 @@
 """Log-probabilities of tokens under ``hidden @ weight.T + bias``, their entropy and normalizer.
 
-Forward keeps numbers of rows only; backward computes the logits again, a chunk at a time, and
-overwrites them by their gradient. :func:`forward_and_backward` makes forward and backward from a
-backend's row kernels.
+Where one chunk holds the logits of all rows, forward keeps it and backward overwrites it by its
+gradient. Otherwise forward keeps numbers of rows only, and backward computes the logits again, a
+chunk at a time. :func:`implement_fused_linear_log_prob` makes forward and backward from a backend's
+row kernels.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, Optional, Protocol
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import may_overwrite
 from liger_multi.reference.common.retry import retried
 from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
@@ -78,10 +80,8 @@ class ReferenceRows:
         gradient_(raw if out is None else out.copy_(raw), target, lse, objective, upstream)
 
 
-def implement_fused_linear_log_prob(
-    kernels: LogProbKernels,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract over a backend's row kernels."""
+def _forward_of(kernels: LogProbKernels) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     @retried
     def forward(
@@ -98,17 +98,33 @@ def implement_fused_linear_log_prob(
         compute_dtype: Optional[torch.dtype],
         compact: bool,
         validate: bool,
+        keep: bool,
         outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
         collected = Collected(chunks, spec, outputs, loss=False)
+        logits = chunks.like.new_empty(0, weight.shape[0])
+        if keep and (needs_hidden or needs_weight or needs_bias) and chunks.keeps():
+            # as many rows as a compiler was told; those of dropped rows, at the end, stay unused
+            logits = chunks.buffer = chunks.like.new_empty(target.numel(), weight.shape[0])
+            logits[chunks.rows :] = 0
         for _, where, _, t, raw in chunks:
             collected.put(where, kernels.statistics(raw, t, None, spec, outputs))
         rows = collected.rows
-        return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low
+        return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low, logits
+
+    forward.kernels = kernels  # type: ignore[attr-defined]  # for losses of one pass
+    return forward
+
+
+def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
 
     @retried
     def backward(
@@ -122,6 +138,7 @@ def implement_fused_linear_log_prob(
         entropy: Tensor,
         lse: Tensor,
         lse_low: Tensor,
+        logits: Tensor,
         ignore_index: int,
         softcap: Optional[float],
         logit_scale: float,
@@ -149,16 +166,27 @@ def implement_fused_linear_log_prob(
             objective=spec,
         )
         upstream, factor = within_range(arrived, spec, chunks.dtype)
-        normalizer = LogSumExp(lse, lse_low)
+        normalizer, written = LogSumExp(lse, lse_low), False
+        if chunks.whole and logits.numel():
+            chunks.buffer, chunks.ready = logits, True
+            written = not may_overwrite()  # a second backward pass reads the logits once more
         for place, where, h, t, raw in chunks:
-            kernels.log_prob_gradient_(raw, t, normalizer.at(where), spec, upstream.at(where))
-            into.add(place, where, h, raw)
+            out = torch.empty_like(raw) if written else raw
+            by = (normalizer.at(where), spec, upstream.at(where))
+            kernels.log_prob_gradient_(raw, t, *by, out if written else None)
+            into.add(place, where, h, out)
         kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         scale = kernels.scale
         return tuple(scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
 
-    forward.kernels = kernels  # type: ignore[attr-defined]  # for losses of one pass
-    return forward, backward
+    return backward
+
+
+def implement_fused_linear_log_prob(
+    kernels: LogProbKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's row kernels."""
+    return _forward_of(kernels), _backward_of(kernels)
 
 
 forward, backward = implement_fused_linear_log_prob(ReferenceRows())

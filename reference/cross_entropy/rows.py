@@ -174,10 +174,12 @@ class RowKernels(Protocol):
         factor: Tensor | None,
         dtype: torch.dtype,
         by: Tensor | None = None,
+        over: bool = False,
     ) -> Tensor:
         """A gradient times a factor of one element (None: one), rounded once to ``dtype``.
 
-        With ``by`` the factor is divided by the second of its elements; 0 where that is 0.
+        With ``by`` the factor is divided by the second of its elements; 0 where that is 0. With
+        ``over`` it may be written over the gradient.
         """
 
 

@@ -26,10 +26,12 @@ import yaml
 import liger_multi
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
-from liger_multi.dispatch import registry
+from liger_multi.dispatch import launch, registry
 from liger_multi.dispatch import resolve as planning
 from liger_multi.dispatch.config import configure, current, forget, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.memory import estimate
+from liger_multi.memory.sizes import config_of
 from tests.harness import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -309,8 +311,7 @@ def built(monkeypatch):
 
 
 def step():
-    x = torch.randn(3, 8, requires_grad=True)
-    ops.rms_norm(x).sum().backward()
+    ops.rms_norm(torch.randn(3, 8, requires_grad=True)).sum().backward()
 
 
 def test_configure_within_scope_resolves_once(built):
@@ -806,7 +807,6 @@ def test_a_device_that_nobody_knows(command, device, tiny, idle, capsys):
 
 def test_devices_that_the_library_knows():
     from liger_multi.dispatch.registry import device_type
-    from liger_multi.memory import estimate
 
     assert [device_type(name) for name in ("cpu", "cuda", "npu", "xpu")]
     for name in (None, 5, "cuda:0", torch.device("cpu"), Loud()):
@@ -823,8 +823,6 @@ def test_devices_that_the_library_knows():
 
 
 def test_named_model_file_is_read(tiny, capsys):
-    from liger_multi.memory.sizes import config_of
-
     other = json.loads((tiny / "config.json").read_text()) | {"num_hidden_layers": 5}
     for name in ("other.json", "noend", ".hidden", "a b.json"):
         (tiny / name).write_text(json.dumps(other))
@@ -967,9 +965,6 @@ def test_a_file_that_is_no_profile(content, tmp_path):
     [{"batch": True}, {"sequence": 2**40}, {"world": "2"}, {"capacity": "80GiB"}, {"dtype": []}],
 )
 def test_wrong_options_of_an_estimate(options, tiny):
-    from liger_multi.memory import estimate
-    from liger_multi.memory.sizes import config_of
-
     with pytest.raises(ValueError, match=r"must be a positive integer, got|unknown dtype \[\]"):
         estimate(config_of(tiny), **{"batch": 1, "sequence": 8, **options})
 
@@ -990,8 +985,7 @@ def test_a_broken_file_of_the_environment(tmp_path):
     (tmp_path / "a.yaml").write_text("ops: {}\nops: {}\n")
     environment = {"LIGER_MULTI_CONFIG": str(tmp_path / "a.yaml")}
     done = program("explain", "rms_norm", environment=environment, stdout=subprocess.PIPE)
-    assert done.returncode == 2
-    assert done.stdout == b""
+    assert (done.returncode, done.stdout) == (2, b"")
     output = done.stderr.decode()
     assert output.startswith("liger-multi: error: ")
     assert output.count("\n") == 1
@@ -1027,8 +1021,6 @@ def test_names_that_the_output_cannot_spell(tmp_path):
 
 
 def test_a_launch_table_that_says_something_twice(tmp_path, monkeypatch):
-    from liger_multi.dispatch import launch
-
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "a1.yaml").write_text("entries: {}\nentries: {}\n")
     monkeypatch.setitem(registry.packages(), "toy", "toy")

@@ -224,16 +224,14 @@ def test_inplace_loss_under_rows():
         result = call(
             "cross_entropy_inplace", {"logits": logits, "target": target}, {"inplace": True}
         )
-    expected = torch.nn.functional.cross_entropy(logits, target)
-    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(result, torch.nn.functional.cross_entropy(logits, target))
 
 
 def test_attention_rows_with_padding_and_packing():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 23, 16, generator=generator) for _ in range(3))
     ends = torch.arange(1, 24, dtype=torch.int32)
-    starts = torch.where(ends <= 9, 0, 9).int()
-    ranges = torch.stack([starts, ends], -1)[None]
+    ranges = torch.stack([torch.where(ends <= 9, 0, 9).int(), ends], -1)[None]
     with liger_multi.use(deterministic="rows"):
         both = OPS["attention"](q, k, v, None, ranges, False, 0.25, 0.0)
         first = OPS["attention"](*(t[:, :, :9] for t in (q, k, v)), None, None, True, 0.25, 0.0)
@@ -326,8 +324,7 @@ def test_kernel_rows_are_16_byte_aligned(monkeypatch, name):
 
     prim = OPS["rms_norm"].fwd
     ops_forward = module("reference", "rms_norm").forward
-    run = resolve._strictly("cuda", prim, kernel, "rows")
-    result = run(x, weight, 1e-6, 0.0, "llama")
+    result = resolve._strictly("cuda", prim, kernel, "rows")(x, weight, 1e-6, 0.0, "llama")
     assert (observed[0] is not x) == is_copied
     assert all(t.data_ptr() % 16 == 0 for t in observed)
     assert checks.same_bits(tuple(observed), (x, weight))
@@ -398,7 +395,6 @@ WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i
 @pytest.mark.parametrize("name", CALLS)
 def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, settings):
     """Compiled before, called under "rows": the rows of a batch have the bits of each alone."""
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS[name], backend=aot_autograd(fw_compiler=backend), fullgraph=True)
     x = torch.randn(33, 16, generator=torch.Generator().manual_seed(4))
@@ -441,7 +437,6 @@ def _rows_said(how, monkeypatch, tmp_path):
 
 def test_the_setting_of_another_thread_recompiles_nothing():
     """Guards read the setting of the calling thread."""
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
     x = torch.randn(4, 16)
@@ -453,7 +448,6 @@ def test_the_setting_of_another_thread_recompiles_nothing():
 
 def test_autograd_threads_take_callers_graph():
     """Autograd recomputes checkpointed layers in threads that Python did not start."""
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
     x, done = torch.randn(4, 16), threading.Event()
@@ -475,7 +469,6 @@ def _is_traced(graph):
 
 
 def test_pytorch_s_switch_recompiles(torch_strict):
-    torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
     x = torch.randn(4, 16)

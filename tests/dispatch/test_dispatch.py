@@ -17,10 +17,11 @@ import types
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import liger_multi
 from liger_multi import errors, ops
-from liger_multi.dispatch import autograd, codegen, registry
+from liger_multi.dispatch import autograd, codegen, registry, resolve
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.op import OPS, Op
@@ -200,8 +201,7 @@ def plugin(monkeypatch):
 
 
 def test_entry_point_backend_with_one_direction(plugin, caplog):
-    x = torch.randn(3, 8, requires_grad=True)
-    ops.rms_norm(x).sum().backward()
+    ops.rms_norm(torch.randn(3, 8, requires_grad=True)).sum().backward()
     assert plugin == ["forward"]
     wide = torch.randn(3, 32)
     with caplog.at_level(logging.WARNING, "liger_multi"):
@@ -360,7 +360,6 @@ def test_scope_in_autograd_threads():
 
 
 def test_configuration_change_recompiles():
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: ops.rms_norm(x), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8)
     compiled(x)
@@ -447,8 +446,6 @@ def test_generated_source_in_docstring():
 
 
 def test_gradient_checkpointing_and_saved_tensor_hooks():
-    from torch.utils.checkpoint import checkpoint
-
     results = []
     for way in ("plain", "reentrant", "not reentrant", "hooks"):
         torch.manual_seed(0)
@@ -470,7 +467,6 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_checkpointing_skips_last_gemm(activation):
     """It stops once it has the input of ``down``, which a single operator would hide."""
-    from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 
     x, *weights = torch.randn(3, 4, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(5, 6)
@@ -483,8 +479,7 @@ def test_checkpointing_skips_last_gemm(activation):
         gradients = torch.autograd.grad(output.pow(2).sum(), weights)
     product, last = 2 * 12 * 8 * 6, 2 * 12 * 6 * 5
     assert counter.get_total_flops() == (2 + 2 + 4) * product + (1 + 2) * last
-    for a, b in zip(expected, gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*expected], [*gradients])
 
 
 def test_selective_checkpointing_operator_names():
@@ -566,8 +561,6 @@ def test_results_pickle_and_copy():
 
 
 def test_resolution_is_cached(monkeypatch):
-    from liger_multi.dispatch import resolve
-
     x = torch.randn(3, 8)
     ops.rms_norm(x)
     monkeypatch.setattr(resolve, "candidates", lambda *a: pytest.fail("resolved again"))

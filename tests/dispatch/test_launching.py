@@ -19,6 +19,8 @@ from liger_multi.testing import samples
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
+from dataclasses import dataclass
+
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -322,8 +324,6 @@ def test_tuner_call_arguments(direction):
 
 
 def test_forced_config_scope():
-    from dataclasses import dataclass
-
     @dataclass(frozen=True)
     class Config:
         rows: int
@@ -338,6 +338,31 @@ def test_forced_config_scope():
     assert lookup() == Config(1)
 
 
+def test_entries_of_another_variant_are_not_forced(monkeypatch):
+    """With sizes beyond its bounds an entry runs; a kernel for another dtype may not compile."""
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        block: int
+
+    entries = (
+        {"when": {"item": (2, 2), "rows": (1000, 9000)}, "config": {"block": 256}},
+        {"when": {"item": (4, 4)}, "config": {"block": 128}},
+    )
+    monkeypatch.setattr(numbers, "table_of", lambda info: {"some.kernel": entries})
+
+    def lookup(item):
+        formula, device = (lambda info, rows, item: Config(1)), torch.device("cpu")
+        return numbers.launch_config("some.kernel", formula, device, rows=8, item=item).block
+
+    with numbers.observed() as reached:
+        assert (lookup(2), lookup(8)) == (1, 1)
+    assert reached == {("some.kernel", 0)}
+    with numbers.forced({"some.kernel": entries[0]["config"]}, numbers.variant_of(entries[0])):
+        assert (lookup(2), lookup(4)) == (256, 1)
+
+
 @pytest.mark.parametrize(
     ("us", "entries"),
     [
@@ -348,8 +373,6 @@ def test_forced_config_scope():
     ],
 )
 def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
-    from dataclasses import dataclass
-
     @dataclass(frozen=True)
     class Config:
         rows: int
@@ -407,8 +430,7 @@ def test_runs_of_whole_models_are_named():
 def test_models_are_measured_in_turns(monkeypatch):
     run = bench_models.Run.parse("tiny:2x16")
     training = bench_models.Training(run, "ours", None)
-    result = training.turn(2)
-    assert len(result["seconds"]) == 2
+    assert len(training.turn(2)["seconds"]) == 2
     assert training.model is None, "the next process has the memory"
     monkeypatch.setitem(bench_models.VARIANTS, "stock+compile", lambda model: model)
     compiled = bench_models.Training(run, "stock+compile", None)

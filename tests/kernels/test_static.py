@@ -48,9 +48,12 @@ from ci.static.table import (
     turn,
     verdicts,
 )
+from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.common.rows import add_dot
+from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
+from liger_multi.patching.attention import tiles
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
 from liger_multi.testing.verify.cases import Target, cases
@@ -437,8 +440,7 @@ def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
     static_table.write_baseline(rows(names[0], registers=65))
     kept = static_table.kept()
     assert [" 65 registers" in kept[name][1] for name in names] == [True, False]
-    stale = static_table.stale()
-    assert set(stale) == set(kernels()) - set(names)
+    assert set(static_table.stale()) == set(kernels()) - set(names)
     monkeypatch.setattr(static_table.triton, "__version__", "0.0.1")
     with pytest.raises(ValueError, match=r"this is 0\.0\.1: write every kernel"):
         static_table.write_baseline(rows(names[0]))
@@ -569,6 +571,29 @@ def test_tiles_of_promised_rows_do_not_follow_their_number(op):
                     }
                 )
             assert launched[0] == launched[1], (sample.name, prim.direction)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_of_keys_follow_neither_the_mask_nor_the_queries(dim, item, arch):
+    """One query of a cache has no mask, a causal one or a range; a sequence has another of them."""
+    sizes = {"keys": attention.MANY, "dim": dim, "value_dim": dim, "item": item}
+    shapes = [{"queries": attention.MANY, **sizes, "ranges": n} for n in (0, 2)]
+    for extra in (0, 1):
+        with launch.simulate(TARGETS[arch].info):
+            configs = [
+                launch.launch_config(
+                    "attention.forward",
+                    attention.forward_config,
+                    torch.device("meta"),
+                    extra=extra,
+                    **shape,
+                )
+                for shape in shapes
+            ]
+        assert len({(k.block_m, k.block_n, k.num_warps) for k in configs}) == 1, configs
+        assert tiles.TILE % configs[0].block_n == 0
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ("sm90", "gfx942") if arch in ARCHS])

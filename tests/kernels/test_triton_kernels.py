@@ -3,7 +3,9 @@
 multi_token_attention: tiles, strides, what is not read. Grouped GEMM: PyTorch's and ours say the
 same, over groups of several tiles and of none. Rounding to 8 bits: bit by bit what PyTorch's casts
 give. The selective scan: several blocks of channels, and sequences that begin at the edges of
-chunks. Sums over rows: the same bits on every card of an architecture.
+chunks. Sums over rows: the same bits on every card of an architecture. Sparse attention: queries in
+several parts, lists that name wrong keys. The GEMM of ``deterministic="rows"``: the same bits of a
+row in whatever batch it stands.
 """
 
 import itertools
@@ -30,17 +32,27 @@ if (DEVICE := harness.device_of("triton")) is None:
     pytest.skip("kernels on a CPU need TRITON_INTERPRET=1", allow_module_level=True)
 
 from liger_multi.backends.triton.activations import gated_rows
+from liger_multi.backends.triton.attention import (
+    indexer_kernels,
+    indexer_topk,
+    pairs_of_lists,
+    sparse_attention,
+)
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
+from liger_multi.backends.triton.common import gemm
 from liger_multi.backends.triton.common.float8 import FORMATS as CODE_FORMATS
+from liger_multi.backends.triton.common.gemm import gemm_by_rows
+from liger_multi.backends.triton.common.launching import launch as launch_kernel
 from liger_multi.backends.triton.common.rows import sum_rows
 from liger_multi.backends.triton.cross_entropy import cross_entropy as row_kernels
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.rows import TritonRows
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
-from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
+from liger_multi.backends.triton.experts import fused_moe, grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.backends.triton.float8.rows import CodeRoom
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
+from liger_multi.reference.attention.indexer_topk import selected
 from liger_multi.reference.common.float8 import FORMATS
 from liger_multi.reference.common.strict import within
 from liger_multi.reference.cross_entropy.float8 import PLAIN
@@ -48,6 +60,8 @@ from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 from liger_multi.reference.float8 import rows as float8_rows
 from liger_multi.reference.linear_attention import selective_scan as scan_reference
+from tests import harness
+from tests.comparing import assert_equal
 
 # --- multi_token_attention ---
 
@@ -80,8 +94,7 @@ def compare(scores, weight, options):
     right = multi_token_attention.backward(dy, weight, None, p, *options, *NEEDS)
     assert torch.equal(dy, inputs)
     assert not actual[0].triu(1).any()
-    for got, exact in zip(actual, right, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*actual], [*right], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -160,8 +173,7 @@ def test_an_upstream_gradient_that_is_one_number(tiles):
     ones = torch.ones((), device=DEVICE).expand(y.shape)
     actual = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
     right = multi_token_attention.backward(ones, weight, None, p, *shape(), *NEEDS)
-    for got, exact in zip(actual, right, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*actual], [*right], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("same_convolutions")
@@ -208,8 +220,7 @@ def test_an_indexer_keeps_what_is_no_number(bad):
 
     right = run("reference")
     assert all(scores.isnan().any() for scores in right[:2])
-    for actual, expected in zip(run("triton"), right, strict=True):
-        torch.testing.assert_close(actual, expected, equal_nan=True)
+    torch.testing.assert_close([*run("triton")], [*right], equal_nan=True)
 
 
 # --- grouped GEMM ---
@@ -266,9 +277,13 @@ def test_products_of_uneven_groups(library, gather):
         assert torch.equal(turned[e], gradient[e].T)
 
 
+@pytest.mark.parametrize("step", ["whole", "pieces"])
 @pytest.mark.parametrize("name", ["gpt-oss", "sentinels", "unused-experts", "wider"])
-def test_the_library_s_products_serve_the_operator(name):
+def test_the_library_s_products_serve_the_operator(name, step, monkeypatch):
     """The composition that launch tables may choose, on rows that were gathered before."""
+    if step == "pieces":
+        monkeypatch.setattr(fused_moe, "PAIRS_BYTES", 1)
+        monkeypatch.setattr(fused_moe, "LEAST_COLS", 16)
     sample = next(s for s in samples.of("fused_moe") if s.name == name)
     tensors = sample.make(DEVICE, torch.bfloat16)
     exact = {
@@ -284,7 +299,10 @@ def test_the_library_s_products_serve_the_operator(name):
         )
         with liger_multi.use(fused_moe="triton"):
             y = ops.fused_moe(**tensors, **sample.options)
-            actual = torch.autograd.grad(y, [tensors[n] for n in floats], torch.ones_like(y))
+            args = (y, [tensors[n] for n in floats], torch.ones_like(y))
+            retained = torch.autograd.grad(*args, retain_graph=True)
+            actual = torch.autograd.grad(*args)
+    assert same_bits(retained, actual)  # the second one writes over what forward kept
     right = FORMULAS["fused_moe"](**exact, **sample.options)
     expected = torch.autograd.grad(right, [exact[n] for n in floats], torch.ones_like(right))
     assert products, "the library was not asked"
@@ -456,8 +474,7 @@ def test_parts_of_a_card_give_its_bits(monkeypatch, op, vendor):
 def test_sums_over_rows_of_any_number(shape):
     """Whole numbers have exact sums, whatever the order; strides are any."""
     x = torch.arange(shape[0] * shape[1], dtype=torch.float32).remainder(13).view(shape[::-1])
-    output = sum_rows(x.to(DEVICE).t(), torch.float32)
-    assert torch.equal(output, x.sum(1).to(DEVICE))
+    assert torch.equal(sum_rows(x.to(DEVICE).t(), torch.float32), x.sum(1).to(DEVICE))
 
 
 # --- ssd_scan ---
@@ -529,8 +546,7 @@ def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
         wide = [None if t is None else t.to(dtype) for t in inputs]
         y, last, states = module.forward(*wide, first, True, True)
         grads = (None if dy is None else dy.to(dtype), dstate.to(dtype))
-        gradients = module.backward(*grads, *wide, first, states, True, *[True] * 9)
-        return y, last, states, *gradients
+        return y, last, states, *module.backward(*grads, *wide, first, states, True, *[True] * 9)
 
     kernels_twice = [run(selective_scan, torch.float32) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*kernels_twice, strict=True))
@@ -844,5 +860,323 @@ def test_rope_launches_follow_strides_and_options():
             with liger_multi.use(rope=backend):
                 output = ops.rope(*inputs, unsqueeze_dim=axis, style=style)
                 launches.append((*output, *torch.autograd.grad([y.sum() for y in output], both)))
-        for own, right in zip(*launches, strict=True):
-            torch.testing.assert_close(own, right)
+        torch.testing.assert_close(*launches)
+
+
+# --- sparse attention: queries in several parts, lists that name wrong keys, strange scores ---
+
+
+GENERATOR = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def by_triton():
+    GENERATOR.manual_seed(0)
+    with liger_multi.use(**dict.fromkeys(NAMES, "triton")):
+        yield
+
+
+NAMES = ("sparse_attention", "indexer_scores", "indexer_topk")
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=GENERATOR).to(DEVICE).requires_grad_()
+
+
+def lists(*shape, keys):
+    return torch.randint(-1, keys, shape, generator=GENERATOR).to(DEVICE)
+
+
+def all_gradients(leaves, result):
+    up = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return torch.autograd.grad(result, leaves, up)
+
+
+def test_queries_in_several_parts_have_the_same_gradients(monkeypatch):
+    """Parts of one query at a time, of three, and of all."""
+    q, k, v = normal(2, 4, 7, 16), normal(2, 2, 9, 16), normal(2, 2, 9, 8)
+    where = lists(2, 7, 5, keys=9)
+    i, j, w = normal(2, 7, 3, 16), normal(2, 9, 16), normal(2, 7, 3)
+    actual = []
+    for size in (1, 3 * 5 * (4 * 2 * 24 + 2 * 4 * 4), 2**30):
+        monkeypatch.setattr(pairs_of_lists, "PARTS_BYTES", size)
+        gradients = all_gradients((q, k, v), ops.sparse_attention(q, k, v, where))
+        scores = ops.indexer_scores(i, j, w, where).masked_fill(where < 0, 0)
+        actual.append((*gradients, *all_gradients((i, j, w), scores)))
+    for other in actual[:2]:
+        torch.testing.assert_close([*other], [*actual[2]], rtol=1e-5, atol=1e-6)
+
+
+def test_scores_in_several_parts_select_the_same_keys(monkeypatch):
+    i, j, w = normal(2, 150, 3, 16), normal(2, 150, 16), normal(2, 150, 3)
+    whole = ops.indexer_topk(i, j, w, 9)
+    monkeypatch.setattr(indexer_topk, "SCORES_BYTES", 1)
+    assert all(torch.equal(*pair) for pair in zip(ops.indexer_topk(i, j, w, 9), whole, strict=True))
+
+
+def test_a_key_that_does_not_exist_gives_nan():
+    """In the output of that query alone, without a read of foreign memory."""
+    q, k = normal(1, 2, 6, 16), normal(1, 1, 5, 16)
+    where = lists(1, 6, 4, keys=5).clamp(min=0)
+    right = ops.sparse_attention(q, k, None, where, value_dim=8)
+    where[0, 2, 1] = 5
+    y = ops.sparse_attention(q, k, None, where, value_dim=8)
+    assert y[:, :, 2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(y[:, :, others], right[:, :, others])
+    (dq,) = torch.autograd.grad(y.sum(), q)
+    assert dq[:, :, 2].isnan().all()
+    assert dq[:, :, others].isfinite().all()
+    scores = ops.indexer_scores(normal(1, 6, 2, 16), normal(1, 5, 16), normal(1, 6, 2), where)
+    assert torch.equal(scores.isnan(), where == 5)
+
+
+def test_few_heads_and_many_take_other_tiles(monkeypatch):
+    """Tiles of 16 and of 64 heads, and several blocks of heads."""
+    q, k = normal(1, 70, 3, 24), normal(1, 1, 6, 24)
+    where = lists(1, 3, 20, keys=6)
+
+    def run():
+        y, weights = ops.sparse_attention_with_weights(q, k, None, where, value_dim=16)
+        return y, weights, *all_gradients((q, k), y)
+
+    right = run()
+    wide = sparse_attention.SparseConfig(64, 32, 1, 4)
+    keys = sparse_attention.KeysConfig(64, 16, 32, 1, 4)
+
+    def other(name, *args, **shape):
+        return keys if name.endswith(".keys") else wide
+
+    monkeypatch.setattr(sparse_attention, "launch_config", other)
+    torch.testing.assert_close([*run()], [*right], rtol=1e-5, atol=1e-6)
+
+
+STRANGE = {
+    "equal": lambda s: s.round(),
+    "zeros": lambda s: s * 0,
+    "both zeros": lambda s: torch.where(s > 0, 0.0, -0.0),
+    "infinite": lambda s: torch.where(s > 1.5, torch.inf, s),
+    "nan": lambda s: torch.where(s > 1.5, torch.nan, s),
+    "small": lambda s: s * 1e-40,
+    "close": lambda s: 1 + s * 2**-22,
+}
+
+
+@pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
+@pytest.mark.parametrize("count", [1, 40, 300])
+def test_the_selection(change, count):
+    """Rows whose ranges begin and end anywhere, over several tiles of 128."""
+    padded = change(torch.randn(9, 384, generator=GENERATOR)).to(DEVICE)
+    scores = padded[:, :300]
+    low = torch.tensor([0, 0, 1, 127, 128, 129, 5, 299, 300])
+    high = torch.tensor([300, 1, 300, 255, 300, 260, 5, 300, 300])
+    ranges = torch.stack([low, high], -1).to(DEVICE, torch.int32)
+    indices = torch.empty(9, count, dtype=torch.int32, device=DEVICE)
+    actual = torch.empty(9, count, device=DEVICE)
+    launch_kernel(
+        indexer_kernels._indexer_select_kernel,
+        9,
+        (padded, ranges, indices, actual, 384, 0, 9, 300, count),
+        (False, 128),
+        4,
+    )
+    place = torch.arange(300, device=DEVICE)
+    visible = (place >= ranges[:, :1]) & (place < ranges[:, 1:])
+    assert torch.equal(indices, selected(scores, visible, count))
+    values = scores.gather(1, indices.clamp(min=0).long()).masked_fill(indices < 0, -torch.inf)
+    torch.testing.assert_close(actual, values, rtol=0, atol=0, equal_nan=True)
+
+
+# --- the GEMM of deterministic="rows": the formula's rows, with the same bits in every batch ---
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = (1, 2, 17, 64, 65, 300)
+SIZES = [(64, 128), (128, 64), (70, 130), (33, 5), (1, 1)]  # K and N
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def product(a, b, bias=None, out=None):
+    out = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
+    gemm_by_rows(a, b, bias, out)
+    return out
+
+
+def near(actual, a, b, bias=None):
+    """Sums of K terms in fp32, in another order than PyTorch's, and one rounding."""
+    right = a.double() @ b.double()
+    terms = a.double().abs() @ b.double().abs()
+    if bias is not None:
+        right, terms = right + bias.double(), terms + bias.double().abs()
+    ulp = torch.finfo(actual.dtype).eps
+    allowed = ulp * right.abs() + a.shape[1] * torch.finfo(torch.float32).eps * terms + 1e-7
+    assert actual.isfinite().all()
+    assert ((actual.double() - right).abs() <= allowed).all()
+
+
+@by_dtype
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_it_is_the_product(dtype, rows, with_bias):
+    for inner, cols in SIZES:
+        a = random(rows, inner, dtype=dtype)
+        weight = random(cols, inner, dtype=dtype, seed=1)
+        bias = random(cols, dtype=dtype, seed=2) if with_bias else None
+        near(product(a, weight.t(), bias), a, weight.t(), bias)
+
+
+@by_dtype
+def test_a_row_is_the_same_in_every_batch(dtype):
+    for inner, cols in ((70, 130), (96, 64), (513, 40)):
+        a, bias = random(300, inner, dtype=dtype), random(cols, dtype=dtype, seed=2)
+        b = random(cols, inner, dtype=dtype, seed=1).t()
+        whole = product(a, b, bias)
+        for size in (1, 2, 17, 64, 65, 257):
+            for start in range(0, 300, size if size > 2 else 53):
+                part = a[start : start + size]
+                for inputs in (part, part.clone()):
+                    assert torch.equal(product(inputs, b, bias), whole[start : start + size])
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        assert torch.equal(product(a[order], b, bias), whole[order])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in the interpreter
+@by_dtype
+def test_what_is_not_finite_stays_in_its_row(dtype):
+    a, b = random(70, 40, dtype=dtype), random(40, 24, dtype=dtype, seed=1)
+    whole = product(a, b)
+    a[3], a[69] = float("nan"), float("inf")
+    others = [row for row in range(70) if row not in (3, 69)]
+    output = product(a, b)
+    assert torch.equal(output[others], whole[others])
+    assert output[3].isnan().all()
+
+
+STRIDED = {
+    "columns of a": lambda a, b: (torch.cat([a, a], 1)[:, : a.shape[1]], b),
+    "every second column of a": lambda a, b: (a.repeat_interleave(2, 1)[:, ::2], b),
+    "a transposed": lambda a, b: (a.t().contiguous().t(), b),
+    "one row of a for all": lambda a, b: (a[:1].expand(a.shape), b),
+    "b transposed": lambda a, b: (a, b.t().contiguous().t()),
+    "every third row of b": lambda a, b: (a, b.repeat_interleave(3, 0)[::3]),
+    "unaligned": lambda a, b: (torch.cat([a[:, :1], a], 1)[:, 1:], b),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("form", STRIDED)
+def test_strides(dtype, form):
+    inputs = random(67, 40, dtype=dtype), random(40, 70, dtype=dtype, seed=1)
+    a, b = STRIDED[form](*inputs)
+    assert torch.equal(product(a, b), product(a.contiguous(), b.contiguous()))
+    near(product(a, b), a, b)
+
+
+@by_dtype
+def test_outputs_with_gaps(dtype):
+    a, b = random(9, 20, dtype=dtype), random(20, 12, dtype=dtype, seed=1)
+    right = product(a, b)
+    wide = torch.full((9, 30), 7.0, dtype=dtype, device=DEVICE)
+    product(a, b, out=wide[:, 4:16])
+    assert torch.equal(wide[:, 4:16], right)
+    assert (wide[:, :4] == 7).all()
+    assert (wide[:, 16:] == 7).all()
+    turned = torch.empty(12, 9, dtype=dtype, device=DEVICE).t()
+    assert torch.equal(product(a, b, out=turned), right)
+    assert torch.equal(product(a, b, out=torch.empty(9, 12, device=DEVICE)).to(dtype), right)
+
+
+@by_dtype
+def test_nothing_to_add(dtype):
+    bias = random(7, dtype=dtype)
+    a, b = random(5, 0, dtype=dtype), random(0, 7, dtype=dtype)
+    assert not product(a, b).any()
+    assert torch.equal(product(a, b, bias), bias.expand(5, 7))
+    assert product(random(0, 4, dtype=dtype), random(4, 7, dtype=dtype)).shape == (0, 7)
+    assert product(random(3, 4, dtype=dtype), random(4, 0, dtype=dtype)).shape == (3, 0)
+
+
+def test_fp32_is_no_tf32():
+    """TF32 drops what is below 2^-11; PyTorch's own setting may not change that."""
+    torch.backends.cuda.matmul.allow_tf32, before = True, torch.backends.cuda.matmul.allow_tf32
+    try:
+        a = torch.full((16, 16), 1.0 + 2.0**-20, device=DEVICE)
+        assert torch.equal(product(a, torch.eye(16, device=DEVICE)), a)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float64, torch.float64),
+        (torch.int8, torch.int8),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_other_dtypes_are_refused(dtypes):
+    a, b = (torch.ones(2, 2, device=DEVICE).to(dtype) for dtype in dtypes)
+    with pytest.raises(TypeError, match="takes a and b of one dtype"):
+        gemm_by_rows(a, b, None, torch.empty(2, 2, device=DEVICE))
+
+
+def test_tiles_end_within_2_gib(monkeypatch):
+    """What lies too far apart is copied; the bound is made small here."""
+    a, b = random(5, 20), random(20, 6, seed=1)
+    right, observed = product(a, b), []
+    near = gemm._near
+
+    def small(x, rows, cols, most):
+        observed.append(near(x, rows, cols, 64 * 20))
+        return observed[-1]
+
+    monkeypatch.setattr(gemm, "_near", small)
+    far = random(5, 50)[:, ::2][:, :20].copy_(a)
+    assert torch.equal(product(far, b), right)
+    assert observed[0].is_contiguous()
+    assert not far.is_contiguous()
+    wide = torch.empty(1, device=DEVICE).expand(1, 2**25)
+    with pytest.raises(ValueError, match="no K or N as long as"):
+        product(wide, wide.t())
+
+
+# --- by the operator ---
+
+
+@by_dtype
+def test_a_layer_has_independent_rows(dtype):
+    """Forward and the gradient of x, and the gradient of the weight is the library's."""
+    x, weight = random(3, 7, 48, dtype=dtype), random(40, 48, dtype=dtype, seed=1)
+    bias, dy = random(40, dtype=dtype, seed=2), random(3, 7, 40, dtype=dtype, seed=3)
+
+    def run(where):
+        leaves = [t.clone().requires_grad_() for t in (x[where], weight, bias)]
+        y = ops.linear(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy[where])
+
+    with liger_multi.use(linear="triton", deterministic="rows"):
+        whole = run(slice(None))
+        for i in range(3):
+            alone = run(slice(i, i + 1))
+            assert torch.equal(alone[0][0], whole[0][i])
+            assert torch.equal(alone[1][0], whole[1][i])
+        one = ops.linear(x[1, 4], weight, bias)
+    assert torch.equal(one, whole[0][1, 4])
+    near(whole[0].flatten(0, 1), x.flatten(0, 1), weight.t(), bias)
+    near(whole[1].flatten(0, 1), dy.flatten(0, 1), weight)
+    with liger_multi.use(linear="triton"):
+        assert_equal(run(slice(None))[2:], whole[2:])
+
+
+def test_fp64_keeps_the_promise_by_the_reference():
+    x, weight = random(6, 9).double(), random(5, 9, seed=1).double()
+    with liger_multi.use(deterministic="rows"):
+        whole = ops.linear(x, weight)
+        for i in range(6):
+            assert torch.equal(ops.linear(x[i : i + 1], weight)[0], whole[i])

@@ -123,8 +123,7 @@ def test_triton_without_its_distribution(monkeypatch, present):
         "find_spec",
         lambda n, *a: (present or None) if n == "triton" else find(n, *a),
     )
-    reported = triton.describe()["triton"]
-    assert reported == ("3.5.1" if present else "not installed")
+    assert triton.describe()["triton"] == ("3.5.1" if present else "not installed")
 
 
 def test_a_machine_without_a_card_says_so(monkeypatch):
@@ -453,8 +452,7 @@ def test_experts(change, refusal):
     down = torch.empty((*shape[:2], 2 * shape[2]), **kinds)[..., ::2] if at.get("strided") else down
     x = torch.empty(at["rows"], at["hidden"], **kinds)
     index = torch.empty(at["rows"], at["per"], dtype=torch.int64, device="meta")
-    said = limits.experts(x, index, first, down, wide, at["table"])
-    assert says(said, refusal)
+    assert says(limits.experts(x, index, first, down, wide, at["table"]), refusal)
 
 
 # --- levels ---
@@ -467,3 +465,13 @@ def test_levels_follow_from_the_backend():
     assert levels.level("fused_moe") == levels.SIMULATED  # by torch_npu
     assert levels.level("softmax") == levels.SIMULATED
     assert levels.source("softmax") is None
+
+
+@pytest.mark.parametrize("kind", ["Kernel Module", "Open Kernel Module for x86_64"])
+def test_nvidia_driver_version(kind, monkeypatch, tmp_path):
+    from liger_multi.backends import cuda
+
+    path = tmp_path / "version"
+    path.write_text(f"NVRM version: NVIDIA UNIX {kind}  580.95.05  Release Build\nGCC 13\n")
+    monkeypatch.setattr(cuda, "DRIVER", path)
+    assert cuda.BACKEND.describe()["driver"] == "580.95.05"

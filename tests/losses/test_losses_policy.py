@@ -12,7 +12,7 @@ from liger_multi.losses import one_pass
 from liger_multi.losses.policy import POLICY
 from liger_multi.testing.tolerance import excess
 from tests import comparing
-from tests.comparing import assert_same_loss
+from tests.comparing import assert_equal, assert_same_loss, assert_within
 
 pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32
@@ -102,8 +102,7 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, columns
 
     def score(model, ids, mask, keep, compute_entropy=True, **_):
         # the head scores position t + 1 with the state at t; ours are aligned already
-        padded = torch.nn.functional.pad(leaves[0], (0, 0, 0, 1))
-        model.hidden = padded
+        model.hidden = torch.nn.functional.pad(leaves[0], (0, 0, 0, 1))
         labels = torch.nn.functional.pad(b.target, (1, 0), value=-100)
         out = model(input_ids=None, labels=labels, fused_lm_head=True)
         return out.log_probs, out.entropy, None
@@ -303,8 +302,8 @@ def test_logits_that_may_stay_are_computed_once(keep, kept):
     rows = int(b.mask.sum())
     assert rows > 24
     assert flops.get_total_flops() == 2 * 16 * 53 * (3 * rows + max(0, rows - kept))
-    for x, y in zip(first, torch.autograd.grad(ours, b.leaves, retain_graph=True), strict=True):
-        assert torch.equal(x, y)  # of a second backward, which has no logits any more
+    # of a second backward, which has no logits any more
+    assert_equal(first, torch.autograd.grad(ours, b.leaves, retain_graph=True))
     assert_same_loss(ours, expected, b.leaves)
 
 
@@ -339,8 +338,7 @@ def test_frozen_parts_get_no_gradient(frozen):
         ours, _ = ours_policy(b, {"passes": passes}, ("old",))
         assert ours.requires_grad == bool(free)
         results.append(torch.autograd.grad(ours, free) if free else ())
-    for a, e in zip(*results, strict=True):
-        assert excess(a, e, WIDE) <= 1
+    assert_within(*results, dtype=WIDE)
 
 
 def test_one_pass_twice_backward_scales_and_no_double_backward():
@@ -348,8 +346,7 @@ def test_one_pass_twice_backward_scales_and_no_double_backward():
     ours, _ = ours_policy(b, {"passes": "one"}, ("old",))
     first = torch.autograd.grad(ours, b.leaves, torch.tensor(2.0), retain_graph=True)
     second = torch.autograd.grad(3 * ours, b.leaves, retain_graph=True)
-    for x, y in zip(first, second, strict=True):
-        torch.testing.assert_close(1.5 * x, y)
+    torch.testing.assert_close([1.5 * x for x in first], [*second])
     (once,) = torch.autograd.grad(ours, b.leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="has first derivatives only"):
         once.sum().backward()
@@ -392,8 +389,7 @@ def test_any_formula_in_one_pass():
             b.head(4), b.target, formula, {"w": w}, ("log_prob", "entropy", "lse"), passes=passes
         )
         results.append((loss.detach(), *torch.autograd.grad(loss, b.leaves)))
-    for x, y in zip(*results, strict=True):
-        assert excess(x, y, WIDE) <= 1
+    assert_within(*results, dtype=WIDE)
 
 
 # --- options ---

@@ -91,6 +91,51 @@ def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
                 assert (first, last, whole, end) == (0, len(here), 0, len(here))
 
 
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+DEEP = [(33, [(21, [(17, []), (9, []), (40, [])]), (5, [(8, [])] * 2)])]
+TREES = {  # roots with their branches, tokens of the row, least pairs of a block; calls and rest
+    "ragged": ([(40, [(20, []), (33, []), (7, []), (1, [])])], 101, 300, 0.0, 3, True),
+    "batches": _slow([(40, [(20, [])] * 3), (30, [(9, [])] * 2)], 160, 1, 0.0, 6, False),
+    "deep": _slow(DEEP, 141, 100, 2.0, 6, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("roots", "tokens", "least", "softcap", "count", "has_rest"), TREES.values(), ids=TREES
+)
+def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, monkeypatch):
+    """Calls without ranges and their sum are what the ranges say."""
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton.attention import attention as kernels
+    from liger_multi.backends.triton.attention import blocks
+    from liger_multi.patching.packing import blocks as plan
+    from liger_multi.patching.packing.tree import planted
+
+    if (device := harness.device_of("triton")) is None:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    monkeypatch.setattr(plan, "LEAST_PAIRS", least)
+    tree, _ = planted(roots, tokens)
+    ranges = plan.causal_ranges(tree, device)
+    parts = reference.blocks_of(ranges)
+    assert (len(parts.calls), parts.rest is not None) == (count, has_rest)
+    q, dy = (x.to(device) for x in heads(tokens, count=4)[:2])
+    k, v = (x.to(device) for x in heads(tokens, seed=1)[:2])
+    sinks, options = torch.randn(4, device=device), (0.3, softcap)
+    y, lse = blocks.forward(kernels.forward, q, k, v, sinks, parts, *options)
+    right = reference.forward(q, k, v, sinks, ranges, False, *options)
+    torch.testing.assert_close((y, lse), right, rtol=1e-5, atol=1e-6)
+    for needs in ((True,) * 4, (False, True, True, False)):
+        grads = blocks.backward(kernels.backward, dy, q, k, v, sinks, parts, y, lse, options, needs)
+        exact = reference.backward(dy, q, k, v, sinks, ranges, y, lse, False, *options, *needs)
+        torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-5)
+    with strict.within("rows", None):
+        assert reference.blocks_of(ranges) is None
+    assert reference.blocks_of(reference.looked_at(ranges, tokens)) == parts
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_programs_share_a_long_walk(parts, monkeypatch):
     pytest.importorskip("triton")
@@ -115,8 +160,7 @@ def test_programs_share_a_long_walk(parts, monkeypatch):
     right = reference.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
     actual = kernels.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
     assert (kernels._attention_parts_kernel in launched) == (parts > 1)
-    for got, exact in zip(actual[:3], right[:3], strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*actual[:3]], [*right[:3]], rtol=1e-5, atol=1e-6)
 
 
 def many_ranges(length, count, seed=0):
@@ -156,8 +200,7 @@ def test_many_ranges(backend, softcap, count):
     torch.testing.assert_close(y, right, rtol=tolerance, atol=tolerance)
     upstream = torch.randn_like(y)
     actual, expected = (torch.autograd.grad(x, leaves, upstream) for x in (y, right))
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=10 * tolerance)
+    torch.testing.assert_close([*actual], [*expected], rtol=10 * tolerance, atol=10 * tolerance)
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):
@@ -170,8 +213,7 @@ def test_blocks_do_not_change_the_result(monkeypatch):
         y = ops.attention(q, k, v, **options)
         up = torch.linspace(-1, 1, y.numel()).view(y.shape)
         actual.append((y, *torch.autograd.grad(y, (q, k, v, sinks), up)))
-    for a, b in zip(*actual, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-6)
 
 
 def test_no_array_is_of_length_squared(monkeypatch):
@@ -238,10 +280,24 @@ def test_routes_take_what_they_can(monkeypatch):
         (q, k, v[..., :8].repeat(1, 1, 1, 2), None, True, 0.0),
         (*odd, None, True, 0.0),
         (q.float(), k.float(), v.float(), None, True, 0.0),
+        (q[:, :, :1], k[:, :, :1], v[:, :, :1], None, True, 0.0),  # cuDNN: "s_q = s_kv = 1"
     ):
         assert routes.route(*call) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert routes.route(q, k, v, None, True, 0.0) == "triton"
+
+
+def test_blocks_of_sizes_that_do_not_recur_run_on_our_kernels(monkeypatch):
+    """cuDNN makes a plan for every size, and those of trees may be new in every batch."""
+    pytest.importorskip("triton")
+    from liger_multi.backends.cuda import attention as routes
+
+    for module, name in itertools.product((routes, routes.kernels), ("forward", "backward")):
+        monkeypatch.setattr(module, name, lambda *_, by=module: by)
+    q, _, k = heads(128)
+    for tokens, by in ((128, routes), (127, routes.kernels)):
+        assert routes._forward_block(q[:, :, :tokens], k) is by
+        assert routes._backward_block(q, q, k[:, :, :tokens]) is by
 
 
 def test_a_mark_stands_for_causal_and_is_of_no_other_mask(monkeypatch):
@@ -362,8 +418,7 @@ def depth_exact(blocks, query, weight, dy=None, needs=(True, True, True)):
 
 
 def depth_near(actual, right):
-    for got, expected in zip(actual, right, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([*actual], [*right], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", DEPTH_KINDS)
@@ -497,8 +552,7 @@ def test_duplicates_count_and_absent_ones_do_not(dtype, index_dtype):
     right = gradients(FORMULAS["sparse_attention"], wide, **LATENT)
     near(gradients(ops.sparse_attention, narrow, **LATENT), right, dtype)
     once = {**inputs, "indices": torch.tensor([3, 0, 9]).expand(1, 20, 3)}
-    y = ops.sparse_attention(**once, **LATENT)
-    assert not torch.allclose(y, right[0], atol=1e-3)
+    assert not torch.allclose(ops.sparse_attention(**once, **LATENT), right[0], atol=1e-3)
 
 
 def test_the_order_of_a_list_does_not_matter():
@@ -601,8 +655,7 @@ def best_scores(q, k, w, topk, **options):
 )
 def test_packed_equals_separate(lengths):
     inputs, ends = indexed(sum(lengths)), [0, *itertools.accumulate(lengths)]
-    table = torch.tensor(ends, dtype=torch.int32)
-    actual = ops.indexer_topk(**inputs, topk=4, cu_seqlens=table)
+    actual = ops.indexer_topk(**inputs, topk=4, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     assert torch.equal(actual.indices, ops.indexer_topk(**inputs, topk=4, documents=documents)[0])
     for start, end in itertools.pairwise(ends):
@@ -651,8 +704,7 @@ def test_scores_of_the_selection_are_those_of_its_indices():
     indices = ops.indexer_topk(**inputs, topk=6).indices
 
     def listed(**leaves):
-        scores = ops.indexer_scores(**leaves, indices=indices)
-        return scores.masked_fill(indices < 0, 0)
+        return ops.indexer_scores(**leaves, indices=indices).masked_fill(indices < 0, 0)
 
     near(gradients(listed, inputs), right)
 

@@ -11,7 +11,6 @@ import torch
 import torch.fx.experimental._config
 from test_autograd_rules import REPORTED, tied_arguments, tied_results
 
-import liger_multi
 from liger_multi import errors, ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.registry import operators
@@ -96,8 +95,7 @@ def same_in_every_length(op, sample):
     counts = []
     for length in cases:
         eager, graph = (trained(op, length, f) for f in (run, compiled))
-        for want, got in zip(eager, graph, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([*graph], [*eager], rtol=1e-5, atol=1e-6)
         counts.append(graphs.count)
     assert counts[0] == counts[1]  # Dynamo may have begun the first graph twice
     return True
@@ -159,8 +157,7 @@ def test_one_tensor_in_two_arguments_of_a_graph(op):
         torch._dynamo.reset()
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         graph = tied_results(op, sample, a, b, compiled)
-        for want, got in zip(eager, graph, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close([*graph], [*eager], rtol=1e-9, atol=1e-11)
 
 
 # --- forward and backward in different modes ---
@@ -292,8 +289,7 @@ def test_models_with_sizes_that_vary(model_type):
         "output_router_logits" in known.config
     ):
         config["experts_implementation"] = "batched_mm"
-    stock, ours = models.pair(model_type, **config)
-    liger_multi.patch(ours, strict=True)
+    stock, ours = models.pair(model_type, **config, patching={"strict": True})
     ours(**models.graph_batch())  # transformers hooks routers at the first call
     graphs, counts = Counted(), []
     run = torch.compile(ours, fullgraph=True, dynamic=True, backend=graphs)
@@ -310,8 +306,7 @@ def test_models_with_sizes_that_vary(model_type):
 
 def test_a_patched_mlp_with_sizes_that_vary():
     models = pytest.importorskip("tests.models")
-    stock, ours = models.pair("llama", num_hidden_layers=1)
-    liger_multi.patch(ours)
+    stock, ours = models.pair("llama", num_hidden_layers=1, patching={})
     stock, ours = (m.model.layers[0].mlp for m in (stock, ours))
     run = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (5, 9):

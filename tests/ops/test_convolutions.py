@@ -100,8 +100,7 @@ def test_what_stands_past_the_last_boundary_is_a_sequence(device, run, parts):
     counts = (4, 2, 5)
     x, weight, bias = drawn(device, (1, 11, 4 * parts), (4, 3), (4,))
     right = run(x, weight, bias, cu_seqlens=boundaries(counts, device))
-    y = run(x, weight, bias, cu_seqlens=boundaries(counts[:2], device))
-    assert torch.equal(y, right)
+    assert torch.equal(run(x, weight, bias, cu_seqlens=boundaries(counts[:2], device)), right)
 
 
 @both
@@ -128,8 +127,7 @@ def test_a_row_in_two_calls_is_one_call(device, width, first):
     upstream = torch.linspace(-1, 1, right.numel(), device=device).view_as(right)
     actual = torch.autograd.grad(torch.cat(parts, 1), (x, weight, bias), upstream)
     expected = torch.autograd.grad(right, (x, weight, bias), upstream)
-    for got, want in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([*actual], [*expected], rtol=1e-4, atol=1e-4)
 
 
 def test_only_the_initial_state_may_need_a_gradient(device):
@@ -174,16 +172,15 @@ def test_both_layouts(device, adjacent):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_equals_pytorchs_convolution(device, width):
     x, weight, bias = drawn("cpu", (2, 33, 10), (10, width), (10,), dtype=torch.float64)
-    padded = F.pad(x.mT, (width - 1, 0))
-    right = F.silu(F.conv1d(padded, weight[:, None], bias, groups=10)).mT
+    right = F.silu(F.conv1d(F.pad(x.mT, (width - 1, 0)), weight[:, None], bias, groups=10)).mT
     y = convolve(x, weight, bias)
     torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12)
-    for got, want in zip(
+    torch.testing.assert_close(
         torch.autograd.grad(y.square().sum(), (x, weight, bias)),
         torch.autograd.grad(right.square().sum(), (x, weight, bias)),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        rtol=1e-12,
+        atol=1e-12,
+    )
     narrow = [t.detach().to(device, torch.float32) for t in (x, weight, bias)]
     torch.testing.assert_close(convolve(*narrow).double().cpu(), right, rtol=1e-5, atol=1e-5)
 
@@ -240,7 +237,6 @@ def test_packing_waits_for_nothing(device):
 
 @both
 def test_compiled_with_lengths_that_vary(device, run, parts):
-    torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for counts in ((3, 9, 1), (20, 1, 0, 16)):
         x, weight, bias = drawn(device, (1, sum(counts), 4 * parts), (4, 3), (4,))

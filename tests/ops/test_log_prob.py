@@ -1,12 +1,15 @@
 """fused_linear_log_prob in the losses that use it: policies, masks, chunks, memory."""
 
 import itertools
+import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.dispatch.op import inline_ops
 from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
@@ -18,6 +21,7 @@ from tests import harness
 from tests.comparing import Operations, saved, storage_bytes
 
 log_prob = ops.fused_linear_log_prob
+contract = sys.modules[log_prob.__module__]
 NAMES = ("log_prob", "entropy", "lse")
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -509,3 +513,46 @@ def test_rows_without_upstream_gradient_have_zero_gradients(device):
         raw, target, rows_of.LogSumExp(zero, zero), spec, rows_of.Upstream(zero, zero, zero)
     )
     assert (raw == 0).all()
+
+
+# --- logits that are kept ---
+
+
+def gradients_of(device, ignored, dtype, times=1, **options):
+    """Gradients of all three numbers, of every backward pass through one graph."""
+    torch.manual_seed(3)
+    x, w, t, b = head(dtype=dtype, device=device, ignored=ignored)
+    arguments = contract.prepared(x, w, t, b, softcap=3.0, chunk=40, **options)
+    out = contract.named(contract.op(*arguments), t, arguments[-1])
+    loss = (out.log_prob * 2 - out.entropy + out.lse.square()).sum()
+    again = [True] * (times - 1) + [False]
+    return [torch.autograd.grad(loss, (x, w, b), retain_graph=retain) for retain in again]
+
+
+@pytest.mark.parametrize("mode", [False, True, "rows"])
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", LOW)
+def test_logits_that_are_kept_change_no_bit(device, dtype, ignored, mode):
+    """Nor does a second backward, before which the first one leaves the logits alone."""
+    with liger_multi.use(deterministic=mode):
+        (once,), (again,) = (gradients_of(device, ignored, dtype, keep=k) for k in (True, False))
+        retained = gradients_of(device, ignored, dtype, times=3)
+    for gradients in (again, *retained):
+        assert all(torch.equal(a, b) for a, b in zip(once, gradients, strict=True))
+
+
+@pytest.mark.parametrize(("chunk", "gemms"), [("auto", 3), (40, 3), (39, 4)])
+def test_logits_of_one_chunk_are_computed_once(chunk, gemms):
+    x, w, t, b = head(width=40, ignored=0.0)  # where auto takes 40 rows at once
+    with inline_ops(), FlopCounterMode(display=False) as flops:
+        torch.autograd.grad(log_prob(x, w, t, b, chunk=chunk).log_prob.sum(), (x, w, b))
+    assert flops.get_total_flops() == gemms * 2 * 40 * 40 * 61
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(40, 40), (39, 0)])
+def test_logits_are_kept_for_gradients_only(device, chunk, rows):
+    x, w, t, b = head(device=device, ignored=0.25)
+    for needed in (True, False):
+        with torch.set_grad_enabled(needed):
+            _, tensors = saved(lambda: log_prob(x, w, t, b, chunk=chunk), but=(x, w, t, b))
+        assert storage_bytes(tensors) == (3 * 4 * 40 + rows * 61 * 4) * needed

@@ -16,7 +16,7 @@ from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
-from tests.comparing import saved, storage_bytes
+from tests.comparing import assert_equal, saved, storage_bytes
 
 # --- norms ---
 
@@ -239,8 +239,7 @@ def test_rows_longer_than_kernels_take_for_granted_are_refused():
 @pytest.mark.parametrize("sums", [1, 2])
 @pytest.mark.parametrize("cols", [8, 512, 1024, 4096, 8192])
 def test_more_column_sums_do_not_need_more_memory_on_the_chip(cols, sums):
-    info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)
-    k = backward_config(info, 10**6, cols, 4, sums)
+    k = backward_config(DeviceInfo("any", "any", 32, 1024, 100_000, 100), 10**6, cols, 4, sums)
     assert k.block >= cols
     assert k.stages == 1 or k.stages * k.rows * k.block * 4 * sums <= 100_000
     assert k.rows * k.block // (k.num_warps * 32) * sums <= 32, "elements a thread, of every sum"
@@ -323,8 +322,7 @@ def test_the_centered_norm_is_bit_exact_to_transformers(dtypes):
     """One is added in the dtype of the weight, and the product is fp32."""
     norm = stock("muse_spark", "MuseSparkTextCenteredRMSNorm", 24).to(dtypes[1])
     x = torch.randn(2, 5, 24).to(dtypes[0])
-    ours = ops.rms_norm(x, norm.weight, norm.eps, offset=1.0, casting="olmo")
-    equal(ours, norm(x))
+    equal(ops.rms_norm(x, norm.weight, norm.eps, offset=1.0, casting="olmo"), norm(x))
 
 
 @DTYPES
@@ -376,8 +374,7 @@ def test_the_modulated_norm_is_that_of_llama_modulated(dtypes):
     right = norm(x) * (1 + scale[:, None]) + shift[:, None]
     for by in ((scale, shift), (scale[:, None], shift[:, None])):
         equal(ops.modulated_rms_norm(x, *by, norm.weight), right)
-    rows = ops.modulated_rms_norm(x.view(10, 24), scale, shift, norm.weight)
-    equal(rows, right.view(10, 24))
+    equal(ops.modulated_rms_norm(x.view(10, 24), scale, shift, norm.weight), right.view(10, 24))
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float16, WIDE])
@@ -450,8 +447,7 @@ def test_gradients_of_parameters_are_the_same_every_time(place, op):
     for _ in range(2):
         y = getattr(ops, op)(**tensors, **options)
         runs.append(torch.autograd.grad(y, list(tensors.values()), upstream))
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first, second)
+    assert_equal(*runs)
 
 
 @pytest.mark.parametrize("limit", [1.0, 7.0])
@@ -492,8 +488,7 @@ def test_a_length_compiles_nothing(monkeypatch):
     with liger_multi.use(modulated_rms_norm="triton", swiglu="triton"):
         for rows, by in ((300, 0.3), (420, 0.4)):
             x = torch.randn(2, rows, 16, device=device, requires_grad=True)
-            scale = torch.randn(2, 16, device=device)
-            ops.modulated_rms_norm(x, scale).sum().backward()
+            ops.modulated_rms_norm(x, torch.randn(2, 16, device=device)).sum().backward()
             ops.swiglu(x, x, gate_multiplier=by).sum().backward()
     half = len(constants) // 2
     assert constants[:half] == constants[half:]

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.registry import REFERENCE
-from liger_multi.ops import LoRA, QuantizedWeight
+from liger_multi.dispatch.stored import assumed_memory
+from liger_multi.ops import LoRA, QuantizedWeight, _quantized
 from liger_multi.testing.bitwise import same_bits
 from tests import harness
 
@@ -191,6 +192,42 @@ def test_views_of_a_stack(format):
     assert torch.nn.Parameter(weight, requires_grad=False).stored_bytes == weight.stored_bytes
 
 
+def nested():
+    """Scales of nf4 that are quantized themselves."""
+    weight = quantized("nf4", 3, 96, 256)
+    own = {"scale_levels": torch.rand(256), "scale_absmax": torch.rand(5)}
+    codes = torch.randint(256, weight.scales.shape, dtype=torch.uint8)
+    return QuantizedWeight(weight.codes, codes, format="nf4", scale_offset=torch.tensor(0.1), **own)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("make", ["nf4", "mxfp4", "nvfp4", "int4", nested])
+def test_pieces_are_the_weight(make, turned, monkeypatch):
+    torch.manual_seed(5)
+    weight = make() if callable(make) else quantized(make, 3, 96, 256)
+    weight = weight.mT if turned else weight
+    assert len(weight.pieces()) == 1
+    monkeypatch.setattr(_quantized, "PIECE_BYTES", weight.numel() * weight.itemsize // 3)
+    parts = weight.pieces()
+    assert len(parts) > 2
+    assert torch.equal(torch.cat([p.dequantized() for p in parts], -2), weight.dequantized())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["fused_moe", "lora_moe", "lora_moe transposed"])
+def test_experts_by_pieces(backend, name, monkeypatch):
+    if harness.device_of(backend).type != "cpu":
+        pytest.skip("tensors of this test are on the CPU")
+    torch.manual_seed(4)
+    call, shapes = CALLS[name]
+    weights = [quantized("mxfp4", *shape) for shape in shapes]
+    expected = step(call, weights, backend)
+    monkeypatch.setattr(_quantized, "PIECE_BYTES", EXPERTS * INNER * HIDDEN)
+    assert len(weights[0].pieces()) > 2
+    for actual, one in zip(step(call, weights, backend), expected, strict=True):
+        torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
+
+
 def test_it_is_frozen():
     weight = quantized("nf4", INNER, HIDDEN)
     with pytest.raises(TypeError, match="writes to a frozen weight in 4 bits"):
@@ -222,3 +259,18 @@ def test_writes_between_forward_and_backward_raise(tensor):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     ops.linear(x, weight).sum().backward()
+
+
+def test_pieces_of_small_devices():
+    """A 64th of the device's memory, where nobody asks for another size."""
+    weight = QuantizedWeight(
+        torch.empty(8, 512, 256, dtype=torch.uint8, device="meta"),
+        torch.empty(8, 512, 16, dtype=torch.uint8, device="meta"),
+        format="mxfp4",
+    )
+    assert len(weight.pieces()) == 1
+    token = assumed_memory.set(16 * weight.numel() * weight.itemsize)
+    try:
+        assert [p.shape for p in weight.pieces()] == [(8, 128, 512)] * 4
+    finally:
+        assumed_memory.reset(token)

@@ -15,7 +15,7 @@ from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.testing.tolerance import excess
 from tests import harness
-from tests.comparing import saved
+from tests.comparing import assert_equal, saved
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, (4, 2), 16
 KINDS = {
@@ -26,8 +26,7 @@ KINDS = {
 
 
 def stock(family, name="apply_rotary_pos_emb"):
-    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    return getattr(module, name)
+    return getattr(pytest.importorskip(f"transformers.models.{family}.modeling_{family}"), name)
 
 
 def angles(rotary, dtype, batch=1, interleaved=False):
@@ -118,8 +117,7 @@ def test_angles_without_a_batch_serve_every_sequence(device):
     with bound():
         right = ops.rope(q, k, cos.expand(BATCH, -1, -1), sin.expand(BATCH, -1, -1))
         for pair in ((cos, sin), (cos[0], sin[0]), (cos[0], sin[0].mT.contiguous().mT)):
-            for got, want in zip(ops.rope(q, k, *pair), right, strict=True):
-                assert torch.equal(got, want)
+            assert_equal(ops.rope(q, k, *pair), right)
 
 
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
@@ -161,8 +159,7 @@ def test_blocks_of_tokens_are_the_whole(monkeypatch, axes):
         grads = torch.autograd.grad(outs, inputs, [x.detach() + 1 for x in outs])
         results.append((*outs, *grads))
     for other in results[1:]:
-        for got, want in zip(other, results[0], strict=True):
-            assert torch.equal(got, want)
+        assert_equal(other, results[0])
 
 
 def test_backward_keeps_the_angles_and_nothing_else(device):
@@ -506,8 +503,7 @@ def test_positions_of_any_integers(place, layout):
     ids, freq = torch.randint(9, (2, 5)), torch.rand(4).to(place)
     right = ops.rope_positions(q, q, ids.to(place), freq)
     positions = ids.int() if layout == "int32" else ids.repeat_interleave(3, 1)[:, ::3]
-    for got, want in zip(ops.rope_positions(q, q, positions.to(place), freq), right, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(ops.rope_positions(q, q, positions.to(place), freq), right)
 
 
 def test_inputs_are_not_written_and_nothing_of_them_is_kept(place):

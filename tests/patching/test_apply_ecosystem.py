@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import liger_multi
 from liger_multi import ops
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import VOCABULARY, pair
@@ -233,8 +232,7 @@ def test_trainer(arguments, tmp_path, fused):
 def test_trainer_accumulation_of_uneven_lengths(tmp_path):
     weights = []
     for size, accumulate in ((4, 1), (1, 4), (2, 2)):
-        model = build("llama")
-        patch(model)
+        model = build("llama", patching={})
         trainer(
             model,
             tmp_path,
@@ -270,19 +268,6 @@ def test_trainer_metrics_get_real_logits(tmp_path):
     np.testing.assert_allclose(observed[1], observed[0], rtol=1e-4, atol=1e-5)
     assert results[1]["eval_accuracy"] == results[0]["eval_accuracy"]
     assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
-
-
-def test_trainer_patched_again_on_every_train(tmp_path):
-    class PatchOnStart(transformers.TrainerCallback):
-        reports = []
-
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            self.reports.append(patch(model))
-
-    built = trainer(build("llama"), tmp_path, callbacks=[PatchOnStart()], max_steps=1)
-    built.train()
-    built.train()
-    assert {e.status for e in PatchOnStart.reports[1].entries} == {"already patched"}
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -328,8 +313,7 @@ def test_fsdp2(one_process, plan, fused):
 
 
 def test_a_frozen_reference_model_of_patched_copies():
-    policy = build("llama")
-    patch(policy)
+    policy = build("llama", patching={})
     reference = copy.deepcopy(policy).eval()
     ids = batch()["input_ids"]
     with torch.no_grad():
@@ -394,8 +378,7 @@ WHAT = pytest.mark.parametrize("what", ["logits", "loss", "own loss"])
 
 def both(what, **config):
     """A stock model and a patched one, as modules of one tensor."""
-    stock, ours = pair(**{"num_hidden_layers": 1, **config})
-    liger_multi.patch(ours)
+    stock, ours = pair(**{"num_hidden_layers": 1, **config}, patching={})
     return Returns(stock.eval(), what), Returns(ours.eval(), what)
 
 
@@ -516,8 +499,7 @@ def test_trace_has_operators_not_backend_calls(grad):
         return ops.rms_norm(x, weight)
 
     def and_gradient(x, weight):
-        y = function(x, weight)
-        return torch.autograd.grad(y.square().sum(), (x, weight))
+        return torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
 
     x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     with torch.set_grad_enabled(grad):

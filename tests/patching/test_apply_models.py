@@ -323,8 +323,7 @@ def test_report_names_running_operators(model_type):
         assert by["geglu"] == "gated_mlp[gelu_tanh]"
     if "swiglu" in by:
         assert by["swiglu"] == ("swiglu_packed" if known.packed else "gated_mlp[silu]")
-    text = str(report)
-    assert "model.layers.*.self_attn" in text
+    assert "model.layers.*.self_attn" in str(report)
     absent = {s.op for s in report.skipped}
     assert absent == (set() if {"swiglu", "geglu"} & set(by) else {"swiglu", "geglu"})
 
@@ -536,8 +535,7 @@ def test_step_reaches_all_parameters(model_type):
     for tower in (True, False):
         patched = [e.path for e in report.entries if in_tower(model_type, e.path) == tower]
         assert sum(path in record.called for path in patched) >= 4
-    actual = gradients(stock)
-    floor = 20 * resolution(actual.values(), torch.finfo(torch.float32).eps)
+    floor = 20 * resolution(gradients(stock).values(), torch.finfo(torch.float32).eps)
     unseen = {n for n, p in stock.named_parameters() if p.grad is None or largest(p.grad) < floor}
     dead = re.compile(f"{DEAD.get(model_type, CANCELS)}|{CANCELS}")
     assert not [name for name in unseen if not dead.search(name)]
@@ -697,8 +695,7 @@ def test_lora(model_type, tower):
     stock, _, batch = models(model_type)
     targets = linears(model_type, stock, tower)
     stock, ours = adapted(stock, targets)
-    report = patch(ours)
-    assert report.count("lora") == len(targets) > 0
+    assert patch(ours).count("lora") == len(targets) > 0
     with executed(ours) as record:
         assert_same_training(stock, ours, run(batch))
     assert record.calls.keys() & {"lora_mlp", "lora_qkv", "lora_update"}

@@ -18,7 +18,7 @@ from liger_multi.errors import ConfigurationError, PatchError  # noqa: E402
 from liger_multi.patching import register_attention, unregister_attention  # noqa: E402
 from liger_multi.patching.attention import sparse  # noqa: E402
 from liger_multi.patching.attention.interface import MaskReadError  # noqa: E402
-from tests.models import Calls  # noqa: E402
+from tests.models import Calls, patched_copy  # noqa: E402
 from tests.sweep import cases  # noqa: E402
 
 FAST, SLOW = ("deepseek_v32", "glm_moe_dsa"), ("axk2", "dots3_note", "mistral_large4")
@@ -125,8 +125,7 @@ def test_samples_of_a_row_are_apart(model_type):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generates_the_same_tokens(model_type, cache, monkeypatch):
     stock = built(model_type).eval()
-    model = copy.deepcopy(stock)
-    liger_multi.patch(model)
+    model = patched_copy(stock)
     prompt = batch(stock)["input_ids"][:, :20]
     options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
     options |= {"eos_token_id": None, "disable_compile": True}
@@ -225,8 +224,7 @@ def test_adapters_on_latent_expansion(equal):
     config = peft.LoraConfig(target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)
     torch.manual_seed(2)
     stock = peft.get_peft_model(stock, config)
-    model = copy.deepcopy(stock)
-    liger_multi.patch(model)
+    model = patched_copy(stock)
     assert equal(stock, model, batch(stock)) == CALLED
 
 
@@ -367,8 +365,7 @@ def test_recorders_refuse_unknown_operations():
     queries = torch.ones(1, 3, 2, 4)
     with pytest.raises(ConfigurationError, match="matmul of keys after nothing"):
         torch.matmul(queries, keys)
-    ready = keys.transpose(-1, -2).float().unsqueeze(1)
-    scores = torch.matmul(queries, ready)
+    scores = torch.matmul(queries, keys.transpose(-1, -2).float().unsqueeze(1))
     with pytest.raises(ConfigurationError, match=r"scores \* int -1"):
         scores * -1
     with pytest.raises(ConfigurationError, match="matmul of scores"):

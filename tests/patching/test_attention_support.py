@@ -199,8 +199,7 @@ def test_another_name_and_parts_of_a_model():
     config._attn_implementation = {"text_config": OURS, "vision_config": "eager"}
     model = transformers.LlavaForConditionalGeneration(config)
     actual = {m.config.model_type: m.config._attn_implementation for m in parts(model)}
-    assert actual["llama"] == OURS
-    assert actual["clip_vision_model"] == "eager"
+    assert (actual["llama"], actual["clip_vision_model"]) == (OURS, "eager")
     register_attention("other")
     try:
         model.set_attn_implementation("other")
@@ -372,8 +371,7 @@ def test_a_mask_is_complete(case):
     """It is never None, moves, and survives copies and pickling."""
     actual = key_mask(**MASKS[case])
     assert isinstance(actual, KeyMask)
-    assert actual.shape == (2, 1, 5, 5)
-    assert actual.plain == (case in ("causal", "all"))
+    assert (actual.shape, actual.plain) == ((2, 1, 5, 5), case in ("causal", "all"))
     for other in (actual.to("cpu"), copy.deepcopy(actual), pickle.loads(pickle.dumps(actual))):
         assert repr(other) == repr(actual)
         for name in ("ranges", "dense"):
@@ -389,8 +387,7 @@ def test_a_mask_is_complete(case):
         torch.softmax((q @ q.mT / 2).masked_fill(~expected, -torch.inf), -1) @ v
     ).nan_to_num()
     y = attention.forward(nn.Module(), q, q, v, actual)[0].transpose(1, 2)
-    visible = expected.any(-1)[..., None]
-    torch.testing.assert_close((y * visible), reference, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((y * expected.any(-1)[..., None]), reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -656,6 +653,28 @@ def test_training_equals_eager(model_type, name, calls):
     assert {None if ranges is None else ranges.shape[-1] for ranges in observed} <= {*widths}
     if name == "packed":
         assert (eager(**PLAIN).loss - loss).abs() > 1e-4, "the packing mattered"
+
+
+def test_packed_rows_of_a_model_whose_masks_get_no_positions():
+    """The patched model keeps samples apart where eager gpt_oss does not."""
+    eager, other = pair("gpt_oss")
+    liger_multi.patch(other)
+    length = 6
+    positions = torch.cat([torch.arange(length), torch.arange(13 - length)])[None]
+    labels = TOKENS.clone()
+    labels[:, length] = -100
+    batch = {"labels": labels, "use_cache": False}
+    loss = other(input_ids=TOKENS, position_ids=positions, **batch).loss
+    loss.backward()
+    sums = [
+        eager(input_ids=part, labels=part, use_cache=False).loss * part[:, 1:].numel()
+        for part in (TOKENS[:, :length], TOKENS[:, length:])
+    ]
+    expected = sum(sums) / (labels[:, 1:] != -100).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (other, eager)]
+    assert_same_gradients(*grads)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

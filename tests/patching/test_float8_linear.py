@@ -19,6 +19,7 @@ from liger_multi import ops
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
+from liger_multi.patching.float8 import code_cache
 from liger_multi.patching.float8 import linear as float8
 from liger_multi.patching.float8.linear import Float8Linear
 from liger_multi.patching.float8.shards import GatheredWeight
@@ -32,13 +33,23 @@ FROZEN = {"smallest": 0, "frozen": True}
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def model(dtype=torch.float32, frozen=False, **config):
+def model(dtype=torch.float32, frozen=False, float8=None, **config):
+    """A Llama, perhaps of frozen products, whose linear layers are patched with these options."""
     torch.manual_seed(0)
     llama = build("llama", **config).to(dtype).eval()
     if frozen:
         for name, parameter in llama.named_parameters():
             parameter.requires_grad_("embed" in name or "norm" in name)
+    if float8 is not None:
+        patch(llama, linear_float8=float8)
     return llama
+
+
+def checkpointed(llama, reentrant):
+    """The model in training, whose layers run again in backward."""
+    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    llama.enable_input_require_grads()
+    return llama.train()
 
 
 def ids(sequences=2, length=13):
@@ -68,10 +79,7 @@ def linears(llama):
 
 def cached_and_fresh():
     """A model that keeps codes of weights from one use to the next, and one that does not."""
-    llama, other = model(), model()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
-    return llama, other
+    return model(float8=CACHED), model(float8=ALL)
 
 
 def cached():
@@ -132,21 +140,16 @@ def test_other_layers_stay():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_same_bits(reentrant):
-    llama = model()
-    patch(llama, linear_float8=ALL)
+    llama = model(float8=ALL)
     before = step(llama)
-    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    llama.enable_input_require_grads()
-    llama.train()
+    checkpointed(llama, reentrant)
     assert equal(step(llama), before)
 
 
 def test_weights_written_past_the_version_counter_are_seen():
     """Optimizers in C and ``p.data`` write so; codes of a weight live no longer than a GEMM."""
-    llama = model()
-    patch(llama, linear_float8=ALL)
-    fresh = model()
-    patch(fresh, linear_float8=ALL)
+    llama = model(float8=ALL)
+    fresh = model(float8=ALL)
     step(llama)
     for a, b in zip(llama.parameters(), fresh.parameters(), strict=True):
         version = a._version
@@ -196,11 +199,8 @@ def weights_rounded():
 def test_cached_codes_equal_fresh_ones(case, checkpointing):
     """Once per step of the optimizer, whatever the number of micro-batches; and the same bits."""
     llama, other = cached_and_fresh()
-    for one in (llama, other):
-        if checkpointing:
-            one.gradient_checkpointing_enable({"use_reentrant": False})
-            one.enable_input_require_grads()
-            one.train()
+    for one in (llama, other) if checkpointing else ():
+        checkpointed(one, False)
     optimizers = [optimizer_of(one, case) for one in (llama, other)]
     for _ in range(2):
         with weights_rounded() as observed:
@@ -233,9 +233,7 @@ def test_cached_codes_follow_counted_writes():
 
 def test_weights_with_cached_codes_can_be_swapped():
     """``Module.to`` swaps DTensors, such as those of FSDP2, and refuses weak references."""
-    llama, other = model(), model().double()
-    patch(llama, linear_float8=CACHED)
-    patch(other, linear_float8=ALL)
+    llama, other = model(float8=CACHED), model(float8=ALL).double()
     optimizer = optimizer_of(llama)
     step(llama)
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -269,10 +267,8 @@ def test_steps_without_version_count(optimizer_class):
 
 def test_manual_loop_after_an_optimizer():
     """The optimizer is still there, and does not step any more: uses are counted too."""
-    from liger_multi.patching.float8 import code_cache
 
-    llama = model()
-    patch(llama, linear_float8=CACHED)
+    llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)
     repeated(lambda: step(llama), 2 * code_cache.USES)
     waiting = code_cache._followed()[-1].weights.values()
@@ -340,13 +336,10 @@ def test_passes_without_gradients_do_not_read_kept_codes():
 
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
-    from liger_multi.patching.float8 import code_cache
-
     def count():
         return sum(w.cached is not None for f in code_cache._followed() for w in f.weights.values())
 
-    llama = model()
-    patch(llama, linear_float8=CACHED)
+    llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)
     assert count() == 0
     step(llama)
@@ -364,8 +357,7 @@ def test_kept_codes_go_with_the_step_and_with_the_model():
 
 def test_written_input_is_rounded_again():
     first, second = nn.Linear(32, 48), nn.Linear(32, 48)
-    pair = nn.ModuleList([first, second])
-    patch(pair, linear_float8=ALL)
+    patch(nn.ModuleList([first, second]), linear_float8=ALL)
     x = torch.randn(4, 32)
     with torch.no_grad():
         first(x)
@@ -395,8 +387,7 @@ def test_codes_of_an_input_serve_its_layers_and_go(monkeypatch):
 
 
 def test_autocast_and_accumulation():
-    llama = model()
-    patch(llama, linear_float8=ALL)
+    llama = model(float8=ALL)
     with torch.autocast("cpu", torch.bfloat16):
         loss = llama(input_ids=ids(), labels=ids()).loss
     loss.backward()
@@ -451,11 +442,9 @@ def apart(a, b):
 
 
 def test_gather_changes_nothing_where_nothing_is_sharded():
-    llama, other = model(), model()
-    before = step(llama)
+    llama, before = model(), step(model())
     patch(llama, linear_float8={**ALL, "gather": True})
-    patch(other, linear_float8=ALL)
-    expected = step(other)
+    expected = step(model(float8=ALL))
     for one in (llama, copy.deepcopy(llama)):
         assert equal(step(one), expected)
         linears(one)[0].weight = nn.Parameter(linears(one)[0].weight.detach().clone())
@@ -560,9 +549,7 @@ def rounded(weight):
 
 def test_a_frozen_model_multiplies_with_its_codes():
     """Equal, to the bit, to the model whose weights are rounded at every use."""
-    llama, other = model(frozen=True), model(frozen=True)
-    patch(llama, linear_float8=FROZEN)
-    patch(other, linear_float8=ALL)
+    llama, other = model(frozen=True, float8=FROZEN), model(frozen=True, float8=ALL)
     assert equal(step(llama), step(other))
 
 
@@ -634,8 +621,7 @@ def test_copies_and_pickles_are_models_of_their_own():
 
 
 def test_another_device_dtype_or_reader():
-    llama = model(torch.bfloat16, frozen=True)
-    patch(llama, linear_float8=FROZEN)
+    llama = model(torch.bfloat16, frozen=True, float8=FROZEN)
     layer = linears(llama)[0]
     assert torch.equal(layer.weight + 0, layer.weight.dequantized())
     assert torch.equal(layer.weight.detach()[2], layer.weight.dequantized()[2])
@@ -658,8 +644,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_refused_and_name_the_way_out(name):
-    llama = model(frozen=True)
-    patch(llama, linear_float8=FROZEN)
+    llama = model(frozen=True, float8=FROZEN)
     before = step(llama)
     with pytest.raises(PatchError, match="unpatch the model first"):
         WRITES[name](linears(llama)[0].weight)
@@ -668,8 +653,7 @@ def test_writes_are_refused_and_name_the_way_out(name):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_inference_mode_and_generation(frozen):
-    llama = model(frozen=frozen)
-    patch(llama, linear_float8=FROZEN if frozen else ALL)
+    llama = model(frozen=frozen, float8=FROZEN if frozen else ALL)
     with torch.inference_mode():
         inside = llama(input_ids=ids()).logits + 0
     with torch.no_grad():
@@ -690,8 +674,7 @@ def test_shared_weights_stay_shared():
 
 
 def test_replaced_weight_is_quantized_again():
-    llama = model(frozen=True)
-    patch(llama, linear_float8=FROZEN)
+    llama = model(frozen=True, float8=FROZEN)
     llama.load_state_dict(model(frozen=True).state_dict(), assign=True)
     llama.requires_grad_(False)
     assert not any(isinstance(m.weight, Float8Weight) for m in linears(llama))
@@ -700,8 +683,7 @@ def test_replaced_weight_is_quantized_again():
 
 
 def test_codes_cannot_be_trained():
-    llama = model(frozen=True)
-    patch(llama, linear_float8=FROZEN)
+    llama = model(frozen=True, float8=FROZEN)
     linears(llama)[0].weight.requires_grad_(True)
     with pytest.raises(PatchError, match="cannot be trained"):
         step(llama)
@@ -718,8 +700,7 @@ def test_trained_weights_are_skipped():
 
 def test_a_step_dequantizes_no_frozen_weight(monkeypatch):
     """Codes go into GEMMs as they are; the CPU has none, so another function takes its place."""
-    llama = model(frozen=True, hidden_size=64, intermediate_size=256, vocab_size=31)
-    patch(llama, linear_float8=FROZEN)
+    llama = model(frozen=True, hidden_size=64, intermediate_size=256, vocab_size=31, float8=FROZEN)
     shapes = []
 
     def recorded(a, b, dtype, fast=False):

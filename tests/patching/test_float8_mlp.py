@@ -1,7 +1,5 @@
 """Codes that norms and activations hand to layers in FP8, and MLPs of such layers."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import nn
@@ -20,6 +18,7 @@ from tests.patching.test_float8_linear import (
     LAYERS,
     Largest,
     apart,
+    checkpointed,
     equal,
     ids,
     model,
@@ -100,13 +99,9 @@ def test_a_whole_mlp_keeps_one_activation_less():
 @pytest.mark.parametrize("case", ["trained", "adapters"])
 def test_the_last_gemm_of_an_mlp_is_not_computed_again(case):
     """Nor is the product before it; bits are those of a model that keeps all."""
-    make = adapted if case == "adapters" else model
-    llama, reference = make(torch.bfloat16), make(torch.bfloat16)
-    for each in (llama, reference):
-        patch(each, linear_float8=FROZEN if case == "adapters" else ALL)
-    llama.gradient_checkpointing_enable({"use_reentrant": False})
-    llama.enable_input_require_grads()
-    llama.train()
+    make, float8 = (adapted, FROZEN) if case == "adapters" else (model, ALL)
+    llama, reference = make(torch.bfloat16, float8=float8), make(torch.bfloat16, float8=float8)
+    checkpointed(llama, False)
     names = ("linear_float8", "lora_qkv", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
     with recorded(*names) as calls:
         actual = step(llama)
@@ -118,8 +113,7 @@ def test_the_last_gemm_of_an_mlp_is_not_computed_again(case):
 
 
 def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
-    llama, layers = model(torch.bfloat16), model(torch.bfloat16)
-    patch(llama, linear_float8=ALL)
+    llama, layers = model(torch.bfloat16, float8=ALL), model(torch.bfloat16)
     patch(layers, linear_float8=ALL, **IN_LAYERS)
     for each in (llama, layers):
         for _ in range(2):
@@ -131,8 +125,7 @@ def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
 
 
 def test_a_whole_mlp_compiled_equals_eager():
-    llama = model()
-    patch(llama, linear_float8=ALL)
+    llama = model(float8=ALL)
     mlp = llama.model.layers[0].mlp
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -162,9 +155,7 @@ def test_an_mlp_of_other_layers_runs_them(what):
 
 
 def test_models_without_such_layers_hand_out_nothing():
-    llama, other = model(), model()
-    patch(llama, linear_float8=ALL)
-    patch(other)
+    llama, other = model(float8=ALL), model(patching={})
     for _ in range(2):
         step(llama)
     with recorded(*CODED) as calls:
@@ -304,40 +295,24 @@ def test_dispatch_modes_see_the_calls_of_the_first_step():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_after_codes_are_handed_out(reentrant):
     """Also where forward has plain norms and the recomputation has codes."""
-    llama = model()
-    patch(llama, linear_float8=ALL)
+    llama = model(float8=ALL)
     expected = step(llama)
     assert equal(step(llama), expected)
     other = model()
     other.load_state_dict(llama.state_dict())
     patch(other, linear_float8=ALL)
-    other.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    other.enable_input_require_grads()
-    other.train()
-    assert equal(step(other), expected)
-    assert equal(step(other), expected)
-
-
-def test_threads_do_not_share_codes():
-    llama = model()
-    patch(llama, linear_float8=ALL)
-    every = [ids(2, 5 + i) for i in range(4)]
-
-    @torch.no_grad()
-    def logits(tokens):
-        return [llama(input_ids=tokens).logits + 0 for _ in range(5)]
-
-    expected = [logits(one) for one in every]
-    with ThreadPoolExecutor(4) as pool:
-        for got, right in zip(pool.map(logits, every), expected, strict=True):
-            assert all(map(torch.equal, got, right))
+    checkpointed(other, reentrant)
+    assert all(equal(step(other), expected) for _ in range(2))
 
 
 # --- adapters ---
 
 
-def adapted(dtype=torch.float32, **settings):
-    return adapters(model(dtype), LAYERS, seed=1, std=0.05, **settings)
+def adapted(dtype=torch.float32, float8=None, **settings):
+    llama = adapters(model(dtype), LAYERS, seed=1, std=0.05, **settings)
+    if float8 is not None:
+        patch(llama, linear_float8=float8)
+    return llama
 
 
 # Adapters on layers in FP8.
@@ -363,8 +338,7 @@ def test_fused_adapters_are_as_exact_as_layers():
     _, exact = step(adapted())
     results = []
     for options in (FROZEN, ALL):
-        llama = adapted(torch.bfloat16)
-        patch(llama, linear_float8=options)
+        llama = adapted(torch.bfloat16, float8=options)
         loss, gradients = step(llama)
         wrong = sum((g.float() - exact[n]).square().sum() for n, g in gradients.items())
         results.append((loss, wrong.sqrt().item()))
@@ -415,23 +389,8 @@ def test_adapters_on_some_layers_of_a_frozen_base():
     assert apart(results[0][1], results[1][1]) < 1e-5
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_fused_adapters_under_checkpointing(reentrant):
-    llama = adapted()
-    patch(llama, linear_float8=FROZEN)
-    llama.enable_input_require_grads()
-    expected = step(llama)
-    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    llama.train()
-    for _ in range(2):
-        actual = step(llama)
-        assert actual[0] == expected[0]
-        assert apart(actual[1], expected[1]) < 1e-5
-
-
 def test_small_layers_of_fused_adapters_stay_in_16_bits():
-    llama = adapted()
-    patch(llama, linear_float8={**FROZEN, "smallest": 32 * 32})
+    llama = adapted(float8={**FROZEN, "smallest": 32 * 32})
     layers = llama.base_model.model.model.layers[0].self_attn
     kept = [
         isinstance(layers.get_submodule(n).base_layer.weight, Float8Weight)
@@ -446,14 +405,12 @@ def test_small_layers_of_fused_adapters_stay_in_16_bits():
 
 
 def test_compiled_fused_adapters_equal_eager():
-    llama = adapted()
-    patch(llama, linear_float8=FROZEN)
+    llama = adapted(float8=FROZEN)
     mlp = llama.base_model.model.model.layers[0].mlp
     x = torch.randn(5, 32, requires_grad=True)
     eager = mlp(x)
     torch._dynamo.reset()
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), eager)
+    torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), eager)
 
 
 def test_adapters_added_saved_and_merged(tmp_path):
@@ -475,5 +432,4 @@ def test_adapters_added_saved_and_merged(tmp_path):
     with pytest.raises(PatchError, match="unpatch the model first"):
         wrapped.merge_adapter()
     unpatch(wrapped)
-    merged = wrapped.merge_and_unload()
-    assert merged(input_ids=ids(), labels=ids()).loss < losses[0]
+    assert wrapped.merge_and_unload()(input_ids=ids(), labels=ids()).loss < losses[0]

@@ -13,11 +13,11 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.integrations import load_mxfp4, merge_mxfp4
+from liger_multi.integrations import dequantize_weights, load_mxfp4, merge_mxfp4
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.ops import QuantizedWeight
+from liger_multi.ops import _quantized as quantized
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.experts import quantized as quantized_experts
 from tests.models import assert_same_training, batch, build
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -98,11 +98,11 @@ def test_it_is_the_model_that_transformers_dequantizes(folder):
         torch.testing.assert_close(loss_of(ours), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("limit", [None, 2 * 3 * 96 * 64 * 4], ids=["whole", "groups"])
+@pytest.mark.parametrize("limit", [None, 2 * 3 * 96 * 64 * 4], ids=["whole", "pieces"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_steps(folder, limit, checkpointing, monkeypatch):
     if limit:
-        monkeypatch.setattr(quantized_experts, "GROUP_BYTES", limit)
+        monkeypatch.setattr(quantized, "PIECE_BYTES", limit)
     ours = loaded(folder)
     stock, ours = with_lora(dense(ours)), with_lora(ours)
     for model in (stock, ours):
@@ -121,7 +121,7 @@ def test_lora_steps(folder, limit, checkpointing, monkeypatch):
     report = patch(ours, strict=True)
     assert report.count("fused_moe") == report.count("lora") - 4 == 2
     assert_same_training(stock, ours, loss_of, rtol=1e-4)
-    assert set(experts) == ({(5, True)} if limit is None else {(2, True), (1, True)})
+    assert set(experts) == {(5, True)}
     unpatch(ours)
     assert_same_training(stock, ours, loss_of, rtol=1e-4)
 
@@ -164,6 +164,20 @@ def test_merging_back_says_the_error(folder):
     assert error.of_update > error.relative
     with pytest.raises(ValueError, match="needs a weight in mxfp4"):
         merge_mxfp4(weight, delta[0])
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_merging_into_numbers(folder, patched):
+    model = with_lora(loaded(folder))
+    if patched:
+        patch(model, strict=True)
+    expected = loss_of(model)
+    assert dequantize_weights(model) == 4
+    assert dequantize_weights(model) == 0
+    torch.testing.assert_close(loss_of(model), expected, rtol=1e-5, atol=0)
+    merged = model.merge_and_unload()
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+    torch.testing.assert_close(loss_of(merged), expected, rtol=1e-4, atol=0)
 
 
 def test_rounding_to_mxfp4():

@@ -123,30 +123,15 @@ def test_copies_are_patched_and_equal(copied, fused):
 
 
 def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
-    ours = build(model_type)
-    patch(ours, fused_linear_cross_entropy={"chunk": 4})
+    ours = build(model_type, patching={"fused_linear_cross_entropy": {"chunk": 4}})
     inputs = batch(rows=4, length=12)
     with Widest() as widest:
-        loss = ours(**inputs).loss
-        loss.backward()
+        ours(**inputs).loss.backward()
     assert widest.rows == 4
     unpatch(ours)
     with Widest() as widest:
         ours(**inputs).loss.backward()
     assert widest.rows == 4 * 12
-
-
-def test_chunks_do_not_show_in_the_result():
-    stock = build("llama")
-    inputs = batch(rows=3, length=9)
-    results = []
-    for chunk in (1, 7, 256):
-        ours = copy.deepcopy(stock)
-        patch(ours, fused_linear_cross_entropy={"chunk": chunk})
-        assert_same_training(stock, ours, loss_of(**inputs))
-        results.append(gradients(ours))
-    for other in results[1:]:
-        assert_same_gradients(other, results[0])
 
 
 def test_all_targets_ignored_is_zero_and_connected(device):
@@ -169,8 +154,7 @@ def test_frozen_head_allocates_no_weight_gradient():
     inputs = batch()
     shape = tuple(ours.lm_head.weight.shape)
     with Widest() as widest:
-        loss = ours(**inputs).loss
-        loss.backward()
+        ours(**inputs).loss.backward()
     assert shape not in widest.shapes
     assert ours.lm_head.weight.grad is None
     assert_same_training(stock, ours, loss_of(**inputs))
@@ -191,8 +175,7 @@ def test_evaluation_allocates_no_gradients_and_no_logits():
         out = ours.eval()(**inputs)
         assert not out.loss.requires_grad
     assert widest.rows == 4
-    weight = tuple(ours.lm_head.weight.shape)
-    assert weight not in widest.shapes
+    assert tuple(ours.lm_head.weight.shape) not in widest.shapes
     with torch.no_grad():
         expected = stock.eval()(**inputs)
         torch.testing.assert_close(out.loss, expected.loss)
@@ -227,8 +210,7 @@ def test_z_loss_is_added_where_gradients_are():
 
 
 def test_z_loss_survives_real_logits():
-    ours = build("llama")
-    patch(ours, fused_linear_cross_entropy={"z_loss": 0.01})
+    ours = build("llama", patching={"fused_linear_cross_entropy": {"z_loss": 0.01}})
     inputs = batch()
     labels = inputs["labels"].view(-1)
     logits = ours(input_ids=inputs["input_ids"]).logits.view(-1, VOCABULARY)
@@ -239,8 +221,7 @@ def test_z_loss_survives_real_logits():
         real_logits(logits).float(),
     ):
         torch.testing.assert_close(F.cross_entropy(real, labels), fused)
-    plain = F.cross_entropy(real_logits(logits).detach().clone(), labels)
-    assert fused > plain + 0.01
+    assert fused > F.cross_entropy(real_logits(logits).detach().clone(), labels) + 0.01
 
 
 def test_softcap_and_scale_are_part_of_the_fused_loss(fused):
@@ -303,12 +284,13 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
 
     observed = []
     current = config.current
-    ours = build("llama")
-    patch(
-        ours,
-        rms_norm="reference",
-        swiglu={"backend": "reference"},
-        fused_linear_cross_entropy="reference",
+    ours = build(
+        "llama",
+        patching={
+            "rms_norm": "reference",
+            "swiglu": {"backend": "reference"},
+            "fused_linear_cross_entropy": "reference",
+        },
     )
     for name in ("rms_norm", "gated_mlp", "fused_linear_cross_entropy"):
         stock_op = getattr(ops, name)
@@ -405,8 +387,7 @@ def test_quantized_heads_keep_their_own_call():
     head.weight = nn.Parameter((stock.lm_head.weight * 8).to(torch.int8), requires_grad=False)
     stock.lm_head = head
     ours = copy.deepcopy(stock)
-    report = patch(ours)
-    assert "not a plain linear layer" in str(report)
+    assert "not a plain linear layer" in str(patch(ours))
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 
@@ -414,8 +395,7 @@ def test_heads_in_eight_bits_say_so():
     model = build("llama", tied=False)
     weight = model.lm_head.weight.detach().to(torch.float8_e4m3fn)
     model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-    report = patch(model)
-    assert "is stored as torch.float8_e4m3fn" in str(report)
+    assert "is stored as torch.float8_e4m3fn" in str(patch(model))
     assert type(model.lm_head) is nn.Linear
 
 

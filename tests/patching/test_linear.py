@@ -21,7 +21,7 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, real_logits, register_attention, swap, unpatch
 from liger_multi.patching.evidence import signature
 from liger_multi.patching.linear import LinearByRows
-from tests.models import VOCABULARY, batch, build
+from tests.models import VOCABULARY, batch, build, filled
 
 FUNCTION = F.linear
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -125,8 +125,7 @@ def test_logits_read_after_the_block(library):
 
 def test_without_the_mode_they_are_pytorchs_layers(calls):
     ours, stock = model(), model()
-    report = patch(ours, linear=True)
-    assert report.count("linear") == 14
+    assert patch(ours, linear=True).count("linear") == 14
     patch(stock)
     results = []
     for container in (ours, stock):
@@ -187,17 +186,6 @@ def test_unpatch_restores_every_class():
     assert not any("forward" in vars(m) for m in ours.modules())
 
 
-def test_a_model_type():
-    with rows():
-        report = patch("llama")
-        try:
-            ours = build("llama")
-        finally:
-            unpatch("llama")
-    assert {e.op for e in report.entries} >= {"linear"}
-    assert sum(isinstance(m, LinearByRows) for m in ours.modules()) == 14
-
-
 # --- LoRA ---
 
 
@@ -210,10 +198,7 @@ def test_lora(patch_first, lora, library):
     with rows():
         if patch_first:
             patch(ours, lora=lora)
-        ours = peft.get_peft_model(ours, config).eval()
-        for name, parameter in ours.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1)
+        ours = filled(peft.get_peft_model(ours, config).eval())
         report = patch(ours, lora=lora)
         assert not [s for s in report.skipped if s.op == "linear"]
         assert report.count("lora") == (6 if lora else 0)
@@ -275,22 +260,6 @@ def test_hooks_see_the_call(calls):
     assert observed == ["before", "after"]
     torch.testing.assert_close(y, container(X))
     assert len(calls) == 1
-
-
-def test_tied_weights(library):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    container = Tied()
-    assert patch(container, fused_linear_cross_entropy=False, linear=True).count("linear") == 2
-    assert container.first.weight is container.second.weight
-    assert independent(container)
 
 
 class Same(nn.Linear):
@@ -372,8 +341,7 @@ def test_subclasses_with_pytorchs_forward(library):
 
 
 def test_transposed_layers_of_transformers(monkeypatch):
-    library = pytest.importorskip("transformers.pytorch_utils")
-    layer = library.Conv1D(7, 12)
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(7, 12)
     nn.init.normal_(layer.bias)
     expected = layer(X)
     addmm = torch.addmm
@@ -404,15 +372,6 @@ def test_a_backend_of_its_own():
     assert independent(container)
     with pytest.raises(PatchError, match="option of linear"):
         patch(container, linear={"chunk": 3})
-
-
-def test_a_bound_forward_outlives_the_patch(calls):
-    container, _ = one()
-    held = container.layer.forward
-    unpatch(container)
-    with rows():
-        assert torch.equal(held(X), container(X))
-    assert not calls
 
 
 def test_a_replaced_forward_of_pytorchs_class(monkeypatch, calls):

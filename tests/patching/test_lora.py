@@ -25,6 +25,7 @@ from tests.models import (
     build,
     filled,
     pair,
+    patched_copy,
 )
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -108,8 +109,7 @@ def test_two_active_adapters_are_added_in_turn(calls):
     stock.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
     filled(stock)
     stock.base_model.set_adapter(["default", "other"])
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
+    ours = patched_copy(stock, strict=True)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     # k and v together, the others and the MLP's layers by themselves
     assert calls == {"lora_qkv": 1, "lora_update": 7, "swiglu": 1}
@@ -170,8 +170,7 @@ def test_low_precision(form, calls):
             parameter.data = parameter.data.bfloat16()
     for wide, low in zip(exact.parameters(), stock.parameters(), strict=True):
         wide.data.copy_(low)
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
+    ours = patched_copy(stock, strict=True)
 
     def run(model):
         with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
@@ -247,7 +246,6 @@ def test_compiled_whole():
     inputs = batch()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
-    torch._dynamo.reset()
 
 
 def test_copies_and_saved_adapters(tmp_path):
@@ -264,11 +262,9 @@ def test_copies_and_saved_adapters(tmp_path):
 
 def test_tensors_saved_for_backward():
     """bf16 layers and fp32 adapters: the MLP keeps gate and up, attention's layers nothing."""
-    model = build("llama", num_hidden_layers=1).bfloat16()
-    stock = lora(model)
+    stock = lora(build("llama", num_hidden_layers=1).bfloat16())
     assert next(p for n, p in stock.named_parameters() if "lora_A" in n).dtype == torch.float32
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
+    ours = patched_copy(stock, strict=True)
     x = torch.randn(3, 40, 32, dtype=torch.bfloat16, requires_grad=True) * 1
     rows, hidden, inner, rank = 120, 32, 48, 4
     wide, narrow = ours.base_model.model.model.layers[0], stock.base_model.model.model.layers[0]
@@ -320,8 +316,7 @@ def test_an_adapter_on_the_head_is_part_of_every_chunk(patch_first, frozen):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_losses_on_logits_of_an_adapted_head(reduction):
     stock = lora(build("llama", num_hidden_layers=1), ["lm_head"])
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True, fused_linear_cross_entropy={"chunk": 3})
+    ours = patched_copy(stock, strict=True, fused_linear_cross_entropy={"chunk": 3})
     inputs = batch()
     labels = inputs.pop("labels").flatten()
     by = torch.randn(labels.shape)
@@ -359,8 +354,7 @@ def test_an_adapted_head_with_a_changed_adapter():
 def test_other_adapters_on_the_head_have_real_logits(config):
     stock = lora(build("llama", num_hidden_layers=1), ["lm_head"], **config)
     ours = copy.deepcopy(stock)
-    report = patch(ours)
-    assert "so that the adapter trains" in report.skipped[-1].reason
+    assert "so that the adapter trains" in patch(ours).skipped[-1].reason
 
     def run(model):
         torch.manual_seed(7)
@@ -385,7 +379,6 @@ def split(monkeypatch):
 
 
 def test_fp32_factors_are_split_without_loss(split):
-    torch.manual_seed(0)
     wide, rows = torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
     low, thin = torch.randn(40, 5), torch.randn(5, 64) * torch.logspace(-6, 6, 64)
     factor = torch.randn(5, 96)

@@ -27,7 +27,7 @@ from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.lora.fused import SharedInput, together
 from liger_multi.patching.swap import swapped
-from tests.models import batch, build, filled, variant
+from tests.models import batch, build, filled, patched_copy, variant
 
 # --- calls in every form ---
 
@@ -495,8 +495,7 @@ def test_a_dropout_and_another_rule_are_pefts(calls):
         torch.manual_seed(0)
         settings = peft.LoraConfig(r=2, target_modules=list(PROJECTIONS), **config)
         stock = peft.inject_adapter_in_model(settings, Attention())
-        ours = copy.deepcopy(stock)
-        patch(ours)
+        ours = patched_copy(stock)
         assert type(ours) is Attention
 
         def run(module, x):
@@ -628,4 +627,3 @@ def test_a_compiled_module_has_its_layers(calls):
     x = inputs()[0]
     torch.testing.assert_close(compiled(x), stock(x))
     assert calls == []
-    torch._dynamo.reset()

@@ -18,6 +18,7 @@ from liger_multi.patching import patch
 from liger_multi.patching.mlp import find as find_mlps
 from tests.comparing import assert_same_gradients, gradients, saved
 from tests.models import Calls, Holder, assert_same_training, batch, build, recorded, variant
+from tests.patching.test_evidence_signature import Alpha
 from tests.patching.test_norms_find import (
     calls_of,
     equal,
@@ -141,21 +142,10 @@ def test_replaced_forward_is_probed_again(monkeypatch):
     assert {s.op for s in report.skipped} == {"swiglu", "rms_norm"}
 
 
-class Call(nn.Module):
-    """An activation of a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def test_activations_of_different_functions():
     """The probe's memory knew an activation by its class and plain attributes."""
     model = nn.ModuleList([Gated(), Gated()])
-    model[0].act_fn, model[1].act_fn = Call(F.silu), Call(F.gelu)
+    model[0].act_fn, model[1].act_fn = Alpha(F.silu), Alpha(F.gelu)
     report = patch(model, fused_linear_cross_entropy=False, rms_norm=False)
     assert [e.replaced_by for e in report.entries] == ["gated_mlp[silu]", "gated_mlp[gelu]"]
 
@@ -208,8 +198,7 @@ def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():
-    model = build()
-    patch(model)
+    model = build(patching={})
     observed = []
     mlp = model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda module, args, output: observed.append(output.shape))

@@ -21,8 +21,7 @@ from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import Holder, batch, build, recorded, variant
-from tests.patching.test_apply import HEADLESS
+from tests.models import HEADLESS, Holder, batch, build, patched_copy, recorded, variant
 
 
 def normalized(m, x):
@@ -245,8 +244,7 @@ def test_layer_norms_joining_heads(bias):
 
 
 def test_a_row_s_factor_is_no_norm():
-    module = modeling("hy_v4").HYV4UnweightedRMSNorm()
-    assert patched_module(module) == ([], [])
+    assert patched_module(modeling("hy_v4").HYV4UnweightedRMSNorm()) == ([], [])
 
 
 def grouped(case, size):
@@ -377,8 +375,7 @@ def test_writes_allowed_as_unpatched(name: str, dtype: torch.dtype) -> None:
         for p in stock.parameters():
             p.requires_grad_(trains_weight)
         model = nn.Sequential(copy.deepcopy(stock))
-        report = liger_multi.patch(model, fused_linear_cross_entropy=False)
-        assert report.entries
+        assert liger_multi.patch(model, fused_linear_cross_entropy=False).entries
         inputs = [torch.randn(3, SIZE, generator=generator).to(dtype).requires_grad_(trains_x)]
         if name == "qwen3_next":
             inputs.append(torch.randn(3, SIZE, generator=generator).to(dtype))
@@ -402,8 +399,7 @@ def test_norms_in_a_model(architecture: str, written: str) -> None:
     stock = build(architecture)
     for name, p in stock.named_parameters():
         p.requires_grad_(written in name)
-    ours = copy.deepcopy(stock)
-    liger_multi.patch(ours)
+    ours = patched_copy(stock)
     grads = []
     for model in (stock, ours):
         loss = model(**batch()).loss

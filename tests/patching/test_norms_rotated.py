@@ -2,7 +2,6 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.norms import rotated
-from tests.comparing import assert_same_gradients, gradients
-from tests.models import Graphs, adapters, assert_same_training, batch, build, continued
+from tests.models import adapters, assert_same_training, batch, build, patched_copy
 from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
@@ -47,26 +45,10 @@ def attentions(model):
 
 
 @every
-def test_step_equals_unpatched(model_type):
-    stock, ours, report = pair(model_type)
-    layers = len(attentions(ours))
-    assert report.count(KEY) == layers > 0
-    with report.watch(ours) as watched:
-        assert_same_training(stock, ours, loss_of)
-    assert not watched.idle
-    assert not watched.stock
-    with executed(ours) as counted:
-        loss_of(ours).backward()
-    assert counted.calls[KEY] == 2 * layers
-    assert not counted.calls["rope"]
-
-
-@every
 def test_numbers_are_those_of_both_operators(model_type):
     """The reference rounds where both do, so in bf16 every bit of the logits is equal."""
     stock, ours, _ = pair(model_type)
-    apart = copy.deepcopy(stock)
-    patch(apart, **{KEY: False})
+    apart = patched_copy(stock, **{KEY: False})
     for model in (ours, apart):
         model.bfloat16().eval()
     with torch.no_grad():
@@ -91,48 +73,6 @@ def test_the_classes_come_back(model_type):
     assert {e.status for e in report.entries if e.op == KEY} == {"options changed"}
     unpatch(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
-
-
-def test_copies_and_pickles_are_patched():
-    stock, ours, _ = pair()
-    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        with executed(copied) as record:
-            assert_same_training(copy.deepcopy(stock), copied, loss_of)
-        assert record.calls[KEY]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    stock, ours, _ = pair()
-    for model in (stock, ours):
-        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert record.calls[KEY] == 4 * len(attentions(ours))
-
-
-@pytest.mark.slow
-@every
-def test_compiled(model_type):
-    """As many graphs as unpatched, of any length."""
-    stock, ours, _ = pair(model_type)
-    graphs = {}
-    for model in (stock, ours):
-        torch._dynamo.reset()
-        graphs[model] = Graphs()
-        compiled = torch.compile(model, backend=graphs[model], fullgraph=True, dynamic=True)
-        try:
-            compiled(**batch()).loss.backward()
-        except torch._dynamo.exc.BackendCompilerFailed:
-            if model is ours:
-                raise
-            pytest.skip("this PyTorch compiles no backward of the unpatched model for any length")
-        compiled(**batch()).loss.backward()
-    torch._dynamo.reset()
-    assert graphs[ours].count == graphs[stock].count
-    assert any(KEY in target for target in graphs[ours].targets)
-    assert_same_gradients(gradients(ours), gradients(stock))
 
 
 @pytest.mark.parametrize("first", ["patch", "adapters"])
@@ -181,11 +121,6 @@ def test_other_names_of_the_norms():
     assert record.calls[KEY] == 2
 
 
-def _autocast(model):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return loss_of(model)
-
-
 def _in_rows(model):
     with use(deterministic="rows"):
         return loss_of(model)
@@ -197,15 +132,8 @@ def _packed(model):
     return model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
 
 
-def _cached(model):
-    ids = batch()["input_ids"]
-    first = model(input_ids=ids[:, :4], use_cache=True)
-    rest = model(input_ids=ids[:, 4:], **continued(model, first))
-    return rest.logits.float().pow(2).mean()
-
-
 @every
-@pytest.mark.parametrize("run", [_autocast, _in_rows, _packed, _cached])
+@pytest.mark.parametrize("run", [_in_rows, _packed])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_in_other_surroundings(model_type, run, frozen):
     stock, ours, _ = pair(model_type)
@@ -213,9 +141,8 @@ def test_in_other_surroundings(model_type, run, frozen):
         for attention in attentions(model) if frozen else ():
             attention.q_norm.requires_grad_(False)
             attention.k_norm.requires_grad_(False)
-    bound = 2e-2 if run is _autocast else 2e-5  # gradients of roundings to bf16
     with executed(ours) as record:
-        assert_same_training(stock, ours, run, rtol=bound)
+        assert_same_training(stock, ours, run)
     assert record.calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
     assert not record.calls["rope"]
 
@@ -364,8 +291,7 @@ def test_code_between_norm_and_rotation():
     model = build("qwen3")
     for attention in attentions(model):
         attention.__class__ = type("Scaled", (type(attention),), {"forward": scaled_queries})
-    report = patch(model, **{KEY: True})
-    assert not report.count(KEY)
+    assert not patch(model, **{KEY: True}).count(KEY)
 
 
 # --- by default ---

@@ -24,10 +24,11 @@ transformers = pytest.importorskip("transformers")
 import liger_multi
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import patch, unpatch
+from liger_multi.patching.packing import checked as checked_packing
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import build
+from tests.models import build, patched_copy, redrawn
 from tests.sweep import cases
 
 LENGTHS = (11, 6, 9)
@@ -46,7 +47,6 @@ def tokens(rows=1, length=TOKENS, seed=1):
 @pytest.fixture
 def counted(monkeypatch):
     """Forms that were tried."""
-    from liger_multi.patching.packing import checked as checked_packing
 
     observed, trial = [], trials.trial
 
@@ -59,13 +59,14 @@ def counted(monkeypatch):
 
 
 def patched(model_type="llama", **config):
-    model = build(model_type, **config)
-    with torch.no_grad():  # samples of a model at its first step hardly see each other
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(build(model_type, **config))
     patch(model)
     return model
+
+
+def registered(name):
+    """The sweep's model of a class."""
+    return cases.build(next(p for p in cases.registered() if p.cls == name))
 
 
 # --- what is said of rows whose samples see each other ---
@@ -88,11 +89,7 @@ def test_leaks_raise_with_remedy(arguments, remedy):
     model, ids = patched(), tokens()
     with pytest.raises(PackingError, match=re.escape(f"With {remedy} they are kept apart")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **arguments)
-    inputs = {n: v for n, v in arguments.items() if n not in ("use_cache", "attention_mask")}
-    inputs.pop("cache_position", None)
-    if "mask" not in remedy:
-        inputs |= {n: v for n, v in arguments.items() if n == "attention_mask"}
-    assert model(input_ids=ids, position_ids=positions(), labels=ids, **inputs, **APART).loss > 0
+    assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen3_moe"])
@@ -143,8 +140,7 @@ def test_masks_without_positions():
     model, ids = patched("gpt_oss", **layers), tokens()
     with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
-    row = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,))
-    mask = row.mask(torch.float32)
+    mask = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,)).mask(torch.float32)
     assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
 
 
@@ -203,14 +199,7 @@ def test_chunks_of_a_row_are_not_those_of_its_samples(of_rows):
 
 
 def test_axes_of_positions():
-    from tests.sweep import cases
-
-    pair = next(p for p in cases.registered() if p.cls == "Qwen2VLForConditionalGeneration")
-    model = cases.build(pair)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(registered("Qwen2VLForConditionalGeneration"))
     patch(model)
     ids, place = tokens().clamp(10, 60), positions()
     for inputs in (place, place.expand(3, -1, -1), place.expand(3, -1, -1) + 1):
@@ -272,17 +261,11 @@ def test_embeddings_in_place_of_ids():
 
 def test_layers_of_attention_in_a_hybrid():
     """Its mixers keep samples apart, and its attention sees all of a cache."""
-    from tests.sweep import cases
 
-    pair = next(p for p in cases.registered() if p.cls == "Qwen3NextForCausalLM")
-    model = cases.build(pair)
+    model = redrawn(registered("Qwen3NextForCausalLM"))
     if getattr(sys.modules[type(model).__module__], "causal_conv1d_fn", None) is None:
         pytest.skip("mixers of this transformers call no function that an operator stands for")
     model.config.use_cache = True
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "norm" not in name:
-                parameter.normal_(std=0.2)
     report = patch(model)
     assert {e.path for e in report.entries if e.op == "packing"} == {"", "model"}
     ids = tokens().clamp(10, 60)
@@ -321,8 +304,7 @@ def test_one_sample_per_row_never_raises(arguments, counted):
 def test_generation_is_not_tried(counted):
     model = patched().eval()
     model.generate(tokens(2, 9), max_new_tokens=3, do_sample=False)
-    ids = tokens(1, 1)
-    model(input_ids=ids, position_ids=torch.tensor([[4]]), use_cache=True)
+    model(input_ids=tokens(1, 1), position_ids=torch.tensor([[4]]), use_cache=True)
     model(input_ids=tokens())
     assert not counted
 
@@ -372,7 +354,6 @@ def test_forward_replaced_on_the_class(monkeypatch):
 
 
 def test_compiled_layers_are_not_compiled_for_a_trial(counted):
-    torch._dynamo.reset()
     model, graphs = patched(), []
 
     def backend(graph, example):
@@ -472,11 +453,9 @@ def test_nothing_changes_but_the_verdict():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_step_equals_unchecked(dropout):
-    stock = build(attention_dropout=dropout)
-    models = copy.deepcopy(stock), copy.deepcopy(stock)
+    models = [build(attention_dropout=dropout, patching={"packing": on}) for on in (True, False)]
     losses = []
-    for model, check in zip(models, (True, False), strict=True):
-        patch(model, packing=check)
+    for model in models:
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(
@@ -486,9 +465,8 @@ def test_step_equals_unchecked(dropout):
         losses.append(loss.detach())
     assert torch.equal(*losses)
     actual, expected = map(gradients, models)
-    assert actual.keys() == expected.keys()
     assert len(actual) > 10
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_untried_call_warns_once(recwarn):
@@ -535,15 +513,6 @@ def test_the_class_comes_back():
     assert torch.equal(bound(input_ids=tokens(), position_ids=positions()).logits, expected)
 
 
-def test_models_of_a_patched_type():
-    patch("llama")
-    try:
-        model = build()
-    finally:
-        unpatch("llama")
-    assert [path for path, m in model.named_modules() if isinstance(m, CheckedModel)] == [""]
-
-
 @pytest.mark.parametrize("first", [True, False], ids=["patch-first", "adapter-first"])
 def test_with_adapters(first):
     peft = pytest.importorskip("peft")
@@ -576,9 +545,7 @@ def test_a_model_within_a_module():
 
 
 def test_a_compiled_model_is_one_graph(counted):
-    torch._dynamo.reset()
-    model = patched()
-    run = torch.compile(model, backend="eager", fullgraph=True)
+    run = torch.compile(patched(), backend="eager", fullgraph=True)
     run(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
     assert not counted
 
@@ -594,9 +561,9 @@ def test_attention_of_this_library_keeps_samples_apart():
     model = patched()
     liger_multi.patching.register_attention()
     model.set_attn_implementation("liger_multi")
-    model(input_ids=tokens(), position_ids=positions(), **APART)
-    with pytest.raises(PackingError, match="use_cache=False"):
-        model(input_ids=tokens(), position_ids=positions())
+    apart = model(input_ids=tokens(), position_ids=positions(), **APART).logits
+    # with a cache transformers does not ask positions, and our masks do
+    assert torch.equal(model(input_ids=tokens(), position_ids=positions()).logits, apart)
 
 
 # --- collators that people use ---
@@ -626,7 +593,7 @@ FORMS = {
 
 @functools.cache
 def _model(name):
-    model = cases.build(next(p for p in cases.registered() if p.cls == name))
+    model = registered(name)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # samples of a model at its first step hardly see each other
         for parameter in model.parameters():
@@ -640,9 +607,7 @@ def _model(name):
 
 
 def patched_model(name, **ops):
-    model = copy.deepcopy(_model(name))
-    patch(model, **ops)
-    return model
+    return patched_copy(_model(name), **ops)
 
 
 def samples():
@@ -754,5 +719,4 @@ def test_the_collator_of_trl(name):
     trl = pytest.importorskip("trl.trainer.sft_trainer")
     collator = trl.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     batch = collator([{"input_ids": ids} for ids in samples()])
-    remedies = trained(patched_model(name), name, {**batch, "use_cache": False})
-    assert remedies == []
+    assert trained(patched_model(name), name, {**batch, "use_cache": False}) == []

@@ -26,8 +26,16 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import liger_multi.patching
-from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.patching import modeltypes, patch, patched, unpatch
+from liger_multi.errors import PatchError
+from liger_multi.patching import (
+    Replacement,
+    modeltypes,
+    patch,
+    patched,
+    register,
+    unpatch,
+    unregister,
+)
 from liger_multi.patching.held import HeldPatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.harness import PATIENCE
@@ -126,12 +134,9 @@ def test_a_compiled_forward_after_unpatching():
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     unpatch(ours)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    torch._dynamo.reset()
 
 
 def test_a_captured_forward_of_a_probe_of_a_user():
-    from liger_multi.patching import Replacement, register, unregister
-
     module = nn.Tanh()
     register(lambda m: Replacement(_twice, "twice") if type(m) is nn.Tanh else None, "twice")
     try:
@@ -174,7 +179,6 @@ def test_compiled_graphs_keep_compiled_code():
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
     assert "ops/gated_mlp.py" not in graphs.traces
     assert "ops/rms_norm.py" in graphs.traces
-    torch._dynamo.reset()
 
 
 def test_a_changed_attribute_compiles_again():
@@ -185,7 +189,6 @@ def test_a_changed_attribute_compiles_again():
     torch.testing.assert_close(compiled(x), stock(x))
     stock.scale = ours.scale = 0.5
     torch.testing.assert_close(compiled(x), stock(x))
-    torch._dynamo.reset()
 
 
 # --- patches of other libraries ---
@@ -198,8 +201,7 @@ def foreign(function, library="liger_kernel.transformers.rms_norm"):
 
 
 def test_forwards_of_other_libraries_are_left(monkeypatch):
-    stock = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", foreign(stock))
+    monkeypatch.setattr(LlamaMLP, "forward", foreign(LlamaMLP.forward))
     report = patch(build("llama"))
     assert {s.reason for s in report.skipped if s.op == "swiglu"} == {"Liger serves it (LlamaMLP)"}
     assert report.count("swiglu") == 0
@@ -372,8 +374,7 @@ def leave(block):
 
 
 def test_type_blocks_end_in_any_order():
-    first = enter("llama")
-    second = enter("llama", fused_linear_cross_entropy=False)
+    first, second = enter("llama"), enter("llama", fused_linear_cross_entropy=False)
     other = enter("qwen3")
     leave(first)
     model = small()
@@ -383,16 +384,6 @@ def test_type_blocks_end_in_any_order():
     assert not is_patched(small())
     assert is_patched(build("qwen3", num_hidden_layers=1))
     leave(other)
-    assert clean()
-
-
-def test_the_newest_request_of_a_type_acts_until_it_ends():
-    first = enter("llama", fused_linear_cross_entropy=False)
-    second = enter("llama")
-    assert type(small().lm_head) is not nn.Linear
-    leave(second)
-    assert type(small().lm_head) is nn.Linear
-    leave(first)
     assert clean()
 
 
@@ -538,7 +529,6 @@ def test_callback_releases_in_another_order():
 @pytest.mark.parametrize("shared", [True, False])
 def test_models_in_threads(shared):
     """Two threads patch the same model or one each; results are right all the time."""
-    torch.manual_seed(0)
     models = [small()] * 2 if shared else [small(), small()]
     before = [state(m) for m in models]
     inputs = batch()
@@ -592,19 +582,6 @@ def test_invalid_option_values(option):
     assert clean()
 
 
-def test_other_bad_arguments():
-    model = small()
-    for options in ({"swiglu": {"whole": 1}}, {"rms_norm": 1}, {"rms_norm": None}):
-        with pytest.raises(PatchError, match="must be"):
-            patch(model, **options)
-    for strict in (1, None, "yes"):
-        with pytest.raises(PatchError, match="strict must be True or False"):
-            HeldPatch(strict, {})
-    with pytest.raises(ConfigurationError, match="nosuch"):
-        patch(model, rms_norm="nosuch")
-    assert not is_patched(model)
-
-
 # --- what looks up the exact class of a module finds that of the unpatched one ---
 
 
@@ -649,8 +626,7 @@ def test_patched_classes_equal_those_of_stock():
         assert not operator.ne(ours, own)
     assert operator.ne(type(first.lm_head), type(second.lm_head))
     assert operator.ne(type(first.lm_head), type(first.model.norm))
-    on_top = type("OnTop", (type(first.lm_head),), {})
-    assert on_top not in (nn.Linear, type(first.lm_head))
+    assert type("OnTop", (type(first.lm_head),), {}) not in (nn.Linear, type(first.lm_head))
 
 
 class Abstract(Norm, metaclass=ABCMeta):

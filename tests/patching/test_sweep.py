@@ -72,8 +72,7 @@ def test_stored_result():
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
     together = {o["type"] for o in pairs if coverage.covers(o) >= {"norms", "mlp", "head"}}
     assert len(together) >= 155
-    rotary = {o["type"] for o in pairs if "rotary" in coverage.covers(o)}
-    assert len(rotary) >= 155
+    assert len({o["type"] for o in pairs if "rotary" in coverage.covers(o)}) >= 155
 
 
 def test_kept_outcomes_were_measured():
@@ -118,8 +117,7 @@ def test_idle_module_is_not_counted():
     (part,) = actual["idle"]
     assert (part["path"], part["modules"]) == ("unused", {"rms_norm": 1})
     actual = executed_in(Norms(LlamaRMSNorm), torch.randn(3, 16), both=True)
-    assert actual["served"] == {"rms_norm": 2}
-    assert actual["idle"] == []
+    assert (actual["served"], actual["idle"]) == ({"rms_norm": 2}, [])
 
 
 def test_fallback_is_not_counted():
@@ -351,7 +349,6 @@ def test_accepted_leak_is_detected(monkeypatch):
     from tests.sweep import packing
 
     monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
-    pair = next(p for p in PAIRS if p.cls == "OPTForCausalLM")
-    actual = packing.judge(pair)
+    actual = packing.judge(next(p for p in PAIRS if p.cls == "OPTForCausalLM"))
     assert actual.status == "wrong"
     assert actual.why.startswith("logits differ")

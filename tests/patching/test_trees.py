@@ -12,6 +12,8 @@ import liger_multi
 from liger_multi import trees
 from liger_multi.errors import PackingError
 from liger_multi.patching import patch, register_attention
+from liger_multi.patching.attention import interface
+from liger_multi.patching.packing.tree import Tree
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import build
 from tests.sweep import cases
@@ -78,11 +80,12 @@ def unshared(model, batch, **arguments):
     for number, (node, is_root) in enumerate(batch._nodes()):
         if is_root:
             continue
-        if node.segment < 0:
+        if not node.length:
             answer[node.root].append(log_p[0, :0])
             continue
-        start, length = batch.tree.offsets[node.segment], batch.tree.lengths[node.segment]
-        answer[node.root].append(log_p[row_of[number], max(0, start - 1) : start + length - 1])
+        start = int(batch.inputs["position_ids"][0, node.start])
+        part = slice(max(0, start - 1), start + node.length - 1)
+        answer[node.root].append(log_p[row_of[number], part])
     return answer, output
 
 
@@ -212,6 +215,9 @@ EDGES = {
     "one branch": [(tokens(6, 1), [tokens(5, 2)])],
     "equal branches": [(tokens(6, 1), [tokens(5, 2), tokens(5, 2)])],
     "no answers": [(tokens(6, 1), []), (tokens(3, 2), [tokens(2, 3)])],
+    "chain": [(tokens(6, 1), [(tokens(3, 2), [([], [(tokens(2, 3), [tokens(1, 4)])])])])],
+    "chain below": [(tokens(6, 1), [(tokens(3, 2), [tokens(2, 3)]), (tokens(2, 4), [[]])])],
+    "ends within": [(tokens(6, 1), [(tokens(3, 2), [[], tokens(2, 3)])])],
     "tensors": [(torch.tensor(tokens(6, 1)), [torch.tensor(tokens(2, 2)), tokens(2, 3)])],
 }
 
@@ -219,6 +225,50 @@ EDGES = {
 @pytest.mark.parametrize("groups", EDGES.values(), ids=EDGES)
 def test_edges(groups):
     assert_equal_to_unshared(served(), trees.pack(groups))
+
+
+PATHS = {"one answer": [tokens(5, 2)], "turns": [(tokens(5, 2), [(tokens(1, 3), [tokens(4, 4)])])]}
+
+
+@pytest.mark.parametrize("pad_to", [None, 16], ids=["", "padded"])
+@pytest.mark.parametrize("answers", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("window", [None, 4])
+def test_one_path_is_a_plain_row(answers, pad_to, window, monkeypatch):
+    """Without ranges where the mask is causal; with those of a plain row where it is not."""
+    masks = []
+    real = interface.attention
+    monkeypatch.setattr(interface, "attention", lambda *a, **k: (masks.append(k), real(*a, **k))[1])
+    model = served("mistral", sliding_window=window)
+    batch = trees.pack([(tokens(6, 1), answers)], pad_to=pad_to)
+    assert batch.tree.is_path
+    trees.scores(model, batch)
+    windowed = window is not None
+    assert masks[-1]["causal"] != windowed
+    assert (masks[-1]["ranges"] is not None) == windowed
+    assert_equal_to_unshared(model, batch)
+
+
+@older_refuse
+def test_one_path_has_no_ids_of_samples(monkeypatch):
+    """The mixers of a hybrid compute it in one call, as a plain row."""
+    model, groups = hybrid("qwen3_next"), below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])])
+    batch = trees.pack(groups)
+    trees.scores(model, batch)  # after a trial, which has branches
+    monkeypatch.setattr(Tree, "scans", None)
+    monkeypatch.setattr(Tree, "window", None)
+    assert_equal_to_unshared(model, batch)
+
+
+def test_ranges_are_made_once_for_a_batch(monkeypatch):
+    """For all layers and calls, also if the first call was in inference mode."""
+    made = []
+    real = Tree.ranges
+    monkeypatch.setattr(Tree, "ranges", lambda *a: (made.append(a[0]), real(*a))[1])
+    model, batch = served("qwen3_moe"), trees.pack(FLAT)
+    with torch.inference_mode():
+        trees.scores(model, batch)
+    assert_equal_to_unshared(model, batch)
+    assert sum(tree is batch.tree for tree in made) == 1
 
 
 def test_many_branches():

@@ -161,8 +161,7 @@ def test_a_rotation_is_no_other_operator_of_its_module():
 
 
 def test_report_is_data_and_a_table():
-    model = build()
-    report = patch(model, fused_linear_cross_entropy={"chunk": 8})
+    report = patch(build(), fused_linear_cross_entropy={"chunk": 8})
     head = report.entries[-1]
     assert (head.path, head.stock, head.options) == ("lm_head", "Linear", {"chunk": 8})
     text = str(report)
@@ -172,8 +171,7 @@ def test_report_is_data_and_a_table():
     assert re.search(r"packing +1 x LlamaForCausalLM +a check that samples", text)
     assert "model.layers.*.mlp" in text
     assert "fused_linear_cross_entropy (chunk=8)" in text
-    skipped = patch(Holder(nn.Linear(2, 2)))
-    assert "has no output embedding" in str(skipped)
+    assert "has no output embedding" in str(patch(Holder(nn.Linear(2, 2))))
 
 
 def test_report_in_rich():

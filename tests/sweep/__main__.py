@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -43,7 +45,6 @@ def main() -> int:
     )
     options = parser.parse_args()
 
-    import torch
     import transformers
 
     from liger_multi.dispatch.config import configure
@@ -173,7 +174,6 @@ def named(device: str) -> str:
     """What ran the models, for a reader."""
     if device == "cpu":
         return "CPU"
-    import torch
 
     return str(torch.get_device_module(torch.device(device)).get_device_name())
 

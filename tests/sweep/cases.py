@@ -516,8 +516,7 @@ def build(pair: Pair) -> Any:
 
     config = configuration(pair)
     torch.manual_seed(0)
-    model = getattr(transformers, pair.cls)(config)
-    return model.train()
+    return getattr(transformers, pair.cls)(config).train()
 
 
 def inputs(pair: Pair, model: Any, text: bool = False) -> dict[str, Any]:
@@ -565,8 +564,7 @@ def _video(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
 def _codebooks(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
     books = model.config.num_codebooks
     many = ids.repeat(1, books).reshape(2 * books, 12)
-    labels = many.reshape(2, books, 12).transpose(1, 2).contiguous()
-    return {"input_ids": many, "labels": labels}
+    return {"input_ids": many, "labels": many.reshape(2, books, 12).transpose(1, 2).contiguous()}
 
 
 def _kosmos(model: Any, ids: Any, normal: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import importlib
+import importlib.util
 import json
 import math
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from benchmarks.tables import bitwise as bitwise_pages
 from benchmarks.tables import traces as trace_pages
 from benchmarks.traces import Span
 from ci import results
+from liger_multi import ops
 from liger_multi.bench import cases as bench_cases
 from liger_multi.bench import measure as bench_measure
 from liger_multi.bench import peers as bench_peers
@@ -157,8 +159,6 @@ def test_a_failing_provider_stops_nobody_else(tmp_path, planted, failure, status
 
 
 def test_a_wrong_result_of_ours_fails_the_run(tmp_path, monkeypatch):
-    from liger_multi import ops
-
     monkeypatch.setattr(ops, "swiglu", lambda gate, up: gate * up)
     code, _, files = run(
         tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours"
@@ -233,8 +233,7 @@ def test_nothing_is_timed_on_a_red_suite(tmp_path, capsys, passed, failed):
 def test_a_result_says_what_the_suite_said(tmp_path):
     assert bench.main([*QUICK, *SWIGLU, "--output", str(tmp_path)], suite_of(5, 0)) == 0
     (file,) = tmp_path.glob("*.json")
-    result = json.loads(file.read_text())
-    assert result["suite"]["counts"]["passed"] == 5
+    assert json.loads(file.read_text())["suite"]["counts"]["passed"] == 5
     _, unchecked, _ = run(tmp_path / "other", *SWIGLU)
     assert unchecked["suite"] is None
 
@@ -266,25 +265,11 @@ def test_the_command_prints_and_leaves_nothing(tmp_path, monkeypatch, capsys):
 def test_the_command_saves_where_it_is_told(tmp_path, capsys):
     arguments = [*QUICK, *SWIGLU, "--dtype", "bf16", "--output", str(tmp_path / "out")]
     assert command_line(["bench", *arguments]) == 0
-    files = sorted(p.suffix for p in (tmp_path / "out").iterdir())
-    assert files == [".json", ".png"]
+    assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".json", ".png"]
     (file,) = (tmp_path / "out").glob("*.json")
     result = json.loads(file.read_text())
     assert result["dtype"] == "bfloat16"
     assert result["rows"][0]["error"]["tolerances"] <= 1
-
-
-def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
-    from liger_multi import ops
-
-    expected = ops.swiglu
-
-    def wrong(gate, up):
-        return expected(gate, up) if gate.dtype == torch.float64 else expected(gate, up) * 1.5
-
-    monkeypatch.setattr(ops, "swiglu", wrong)
-    assert command_line(["bench", *QUICK, *SWIGLU]) == 1
-    assert "wrong" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -307,19 +292,6 @@ def test_wrong_values_of_the_command(capsys, arguments, text):
     assert not captured.out
 
 
-def test_a_missing_package_is_named(monkeypatch, capsys):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a)
-    )
-    assert command_line(["bench", *QUICK]) == 2
-    assert 'needs rich, which cannot be imported here; install with: pip install "liger-multi' in (
-        capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize("op", operators())
 def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
     """An installed package has no tests: it compares with its own reference instead."""
@@ -340,8 +312,7 @@ def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
             bench_cases.truth(bench_case, tensors, douts, torch.float64, fp64_reference)
             for fp64_reference in (bench.fp64_reference, bench_cases.reference)
         )
-        for a, b in zip(ours.results, expected.results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close([*ours.results], [*expected.results], rtol=1e-9, atol=1e-11)
         for leaf in expected.grads:
             torch.testing.assert_close(
                 ours.grads[leaf], expected.grads[leaf], rtol=1e-9, atol=1e-11
@@ -453,8 +424,7 @@ def test_inputs_follow_the_sample():
 def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
     """One element of 4096 with the other sign is 3 % of the norm, and far beyond the tolerance."""
     bench_case = bench_cases.Case(op, samples.of(op)[0], {})
-    x = torch.ones(4096, requires_grad=True)
-    turned = torch.ones(4096)
+    x, turned = torch.ones(4096, requires_grad=True), torch.ones(4096)
     turned[7] = -1
     provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
     expected = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")

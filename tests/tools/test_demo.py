@@ -1,6 +1,5 @@
 """The demo: once as a program in its quick form, its parts and its verdict in process."""
 
-import importlib.util
 import io
 import json
 import os
@@ -165,16 +164,6 @@ def test_a_patch_that_does_nothing_fails(monkeypatch, tmp_path, capsys):
     assert "nothing [done]" in text
     assert "peak memory did not drop" in text
     assert json.loads((tmp_path / "demo.json").read_text())["problems"]
-
-
-@pytest.mark.parametrize("name", command.NEEDED)
-def test_a_missing_package_is_named(monkeypatch, capsys, name):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else find_spec(n))
-    assert main(["demo"]) == 2
-    text = capsys.readouterr().err
-    assert f"needs {name}, which" in text
-    assert 'pip install "liger-multi[transformers,cli]"' in text
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:77"])

@@ -64,8 +64,7 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
     result = run(SUITE)
     assert result.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
     assert not result.green
-    assert result.failures == ["test_suite.py::test_fails"]
-    assert result.part == "native"
+    assert (result.failures, result.part) == (["test_suite.py::test_fails"], "native")
     assert "reference" in result.backends
     assert result.device["device"] == "cpu"
     assert result.versions["torch"] == torch.__version__
@@ -239,14 +238,6 @@ def test_a_committed_file_has_nothing_old(path):
     assert {store.path_of(one) for one in store.load(path)} == {path}
 
 
-def test_results_are_few_files():
-    files = [path for path in store.RESULTS.rglob("*") if path.is_file()]
-    assert all(path.suffix == ".json" for path in files)
-    files = [path for path in files if path.parent.name != "verify"]  # one an owner of a card
-    files += (store.ROOT / "tests").rglob("*.json")
-    assert len(files) <= 12
-
-
 def suite(part, day, failed=0):
     counts = {"passed": 3, **({"failed": failed} if failed else {})}
     facts = {"device": "cpu", "name": "a machine"}
@@ -340,8 +331,7 @@ def test_the_end_is_found_on_the_line_that_rules_there(room):
         asked.append(tokens)
         return max(60_000 + tokens, 20_000 + 3 * tokens)
 
-    end = recompute.extrapolated(peak, room)
-    assert peak(end) == pytest.approx(room, rel=0.02)
+    assert peak(recompute.extrapolated(peak, room)) == pytest.approx(room, rel=0.02)
     assert len(asked) < 9
 
 

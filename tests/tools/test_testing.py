@@ -79,8 +79,7 @@ def test_many_scores_are_made_a_head_at_a_time(monkeypatch):
         monkeypatch.setattr(attention, "MOST_SCORES", most)
         y = attention.formula(*tensors, causal=True)
         results.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
-    for whole, part in zip(*results, strict=True):
-        torch.testing.assert_close(whole, part)
+    torch.testing.assert_close(*results)
 
 
 # --- one operator ---

@@ -39,8 +39,7 @@ class Batch:
         self.hidden, self.weight = draw(rows, 5, 8, grad=True), draw(11, 8, grad=True)
         self.bias = draw(11)
         self.ref_hidden, self.ref_weight = draw(rows, 5, 8), draw(11, 8)
-        g = torch.Generator().manual_seed(1)
-        self.target = torch.randint(11, (rows, 5), generator=g)
+        self.target = torch.randint(11, (rows, 5), generator=torch.Generator().manual_seed(1))
         self.target[:, 0] = -100
         self.target[1, 3:] = -100
         self.mask = self.target != -100
@@ -51,89 +50,22 @@ class Batch:
 
     def each(self, logits, temperature=1.0):
         ids = self.target.clamp(min=0).unsqueeze(-1)
-        log_prob = (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
-        return log_prob * self.mask
+        return (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1) * self.mask
 
     def same(self, got, expected):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
         inputs = (self.hidden, self.weight)
-        for a, b in zip(
+        torch.testing.assert_close(
             torch.autograd.grad(got, inputs, retain_graph=True),
             torch.autograd.grad(expected, inputs, retain_graph=True),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
 @pytest.fixture
 def pairs(draw):
     return Batch(draw)
-
-
-@pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero"])
-def test_dpo(pairs, loss_type):
-    b = pairs
-    loss = preference.LigerFusedLinearDPOLoss(
-        beta=0.3, loss_type=loss_type, compute_nll_loss=True, alpha=0.5
-    )
-    got, aux = loss(b.weight, b.hidden, b.target, b.bias, b.ref_hidden, b.ref_weight)
-    chosen, rejected = (0.3 * (b.own - b.ref).sum(-1)).chunk(2)
-    each = {
-        "sigmoid": -F.logsigmoid(chosen - rejected),
-        "apo_zero": torch.sigmoid(-chosen) + torch.sigmoid(rejected),
-    }[loss_type]
-    b.same(got, each.mean() + 0.5 * b.nll)
-    sums = b.own.sum(-1).chunk(2)
-    expected = (
-        *sums,
-        *(half.mean() for half in b.logits.chunk(2)),  # over padding too
-        b.nll,
-        chosen,
-        rejected,
-    )
-    torch.testing.assert_close([*aux], [*expected], rtol=1e-5, atol=1e-6)
-
-
-def test_cpo_and_simpo_and_orpo(pairs):
-    b = pairs
-    total, count = b.own.sum(-1), b.mask.sum(-1)
-    chosen, rejected = total.chunk(2)
-    got, _ = preference.LigerFusedLinearCPOLoss(beta=0.3, alpha=0.5, label_smoothing=0.1)(
-        b.weight, b.hidden, b.target, b.bias
-    )
-    x = 0.3 * (chosen - rejected)
-    each = -0.9 * F.logsigmoid(x) - 0.1 * F.logsigmoid(-x)
-    b.same(got, each.mean() + 0.5 * b.nll)
-    chosen, rejected = (total / count).chunk(2)
-    got, _ = preference.LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.4, compute_nll_loss=False)(
-        b.weight, b.hidden, b.target, b.bias
-    )
-    b.same(got, -F.logsigmoid(2 * (chosen - rejected) - 0.4).mean())
-    got, aux = preference.LigerFusedLinearORPOLoss(beta=0.3)(b.weight, b.hidden, b.target, b.bias)
-    odds = (chosen - rejected) - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
-    b.same(got, b.nll - 0.3 * F.logsigmoid(odds).mean())
-    torch.testing.assert_close(aux[-1], odds.mean(), rtol=1e-5, atol=1e-6)
-
-
-def test_kto(pairs):
-    b, liked = pairs, torch.tensor([True, False, False, True])
-    got, aux = preference.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)(
-        b.hidden,
-        b.weight,
-        b.target,
-        b.bias,
-        liked,
-        b.ref_hidden,
-        b.ref_weight,
-        kl=torch.tensor(0.2),
-    )
-    ratio = (b.own - b.ref).sum(-1)
-    sign = torch.where(liked, 1.0, -1.0)
-    b.same(got, (1 - torch.sigmoid(0.3 * sign * (ratio - 0.2))).mean())
-    torch.testing.assert_close(aux[0], b.own.sum(-1)[liked].sum())
-    torch.testing.assert_close(aux[5], 0.3 * ratio[~liked].sum())
-    sums = [b.logits[rows].sum().detach() for rows in (liked, ~liked)]  # over padding too
-    torch.testing.assert_close([*aux[2:4]], sums, rtol=1e-5, atol=1e-4)
 
 
 def policy_of(b, terms=(), **options):
@@ -146,62 +78,6 @@ def policy_of(b, terms=(), **options):
         b.bias,
         **dict(terms),
     )
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_grpo(pairs, loss_type, beta):
-    b, advantages = pairs, torch.tensor([1.0, -0.5, 0.3, -1.0])
-    old = (b.each(b.logits, 0.9) + 0.3 * b.ref).detach()
-    got, metrics = policy_of(
-        b,
-        {"old_per_token_logps": old, "ref_per_token_logps": b.ref if beta else None},
-        beta=beta,
-        loss_type=loss_type,
-        temperature=0.9,
-        max_completion_length=7,
-        epsilon_high=0.3,
-    )
-    own = b.each(b.logits, 0.9)
-    ratio, a = (own - old).exp(), advantages.unsqueeze(1)
-    each = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
-    gap = b.ref - own
-    each = (each + beta * (gap.exp() - gap - 1)) * b.mask
-    count = b.mask.sum(-1)
-    expected = {
-        "grpo": (each.sum(-1) / count).mean(),
-        "bnpo": each.sum() / count.sum(),
-        "dapo": each.sum() / count.sum(),
-        "dr_grpo": each.sum() / (4 * 7),
-    }[loss_type]
-    b.same(got, expected)
-    clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
-    torch.testing.assert_close(metrics[-1], (clipped & b.mask).sum() / count.sum())
-    assert len(metrics) == (2 if beta else 1)
-
-
-@pytest.mark.parametrize("loss_type", ["JSD", "CosineSimilarity"])
-def test_distillation(pairs, loss_type):
-    b = pairs
-    loss = getattr(preference, f"LigerFusedLinear{loss_type}Loss")(
-        0.4, 0.6, beta=0.3, temperature=2.0, return_soft_hard_loss=True
-    )
-    got, soft, hard = loss(
-        b.hidden, b.weight, b.ref_hidden, b.ref_weight, b.target.reshape(-1), b.bias
-    )
-    x, y = b.logits / 2, b.ref_hidden @ b.ref_weight.T / 2
-    if loss_type == "JSD":
-        q, p = x.log_softmax(-1), y.log_softmax(-1)
-        m = torch.logaddexp(p + torch.tensor(0.3).log(), q + torch.tensor(0.7).log())
-        kl = [F.kl_div(m, s, log_target=True, reduction="none").sum(-1) for s in (p, q)]
-        each, factor = 0.3 * kl[0] + 0.7 * kl[1], 1.0
-    else:
-        each, factor = 1 - F.cosine_similarity(x, y, dim=-1), 0.3
-    expected = each[b.mask].mean()
-    label = -b.own.sum() / b.mask.sum()
-    b.same(got, 0.4 * label + 0.6 * factor * expected)
-    torch.testing.assert_close(soft, factor * expected)
-    torch.testing.assert_close(hard, label)
 
 
 # --- what Liger-Kernel does otherwise than this library's own losses ---
@@ -524,32 +400,6 @@ def inputs():
 def options(loss_type):
     o = {"loss_type": loss_type, "eps_high": 1.2 if loss_type == "cispo" else 0.3}
     return o | ({"max_completion_length": 7} if loss_type == "dr_grpo" else {})
-
-
-def clipped_gain(z, x, delta=None):
-    """Losses, divergences and clipping of tokens, of DAPO with beta 0.1."""
-    own = (z[:, :-1] / T).log_softmax(-1)
-    own = own.gather(-1, x["completion_ids"].unsqueeze(-1)).squeeze(-1)
-    a, ratio = x["advantages"].unsqueeze(1), (own - x["old_logp"]).exp()
-    gap = x["ref_logp"] - own
-    kl = gap.exp() - gap - 1
-    outer = ratio if delta is None else ratio.clamp(max=delta)
-    loss = -torch.min(outer * a, ratio.clamp(0.8, 1.3) * a) + 0.1 * kl
-    clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
-    return [(v * x["completion_mask"]).float() for v in (loss, kl, clipped)]
-
-
-@pytest.mark.parametrize("delta", [None, 1.1])
-def test_grpo_token_losses_match_formula(inputs, delta):
-    inputs["logits"].retain_grad()
-    expected = clipped_gain(inputs["logits"], inputs, delta)
-    actual = policy.triton_grpo_loss(**inputs, beta=0.1, eps_high=0.3, delta=delta)
-    for x, y in zip(actual, expected):
-        torch.testing.assert_close(x, y.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
-    weights = torch.randn(3, 5)
-    ends = [torch.autograd.grad((x * weights).sum(), inputs["logits"]) for x in (actual[0],)]
-    right = torch.autograd.grad((expected[0] * weights).sum(), inputs["logits"])
-    torch.testing.assert_close(ends[0], right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", TYPES)

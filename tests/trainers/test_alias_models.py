@@ -190,8 +190,7 @@ def test_options_apply_in_training_or_skip_logits():
     actual = model(IDS, labels=LABELS, label_smoothing=0.1, return_token_accuracy=True)
     assert torch.equal(actual.loss, plain.loss)
     assert actual.token_accuracy is None
-    forced = model(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=True)
-    assert forced.loss != plain.loss
+    assert model(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=True).loss != plain.loss
     left = model.train()(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=False)
     assert torch.equal(left.loss, plain.loss)
     with pytest.raises(ValueError, match="skip_logits is True, but labels"):
@@ -289,9 +288,9 @@ def test_options_with_checkpointing_and_compile(checkpointing):
         if length == 9:
             actual.loss.backward()
             torch.testing.assert_close(actual.loss, right.loss)
-            for p, gradient in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(p.grad, gradient, rtol=1e-5, atol=1e-6)
-    torch.compiler.reset()
+            torch.testing.assert_close(
+                [p.grad for p in model.parameters()], [*expected], rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("patch", [build, patched])

@@ -1,18 +1,28 @@
 """Names of liger-kernel: installed and taken away, and what trainers import of it is served."""
 
+import copy
 import importlib.metadata
 import importlib.util
+import inspect
 import os
+import pickle
 import subprocess
 import sys
+import types
+import warnings
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 import yaml
 
+import liger_multi
 from liger_multi.compat import liger_kernel as alias
-from liger_multi.compat.liger_kernel import finder
+from liger_multi.compat.liger_kernel import choosing, finder, functional, helpers, op_functions
+from liger_multi.dispatch.config import current
 from tests.trainers import liger_suite
 
 TRAINERS = yaml.safe_load(Path(__file__).with_name("alias_names.yaml").read_text())
@@ -181,3 +191,482 @@ def test_install_needs_force_over_real_package(tmp_path, monkeypatch):
     finally:
         alias.uninstall()
         sys.modules.pop("liger_kernel", None)
+
+
+# --- choosing an implementation ---
+
+
+LOGITS = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    for name in ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT", "LIGER_KERNEL_IMPL_SOFTMAX"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    choosing.set_impl(None)
+
+
+def test_available_impls_on_cpu():
+    assert choosing.available_impls("softmax", "cpu") == ["pytorch"]
+    assert choosing.all_impls("softmax") == ["nvidia-triton", "ascend-triton", "pytorch"]
+    assert choosing.all_impls("nothing") == choosing.available_impls("nothing") == []
+    assert [impl.impl_name for impl in choosing.list_registered("rope")] == [*choosing.BACKENDS]
+    assert choosing.get_registered("rope", "nvidia-cutile") is None
+    assert "cuda" in choosing.get_discovery_failures() or torch.cuda.is_available()
+
+
+def test_available_impls_on_device(monkeypatch):
+    monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
+    assert choosing.available_impls("softmax", "cuda") == ["nvidia-triton", "pytorch"]
+    assert choosing.resolve_impl("softmax", device="cuda").impl_name == "nvidia-triton"
+    assert choosing.resolve_impl("softmax", "triton", "cuda").impl_name == "nvidia-triton"
+
+
+def chosen_backend():
+    return current().choice_in("softmax", ("cpu", "")).order
+
+
+def test_set_impl_pytorch_configures_reference():
+    liger_multi.configure(None)
+    choosing.set_impl("triton")
+    assert choosing.get_impl() == "nvidia-triton"
+    assert chosen_backend() == ("auto",)
+    choosing.set_impl("pytorch")
+    assert chosen_backend() == ("reference",)
+    choosing.set_impl(None)
+    assert choosing.get_impl() is None
+    assert chosen_backend() == ("auto",)
+
+
+def test_set_impl_keeps_user_configuration():
+    try:
+        liger_multi.configure({"default": "reference"})
+        choosing.set_impl("triton")
+        choosing.set_impl(None)
+        assert chosen_backend() == ("reference",)
+    finally:
+        liger_multi.configure(None)
+
+
+def test_impl_argument_scope(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        functional.ops, "rms_norm", lambda x, *_, **__: calls.append(chosen_backend()) or x
+    )
+    monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
+    monkeypatch.setattr(choosing, "available_impls", lambda *_: ["nvidia-triton", "pytorch"])
+    op_functions.rms_norm(LOGITS, None)
+    op_functions.rms_norm(LOGITS, None, impl="pytorch")
+    op_functions.rms_norm(LOGITS, None, backend="pytorch")
+    choosing.set_impl("pytorch")
+    op_functions.rms_norm(LOGITS, None, impl="triton")
+    op_functions.rms_norm(LOGITS, None)
+    reference, auto = ("reference",), ("auto",)
+    assert calls == [auto, reference, reference, auto, reference]
+
+
+@pytest.mark.parametrize(
+    ("variable", "argument", "chosen", "expected"),
+    [
+        ({}, None, "cutedsl", "nvidia-cutedsl"),
+        ({"LIGER_KERNEL_IMPL": "cutile"}, None, "cutedsl", "nvidia-cutile"),
+        (
+            {"LIGER_KERNEL_IMPL": "cutile", "LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"},
+            None,
+            None,
+            "nvidia-cutedsl",
+        ),
+        ({"LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, "cutile", None, "nvidia-cutile"),
+    ],
+)
+def test_absent_impl_precedence_and_fallback(monkeypatch, variable, argument, chosen, expected):
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    choosing.set_impl(chosen)
+    with pytest.warns(choosing.LigerImplFallbackWarning, match=f"{expected}' is not available"):
+        actual = op_functions.softmax(LOGITS, impl=argument)
+    assert torch.equal(actual, functional.liger_softmax(LOGITS))
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    with pytest.raises(choosing.ImplNotAvailableError, match=expected):
+        op_functions.softmax(LOGITS, impl=argument)
+
+
+def test_unknown_impl_errors():
+    with pytest.raises(choosing.BackendNotAvailableError, match="No 'nope' implementation"):
+        op_functions.softmax(LOGITS, impl="nope")
+    with pytest.raises(choosing.NoImplAvailableError, match=r"op 'nope'\. Operators: rms_norm"):
+        op_functions.dispatch("nope", LOGITS)
+    with pytest.raises(choosing.ImplNotAvailableError, match=r"op 'nope'\. Registered: <none>"):
+        op_functions.dispatch("nope", LOGITS, impl="triton")
+    with pytest.raises(ValueError, match="mode must be 'default', got 'fast'"):
+        op_functions.softmax(LOGITS, mode="fast")
+    with pytest.raises(NotImplementedError, match="docs/extending"):
+        choosing.register_impl("softmax", impl_name="mine")
+    with pytest.raises(NotImplementedError, match="docs/extending"):
+        choosing.declare_op_locations("softmax", [])
+
+
+X, W = torch.randn(4, 6), torch.rand(6)
+Q = torch.randn(1, 2, 4, 6)
+ANGLES = torch.randn(1, 4, 6)
+HEAD = torch.randn(5, 6)
+TARGET = torch.tensor([1, 2, -100, 4])
+CALLS = {
+    "rms_norm": ((X, W), "liger_rms_norm", (X, W, 1e-6)),
+    "layer_norm": ((X, W, W), "liger_layer_norm", (X, W, W, 1e-6)),
+    "fused_add_rms_norm": ((X, X, W), "liger_fused_add_rms_norm", (X, X, W, 1e-6)),
+    "jsd": ((X.log_softmax(-1), X.flip(0).log_softmax(-1)), "liger_jsd", None),
+    "kl_div": ((X.log_softmax(-1), X.softmax(-1).flip(0)), "liger_kl_div", None),
+    "softmax": ((X,), "liger_softmax", None),
+    "swiglu": ((X, X), "liger_swiglu", None),
+    "geglu": ((X, X), "liger_geglu", None),
+    "rope": ((Q, Q, ANGLES, ANGLES), "liger_rope", None),
+    "cross_entropy": ((X, TARGET), "liger_cross_entropy", None),
+    "fused_linear_cross_entropy": ((X, HEAD, TARGET), "liger_fused_linear_cross_entropy", None),
+    "fused_linear_jsd": ((X, HEAD, X.flip(0), HEAD), "liger_fused_linear_jsd", None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functional_dispatch_matches(name):
+    args, same, arguments = CALLS[name]
+    actual = op_functions.dispatch(name, *args, impl="pytorch")
+    if name.endswith("cross_entropy"):  # four results, as of the autograd function
+        actual, *others = actual
+        assert others == [None, None, None]
+    more = {"reduction": "batchmean"} if name == "kl_div" else {}
+    torch.testing.assert_close(actual, getattr(functional, same)(*(arguments or args), **more))
+    assert "impl" in inspect.signature(op_functions.FUNCTIONS[name]).parameters
+
+
+def test_functional_covers_operators():
+    assert sorted(CALLS) == sorted(op_functions.FUNCTIONS) == sorted(choosing.OPERATORS)
+    assert {*choosing.OPERATORS} <= {*liger_multi.ops.__all__}
+
+
+def test_top_level_set_impl(installed):
+    import liger_kernel
+
+    liger_kernel.set_impl("triton")
+    assert liger_kernel.get_impl() == liger_kernel.get_backend() == "nvidia-triton"
+    assert torch.equal(liger_kernel.functional.softmax(LOGITS, impl="pytorch"), LOGITS.softmax(-1))
+    import liger_kernel.backends.dispatch
+
+    assert callable(liger_kernel.backends.dispatch)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = liger_kernel.nothing
+
+
+def test_impl_variable_at_install(installed, monkeypatch):
+    alias.uninstall()
+    liger_multi.configure(None)
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
+    with pytest.warns(choosing.LigerImplFallbackWarning, match="every operator: 'nvidia-cutile'"):
+        alias.install()
+    alias.uninstall()
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "pytorch")
+    alias.install()
+    assert chosen_backend() == ("reference",)
+    alias.uninstall()
+    assert chosen_backend() == ("auto",)
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "triton")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alias.install()
+
+
+# --- what stands beside them ---
+
+
+def test_helpers(capsys):
+    device = helpers.infer_device()
+    expected = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+    assert helpers.infer_comm_backend() == expected[device]
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match="Unsupported device: cpu"):
+            helpers.get_total_gpu_memory()
+    else:
+        assert helpers.get_total_gpu_memory() > 1
+    below = helpers.transformers_version_dispatch(
+        "999", lambda x: ("before", x), lambda x: ("after", x), (1,), (2,)
+    )
+    above = helpers.transformers_version_dispatch(
+        "1", lambda **_: None, lambda x: ("after", x), after_kwargs={"x": 3}
+    )
+    assert (below, above) == (("before", 1), ("after", 3))
+    assert helpers.is_hip() == (torch.version.hip is not None)
+    assert helpers.is_transformers_available()
+    helpers.print_env_report()
+    assert "torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("sm75", "volta_turing"),
+        ("sm89", "ampere_ada"),
+        ("sm90", "hopper"),
+        ("sm100", "blackwell"),
+        ("sm103", "blackwell_ultra"),
+        ("sm120", "blackwell_consumer"),
+        ("sm61", "sm_61"),
+        ("gfx942", "gfx942"),
+    ],
+)
+def test_infer_device_arch(monkeypatch, arch, name):
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
+    assert helpers.infer_device_arch() == name
+    monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
+    assert helpers.infer_device_arch() == "npu"
+
+
+def test_launch_settings():
+    assert helpers.calculate_settings(1000) == (1024, 4)
+    assert helpers.calculate_settings(1025) == (2048, 8)
+    assert helpers.calculate_settings(8192) == (8192, 16)
+    assert helpers.calculate_settings(65536)[0] == 65536
+    with pytest.raises(RuntimeError, match="65537"):
+        helpers.calculate_settings(65537)
+    assert helpers.compare_version("torch", lambda a, b: a >= b, "2.0")
+    assert not helpers.compare_version("no-such-package-here", lambda a, b: True, "1")
+
+
+def test_ensure_contiguous():
+    calls = helpers.ensure_contiguous(
+        lambda ctx, x, *, y, n: (x.is_contiguous(), y.is_contiguous(), n)
+    )
+    strided = torch.ones(3, 4).T
+    assert calls(None, strided, y=strided, n=2) == (True, True, 2)
+
+
+def test_fsdp_forward_redirection():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.module, self.inside = inner, False
+
+        def forward(self, *args):
+            self.inside = True
+            try:
+                return self.module(*args)
+            finally:
+                self.inside = False
+
+    wrapper = Wrapper(torch.nn.Linear(2, 2))
+    calls = []
+
+    def method(module, x):
+        calls.append(wrapper.inside)
+        return module.weight.sum() + x
+
+    run = helpers._FSDPForwardRedirection()
+    got = run(wrapper, method, wrapper.module, torch.tensor(1.0))
+    torch.testing.assert_close(got, wrapper.module.weight.sum() + 1)
+    assert calls == [True]
+    assert "forward" not in vars(wrapper.module)
+
+    def wrong(module, x):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        run(wrapper, wrong, wrapper.module, torch.tensor(1.0))
+    assert "forward" not in vars(wrapper.module)
+    assert isinstance(wrapper.module.forward, types.MethodType)
+
+
+# --- Megatron ---
+
+
+RMS = SimpleNamespace(normalization="RMSNorm", sequence_parallel=True)
+LAYER = SimpleNamespace(normalization="LayerNorm")
+
+
+@pytest.fixture
+def names():
+    """The module ``liger_kernel.megatron``."""
+    alias.install(force=True)
+    yield importlib.import_module("liger_kernel.megatron")
+    alias.uninstall()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centered", [False, True])
+def test_megatron_norm_matches_torch(names, centered, dtype):
+    norm = names.LigerMegatronRMSNorm(RMS, 8, eps=1e-3, zero_centered_gamma=centered).to(dtype)
+    assert norm.weight.sequence_parallel is True
+    assert norm.weight.eq(0.0 if centered else 1.0).all()
+    with torch.no_grad():
+        norm.weight.add_(torch.linspace(-0.5, 0.5, 8).to(dtype))
+    x = torch.randn(5, 3, 8).to(dtype).requires_grad_()
+    wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    expected = F.rms_norm(wide, (8,), weight + centered, 1e-3)
+    up = torch.randn(5, 3, 8)
+    expected.backward(up.double())
+    y = norm(x)
+    y.backward(up.to(dtype))
+    assert y.dtype == dtype
+    near = {"rtol": 2e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for ours, exact in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
+        torch.testing.assert_close(ours.double(), exact, **near)
+
+
+def test_megatron_norm_copies_and_state(names):
+    norm = names.LigerMegatronRMSNorm(RMS, (8,))
+    assert [*norm.state_dict()] == ["weight"]
+    for again in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert again.load_state_dict(norm.state_dict())
+        assert torch.equal(again(torch.ones(2, 8)), norm(torch.ones(2, 8)))
+    assert names.LigerMegatronRMSNorm(SimpleNamespace(), 8).weight.sequence_parallel is False
+    assert names.LigerMegatronRMSNorm(
+        SimpleNamespace(layernorm_zero_centered_gamma=True), 8
+    ).zero_centered_gamma
+    with pytest.raises(ValueError, match=r"must be 'RMSNorm', got 'LayerNorm'"):
+        names.LigerMegatronRMSNorm(LAYER, 8)
+
+
+def test_megatron_swiglu_fallback(names):
+    x = torch.randn(4, 2, 12, requires_grad=True)
+    gate, up = x.chunk(2, -1)
+    mlp = names.LigerMegatronSwiGLU(lambda *args: args)
+    torch.testing.assert_close(mlp(x), F.silu(gate) * up)
+    torch.testing.assert_close(mlp(x[0]), (F.silu(gate) * up)[0])
+    bias = torch.ones(12)
+    assert mlp(x, bias) == (x, bias, False, False)
+    assert mlp(x, None, False, True) == (x, None, False, True)
+    alone = names.LigerMegatronSwiGLU()
+    with pytest.raises(RuntimeError, match="fp8_input_store is not served"):
+        alone(x, fp8_input_store=True)
+    with pytest.raises(ValueError, match=r"got \(12,\)"):
+        alone(x[0, 0])
+
+
+def test_megatron_cross_entropy_defaults(names):
+    loss = names.LigerMegatronCrossEntropy(label_smoothing=0.1)
+    shown = "label_smoothing_formula='megatron', label_smoothing_mode='partition')"
+    assert repr(loss).endswith(shown)
+    logits, target = torch.randn(3, 2, 11), torch.randint(11, (3, 2))
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1 * 11 / 10
+    )
+    torch.testing.assert_close(loss(logits, target).flatten(), expected)
+    with pytest.raises(ValueError, match="reduction 'mean'"):
+        names.LigerMegatronCrossEntropy(reduction="mean")
+
+
+# --- what is put into Megatron-Core's places ---
+
+
+def module(monkeypatch, name, **names):
+    """A module of a Megatron-Core that has these names."""
+    module = ModuleType(f"megatron.core.{name}" if name else "megatron.core")
+    module.__path__ = []
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+class Norm:
+    """As Megatron-Core's: a class whose call makes a norm of PyTorch."""
+
+    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+        return torch.nn.LayerNorm(hidden_size, eps)
+
+
+class Provider:
+    """A specification with Megatron-Core's norms."""
+
+    def layer_norm(self, rms_norm=False, for_qk=False):
+        return ("its own", rms_norm, for_qk)
+
+
+class Function(torch.autograd.Function):
+    """The fused activation, with a mark."""
+
+    @staticmethod
+    def forward(ctx, input, fp8_input_store, cpu_offload_input):
+        return input * 0
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Modules with the places of Megatron-Core, and one that has them under names of its own."""
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    module(monkeypatch, "")
+    for package in ("transformer", "models", "fusions", "tensor_parallel"):
+        module(monkeypatch, package)
+
+    def fused(vocab_parallel_logits, target, tp_group):
+        return "fused"
+
+    def plain(vocab_parallel_logits, target, label_smoothing=0.0):
+        return "plain"
+
+    module(monkeypatch, "transformer.torch_norm", WrappedTorchNorm=Norm)
+    module(monkeypatch, "models.backends", LocalSpecProvider=type("Local", (Provider,), {}))
+    module(monkeypatch, "fusions.fused_cross_entropy", fused_vocab_parallel_cross_entropy=fused)
+    module(monkeypatch, "fusions.fused_bias_swiglu", SwiGLUFunction=Function)
+    module(monkeypatch, "tensor_parallel.cross_entropy", vocab_parallel_cross_entropy=plain)
+    module(monkeypatch, "parallel_state", get_tensor_model_parallel_group=lambda: None)
+    return module(monkeypatch, "user", LNImpl=Norm, loss=plain, fast=fused, act=Function)
+
+
+def test_megatron_names_replaced_and_restored(names, megatron):
+    before = dict(vars(megatron))
+    local = sys.modules["megatron.core.models.backends"].LocalSpecProvider
+    own = local.layer_norm
+    names.apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
+    once = dict(vars(megatron))
+    names.apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
+    assert vars(megatron) == once
+
+    assert isinstance(megatron.LNImpl(RMS, 8), names.LigerMegatronRMSNorm)
+    assert isinstance(megatron.LNImpl(LAYER, 8, eps=0.5), torch.nn.LayerNorm)
+    assert local().layer_norm(rms_norm=True) is names.LigerMegatronRMSNorm
+    assert local().layer_norm(for_qk=True) == ("its own", False, True)
+
+    logits, target = torch.randn(3, 2, 11), torch.randint(11, (3, 2))
+    flat = logits.flatten(0, 1), target.flatten()
+    for module, share in (
+        (megatron.fast(logits, target, None), 0.0),
+        (megatron.loss(logits, target), 0.0),
+        (megatron.loss(logits, target, 0.1), 0.1 * 11 / 10),
+    ):
+        expected = F.cross_entropy(*flat, reduction="none", label_smoothing=share)
+        torch.testing.assert_close(module.flatten(), expected)
+
+    x = torch.randn(4, 12)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(megatron.act.apply(x, False, False), F.silu(gate) * up)
+    assert megatron.act.apply(x, True, False).eq(0).all()
+
+    late = ModuleType("megatron.core.late")  # a module that is imported after the call
+    late.norm = sys.modules["megatron.core.transformer.torch_norm"].WrappedTorchNorm
+    sys.modules[late.__name__] = late
+    alias.uninstall()
+    del sys.modules[late.__name__]
+    assert late.norm is Norm
+    assert {**vars(megatron)} == before
+    assert local.layer_norm is own
+
+
+def test_megatron_replaces_only_requested(names, megatron):
+    before = dict(vars(megatron))
+    names.apply_liger_kernel_to_megatron()
+    assert {name for name in before if vars(megatron)[name] is not before[name]} == {"LNImpl"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron"), reason="Megatron-Core is installed")
+@pytest.mark.parametrize("part", ["rms_norm", "cross_entropy", "swiglu"])
+def test_missing_megatron_error(names, part):
+    asked = {"rms_norm": False, part: True}
+    with pytest.raises(ImportError, match=r"pip install megatron-core"):
+        names.apply_liger_kernel_to_megatron(**asked)
+    names.apply_liger_kernel_to_megatron(rms_norm=False)
+
+
+def test_missing_megatron_attribute_error(names, megatron, monkeypatch):
+    monkeypatch.delattr(sys.modules["megatron.core.fusions.fused_bias_swiglu"], "SwiGLUFunction")
+    with pytest.raises(ImportError, match=r"no megatron\.core\.fusions\.fused_bias_swiglu\.SwiGLU"):
+        names.apply_liger_kernel_to_megatron(rms_norm=False, swiglu=True)

@@ -28,6 +28,7 @@ from torch import nn
 from liger_multi import ops
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PackingError
+from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients
 from tests.models import build
@@ -208,6 +209,35 @@ TRAINED = {
     "fsdp2 with checkpointing": {"wrap": "layers", "checkpointed": True},
 }
 CASES |= {n: functools.partial(trained_as_stock, **options) for n, options in TRAINED.items()}
+
+
+def in_four_bits(run, wrap):
+    """A frozen base in MXFP4 below adapters; FSDP2 gathers its codes."""
+    base = run.build(hidden_size=64, intermediate_size=96)
+    for layer in [m for m in base.model.layers.modules() if type(m) is nn.Linear]:
+        coded = ops.QuantizedWeight(
+            *quantize_mxfp4(layer.weight), format="mxfp4", dtype=layer.weight.dtype
+        )
+        layer.weight = nn.Parameter(coded, requires_grad=False)
+    stock = lora(base, FEW)
+    ours = copy.deepcopy(stock)
+    report = patch(ours, strict=True)
+    assert report.count("lora") == 10
+    wrapped = WRAPS[wrap](run, ours)
+    codes = [
+        sum(local.codes.numel() for local in locals_ if isinstance(local, ops.QuantizedWeight))
+        for locals_ in (
+            [getattr(p, "_local_tensor", p) for p in model.parameters()] for model in (stock, ours)
+        )
+    ]
+    assert codes[1] == codes[0] // (1 if wrap == "ddp" else WORLD) > 0
+    run.same(ours, run.train(wrapped), run.right(stock))
+
+
+CASES |= {
+    f"{n} of a base in four bits": functools.partial(in_four_bits, wrap=wrap)
+    for n, wrap in (("ddp", "ddp"), ("fsdp2", "layers"))
+}
 
 
 @case()

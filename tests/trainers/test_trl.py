@@ -100,8 +100,7 @@ def stock(saved, tmp_path_factory):
 def test_callback(name, stock, saved, tmp_path, monkeypatch):
     expected, callback = stock(name), TrainerCallback()
     calls = Calls(monkeypatch)
-    got = run(name, saved, tmp_path, [callback])
-    assert_same(expected, got, 2)
+    assert_same(expected, run(name, saved, tmp_path, [callback]), 2)
     assert callback.report.count("rms_norm") == 5
     assert calls["rms_norm"] >= 10
     assert calls["rope"] >= 4
@@ -161,11 +160,9 @@ def test_shared_prefixes(name, way, saved, tmp_path, tree_tokens, monkeypatch):
     if way == "callback":
         callbacks.append(TrainerCallback(shared_prefixes=True))
     else:
-        trainer = getattr(trl, f"{name}Trainer")
-        shared = type("Shared", (SharedPrefixes, trainer), {})
+        shared = type("Shared", (SharedPrefixes, getattr(trl, f"{name}Trainer")), {})
         monkeypatch.setattr(trl, f"{name}Trainer", shared)
-    actual = run(name, saved, tmp_path / "shared", callbacks)
-    assert_same(expected, actual, steps=2)
+    assert_same(expected, run(name, saved, tmp_path / "shared", callbacks), steps=2)
     assert len(tree_tokens) >= 2
     assert all(tokens < unshared for tokens, unshared in tree_tokens)
 

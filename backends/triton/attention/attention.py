@@ -21,6 +21,7 @@ from liger_multi.backends.triton.attention.attention_kernels import (
     _attention_forward_kernel,
     _attention_parts_kernel,
 )
+from liger_multi.backends.triton.attention.blocks import merge
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, power_of_2, sum_rows, tile_rows
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config, tabled
@@ -448,11 +449,7 @@ def _forward_by_pairs(
     y, lse = forward(q, k, v, sinks, first, False, scale, softcap)
     total = y.float()
     for pair in others:
-        part, part_lse = forward(q, k, v, None, pair, False, scale, softcap)
-        both = torch.logaddexp(lse, part_lse)
-        base = both.masked_fill(both == -torch.inf, 0)  # of queries that see nothing
-        shares = [torch.exp(x - base).unsqueeze(-1) for x in (lse, part_lse)]
-        total, lse = total * shares[0] + part * shares[1], both
+        merge(total, lse, *forward(q, k, v, None, pair, False, scale, softcap))
     return y.copy_(total), lse
 
 

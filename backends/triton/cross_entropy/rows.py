@@ -81,12 +81,16 @@ def _scale_kernel(x_ptr, factor_ptr, by_ptr, out_ptr, size, BLOCK: tl.constexpr)
 
 
 def scale(
-    gradient: Tensor, factor: Tensor | None, dtype: torch.dtype, by: Tensor | None = None
+    gradient: Tensor,
+    factor: Tensor | None,
+    dtype: torch.dtype,
+    by: Tensor | None = None,
+    over: bool = False,
 ) -> Tensor:
     """``gradient * factor / by[1]`` in fp32, rounded once; without a factor a cast, or nothing."""
     if factor is None or not gradient.numel():
         return scale_to(gradient, factor, dtype)
-    out = torch.empty_like(gradient, dtype=dtype)
+    out = gradient if over and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     k = launch_config("scale", flat_config, gradient.device)
     size = gradient.numel()
     launch(

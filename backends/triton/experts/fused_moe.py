@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi._torch_private import may_overwrite
 from liger_multi.backends.triton.activations.gated import _share, _slope
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
@@ -53,7 +54,8 @@ from liger_multi.backends.triton.experts.grouped import (
 )
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand, piece, sorted_pairs
 from liger_multi.dispatch.launch import DeviceInfo
-from liger_multi.reference.common.stored import opened
+from liger_multi.reference.common.stored import opened, pieces
+from liger_multi.reference.common.strict import by_rows
 
 # --- kernels ---
 
@@ -285,8 +287,8 @@ def _moe_activation_backward_kernel(
     """Gradients of gate, up and routing; routing act(gate) up takes the place of d.
 
     Program: one sorted row, in steps of BLOCK columns; the sum for drouting stays in registers.
-    Reads d, gate and up, and the routing weight of its pair. Writes over d, and dgate_up and
-    drouting where they are needed. A pair of no expert gets drouting 0.
+    Reads d, gate and up, and the routing weight of its pair. Writes over d, and dgate_up, perhaps
+    over gate and up, and drouting where they are needed. A pair of no expert gets drouting 0.
     """
     row = tl.program_id(0)
     pair = tl.load(order_ptr + row).to(tl.int64)
@@ -328,6 +330,7 @@ def _moe_combine_kernel(
     index_ptr,
     offsets_ptr,
     y_ptr,
+    y_stride,
     groups,
     cols,
     tiles,
@@ -357,7 +360,8 @@ def _moe_combine_kernel(
         if routing_ptr is not None:
             part *= tl.load(routing_ptr + token * TOP_K + k).to(tl.float32)
         total += part
-    tl.store(y_ptr + token * cols + col, round_to(total, y_ptr.dtype.element_ty), mask=inside)
+    y_ptr += token * y_stride
+    tl.store(y_ptr + col, round_to(total, y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -471,11 +475,11 @@ def activated(
 ) -> tuple[Tensor, Tensor]:
     """act(gate) * up of every row, and gate and up where they are kept."""
     activation, numbers, interleaved = how
-    weight = opened(weight)
     source, (_, wide, inner) = x.source, weight.shape
-    cols = wide // 2
+    cols, parts = wide // 2, len(pieces(weight))
+    weight = weight if parts > 1 else opened(weight)
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)
-    if layout_of(activation, interleaved) != "halves":
+    if layout_of(activation, interleaved) != "halves" or parts > 1:
         gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
     else:
         gate_up = library_gemm(k, x, weight, groups)
@@ -559,19 +563,55 @@ def combined(
     bias: Optional[Tensor],
     index: Tensor,
     dtype: torch.dtype,
+    out: Optional[Tensor] = None,
 ) -> Tensor:
-    """The sum over the pairs of every token."""
+    """The sum over the pairs of every token, into ``out`` where that is given."""
     cols = rows.shape[1]
-    y = rows.new_empty(groups.rows // groups.per, cols, dtype=dtype)
+    y = rows.new_empty(groups.rows // groups.per, cols, dtype=dtype) if out is None else out
     k = piece("combine", rows, cols)
     tiles = cdiv(cols, k.block)
+    factors = (groups.inverse, routing, bias, index, groups.offsets)
     launch(
         _moe_combine_kernel,
         y.shape[0] * tiles,
-        (rows, groups.inverse, routing, bias, index, groups.offsets, y, groups.count, cols, tiles),
+        (rows, *factors, y, y.stride(0), groups.count, cols, tiles),
         (groups.per, k.block),
         k.num_warps,
     )
+    return y
+
+
+PAIRS_BYTES = 2**26  # of a GEMM's result before the sum over pairs
+LEAST_COLS = 512  # narrower results read the rows too often
+
+
+def combined_product(
+    name: str,
+    rows: RowOperand,
+    weight: Tensor,
+    groups: Groups,
+    routing: Optional[Tensor],
+    bias: Optional[Tensor],
+    index: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The sum over the pairs of every token of rows times the weights of their experts.
+
+    Some columns at a time: a pair's row is as wide as a token's, and there are ``per`` times as
+    many.
+    """
+    weight = opened(weight)
+    cols, size = weight.shape[1], groups.rows * rows.source.element_size()
+    step = cols
+    while not by_rows() and size * step > PAIRS_BYTES and step >= 2 * LEAST_COLS and not step % 32:
+        step //= 2
+    y = rows.source.new_empty(groups.rows // groups.per, cols, dtype=dtype)
+    for start in range(0, cols, step):
+        part = slice(start, start + step)
+        pairs = product(name, rows, weight[:, part], groups)
+        own = None if bias is None else bias[:, part].contiguous()
+        combined(pairs, groups, routing, own, index, dtype, y[:, part])
+        del pairs
     return y
 
 
@@ -633,8 +673,8 @@ def forward(
         rows, first, dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
     )
     del rows
-    pairs = product("fused_moe.down", RowOperand(inner), second, groups)
-    y = combined(pairs, groups, routing.contiguous(), dense(down_bias), index, y_dtype)
+    factors = (groups, routing.contiguous(), down_bias, index, y_dtype)
+    y = combined_product("fused_moe.down", RowOperand(inner), second, *factors)
     return y, gate_up, order, offsets
 
 
@@ -647,10 +687,15 @@ def inner_gradients(
     needs_routing: bool,
     needs_inner: bool,
 ) -> tuple[Optional[Tensor], Tensor]:
-    """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct."""
+    """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct.
+
+    Those of gate and up overwrite these, unless a second backward pass will read them.
+    """
     activation, numbers, interleaved = how
     cols = dproduct.shape[1]
-    dinner = torch.empty_like(gate_up) if needs_inner else None
+    dinner = None
+    if needs_inner:
+        dinner = gate_up if may_overwrite() else torch.empty_like(gate_up)
     drouting = routing.new_empty(routing.shape if needs_routing else 0)
     k = piece("activation_backward", dproduct, cols)
     launch(
@@ -734,8 +779,8 @@ def backward(
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
         turned = gate_up_weight if transposed else gate_up_weight.mT
-        pairs = product("fused_moe.dx", RowOperand(dgate_up), turned, groups)
-        dx = combined(pairs, groups, None, None, index, dy.dtype)
+        factors = (groups, None, None, index, dy.dtype)
+        dx = combined_product("fused_moe.dx", RowOperand(dgate_up), turned, *factors)
     return dx, dfirst, ddown, drouting, dbias, dother
 
 

@@ -38,7 +38,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.common.stored import opened
+from liger_multi.reference.common.stored import opened, pieces
 from liger_multi.reference.common.strict import by_rows
 
 # --- a product of every group ---
@@ -236,7 +236,8 @@ def library_gemm(
 ) -> Optional[Tensor]:
     """PyTorch's grouped GEMM, or None where it does not take this call."""
     dense = weight if weight.stride(2) == 1 else weight.mT
-    if by_library(k, a.source, dense) and dense.is_contiguous():
+    lines = dense.stride(2) == 1 and all(s % 8 == 0 for s in dense.stride()[:2])
+    if lines and by_library(k, a.source, dense):
         return grouped_mm(a.written(groups), weight.mT, groups.offsets[1:])
     return None
 
@@ -246,8 +247,15 @@ def product(
 ) -> Tensor:
     """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N).
 
-    The result has the dtype of the rows, if no other one is given.
+    The result has the dtype of the rows, if no other one is given. Columns of a large weight that
+    is stored in another form are opened and multiplied one piece after the other.
     """
+    parts = pieces(weight)
+    if len(parts) > 1:
+        out = a.source.new_empty(groups.rows, weight.shape[1], dtype=dtype)
+        for part, place in zip(parts, out.split([p.shape[1] for p in parts], 1), strict=True):
+            place.copy_(product(name, a, part, groups, dtype))
+        return out
     weight = opened(weight)
     x, (_, cols, inner) = a.source, weight.shape
     k = choice(name, product_config, x, groups, cols, inner)

@@ -29,7 +29,6 @@ from torch import Tensor
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
-    add_dot,
     assume_cols,
     bf16_parts,
     cdiv,
@@ -62,15 +61,18 @@ __all__ = ["backward", "forward", "supports"]
 
 
 @triton.jit
-def _thin_dot(low, w, total, PARTS: tl.constexpr):
-    """``total + low @ w``; PARTS: of two in fp32, as the six products of parts that fp32 shows."""
-    if PARTS:
-        l0, l1, l2 = bf16_parts(low)
-        w0, w1, w2 = bf16_parts(w)
-        total = add_dot(l0, w1, add_dot(l1, w0, dot(l0, w0, total)))
-        return add_dot(l0, w2, add_dot(l1, w1, add_dot(l2, w0, total)))
-    else:
+def _thin_dot(low, w, total, PRODUCT: tl.constexpr, PRODUCTS: tl.constexpr):
+    """``total`` and one of the products of bf16 parts that make ``low @ w``, the largest last.
+
+    Of fp32 two parts count, 16 bits: the sum is rounded to 8 bits with the row that it is added to.
+    Two products of fp32 beside bf16, three of two in fp32, else one.
+    """
+    if PRODUCTS == 1:
         return dot(low, w, total)
+    elif PRODUCTS == 2:
+        return dot(bf16_parts(low)[1 - PRODUCT], w, total)
+    else:
+        return dot(bf16_parts(low)[PRODUCT == 0], bf16_parts(w)[PRODUCT == 1], total)
 
 
 @triton.jit
@@ -91,7 +93,7 @@ def _grouped_update_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    PARTS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """Add a thin GEMM in place: rows[s, n] += scale sum over r of low[s, r] w[group(s), n, r].
 
@@ -99,8 +101,8 @@ def _grouped_update_kernel(
 
     Program: BLOCK_M sorted rows of one group by BLOCK_N columns, by the table of tiles; programs
     past its last tile return.
-    Reads low and the group's w, BLOCK_R of the rank at a time, and its tile of the rows, which it
-    writes back, rounded once.
+    Reads low and the group's w, BLOCK_R of the rank at a time and once for each product of their
+    parts, and its tile of the rows, which it writes back, rounded once.
     """
     tile = tl.program_id(0) // steps
     group = tl.load(tiles_ptr + 2 * tile)
@@ -117,13 +119,14 @@ def _grouped_update_kernel(
     low_ptr += first.to(tl.int64) * rank
     w_ptr += group.to(tl.int64) * w_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, rank, BLOCK_R):
-        mask = start + r < rank
-        at = m[:, None] * rank + (start + r)[None, :]
-        low = tl.load(low_ptr + at, mask=here & mask[None, :], other=0.0)
-        at = col[None, :] * n_stride + (start + r)[:, None] * r_stride
-        w = tl.load(w_ptr + at, mask=mask[:, None] & inside, other=0.0)
-        total = _thin_dot(low, w, total, PARTS)
+    for pair in tl.static_range(PRODUCTS):  # in turn: see add_dot
+        for start in tl.range(0, rank, BLOCK_R):
+            mask = start + r < rank
+            at = m[:, None] * rank + (start + r)[None, :]
+            low = tl.load(low_ptr + at, mask=here & mask[None, :], other=0.0)
+            at = col[None, :] * n_stride + (start + r)[:, None] * r_stride
+            w = tl.load(w_ptr + at, mask=mask[:, None] & inside, other=0.0)
+            total = _thin_dot(low, w, total, pair, PRODUCTS)
     rows_ptr += first.to(tl.int64) * cols
     ptrs, mask = rows_ptr + (m[:, None] * cols + col[None, :]), here & inside
     y = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) + scale * total
@@ -157,12 +160,13 @@ def add_(
     cols, rank = rows.shape[1], low.shape[1]
     k = choice("lora_moe.update", update_config, rows, groups, cols, rank)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
-    parts = rows.dtype == torch.bfloat16 and w.dtype == torch.float32
+    counts = {torch.bfloat16: 2, torch.float32: 3} if rows.dtype == torch.bfloat16 else {}
+    products = counts.get(w.dtype, 1)
     launch(
         _grouped_update_kernel,
         tiles.shape[0] * steps,
         (rows, low, w, bias, tiles, groups.offsets, *w.stride(), cols, rank, steps, float(scale)),
-        (k.block_m, k.block_n, k.block_k, parts),
+        (k.block_m, k.block_n, k.block_k, products),
         k.num_warps,
     )
 

@@ -7,15 +7,13 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from liger_multi.compat.liger_kernel.names import DYNAMIC, LAZY, TREE
 
 HERE = "liger_multi.compat.liger_kernel"
 VERSION = "0.8.5+liger.multi"
@@ -176,3 +174,284 @@ def _look_again() -> None:
     asked: Any = getattr(utils, "is_liger_kernel_available", None)
     if hasattr(asked, "cache_clear"):
         asked.cache_clear()
+
+
+# --- the table of names ---
+
+
+_CHOICE = "available_impls get_impl set_impl available_backends get_backend set_backend"
+_IMPLS = (
+    f"{_CHOICE} BackendNotAvailableError ImplNotAvailableError LigerBackendFallbackWarning "
+    "LigerImplFallbackWarning NoBackendAvailableError NoImplAvailableError all_backends all_impls "
+    "clear_available_cache resolve_backend resolve_impl"
+)
+_NEW_IMPLS = "OpImpl register_impl register_op"
+_MODELS = "_apply_liger_kernel _apply_liger_kernel_to_instance MODEL_TYPE_TO_APPLY_LIGER_FN"
+_ROPES = (
+    "liger_rotary_pos_emb liger_rotary_pos_emb_vision liger_multimodal_rotary_pos_emb "
+    "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb"
+)
+
+HOMES: dict[str, dict[str, str]] = {
+    "modules": {
+        "transformers.rms_norm": (
+            "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 "
+            "LigerRMSNormForGemma4 LigerRMSNormForGlm4 LigerRMSNormForOlmo2 "
+            "LigerRMSNormForQwen3Next LigerRMSNormForMuseGlimmer "
+            "LigerRMSNormForMuseGlimmerTextCentered"
+        ),
+        "transformers.fused_add_rms_norm": "LigerFusedAddRMSNorm",
+        "transformers.modulated_rms_norm": "LigerModulatedRMSNorm",
+        "transformers.layer_norm": "LigerLayerNorm",
+        "transformers.group_norm": "LigerGroupNorm",
+        "transformers.poly_norm": "LigerPolyNorm",
+        "transformers.dyt": "LigerDyT",
+        "transformers.softmax": "LigerSoftmax",
+        "transformers.sparsemax": "LigerSparsemax",
+        "transformers.relu_squared": "LigerReLUSquared",
+        "transformers.swiglu": (
+            "LigerSwiGLUMLP LigerPhi3SwiGLUMLP LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP "
+            "LigerQwen3MoeSwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerExperts "
+            "LigerSwiGLUMLPForMuseGlimmer"
+        ),
+        "transformers.geglu": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
+        "transformers.tiled_mlp": "LigerTiledSwiGLUMLP LigerTiledGEGLUMLP",
+        "transformers.mlp": "LigerFalconH1MLP LigerMLP",
+        "transformers.mhc": "LigerMHC",
+        "transformers.multi_token_attention": "LigerMultiTokenAttention",
+        "transformers.fused_neighborhood_attention": (
+            "LigerFusedNeighborhoodAttention LigerFusedNeighborhoodAttentionConfig "
+            "LigerFusedNeighborhoodAttentionLayer"
+        ),
+        "transformers.experimental": "LigerEmbedding",
+        "transformers.experimental.embedding": "LigerEmbedding",
+    },
+    "losses": {
+        "transformers.cross_entropy": "LigerCrossEntropyLoss",
+        "transformers.fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
+        "transformers.fused_linear_jsd": "LigerFusedLinearJSD",
+        "transformers.jsd": "LigerJSD",
+        "transformers.kl_div": "LigerKLDIVLoss",
+        "transformers.tvd": "LigerTVDLoss",
+        "transformers.fused_ce_tvd": "LigerFusedCETVDLoss",
+        "transformers.fused_linear_kl_div": "LigerFusedLinearKLDivLoss",
+        "transformers.vocab_parallel_cross_entropy": "LigerVocabParallelCrossEntropy",
+        "transformers.model.loss_utils": "LigerForCausalLMLoss fixed_fused_linear_cross_entropy",
+    },
+    "outputs": {
+        "transformers.functional": "CrossEntropyOutput",
+        "transformers.model.loss_utils": "unpack_cross_entropy_result",
+    },
+    "functional": {
+        "transformers.functional": (
+            "liger_attn_res liger_cross_entropy liger_dyt liger_fused_add_rms_norm "
+            "liger_fused_linear_cross_entropy liger_fused_linear_jsd liger_fused_linear_kl_div "
+            "liger_fused_linear_scaled_cross_entropy_tp liger_fused_neighborhood_attention "
+            "liger_geglu liger_group_norm liger_jsd liger_kl_div liger_layer_norm liger_mhc_apply "
+            "liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre "
+            "liger_modulated_rms_norm liger_multi_token_attention liger_poly_norm "
+            "liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_rope liger_softmax "
+            "liger_sparsemax liger_swiglu liger_tvd"
+        ),
+        "transformers": _ROPES,
+        "transformers.rope": (
+            "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision"
+        ),
+        "transformers.qwen2vl_mrope": "liger_multimodal_rotary_pos_emb",
+        "transformers.llama4_rope": (
+            "apply_liger_llama4_rope_full liger_llama4_text_rotary_pos_emb "
+            "liger_llama4_vision_rotary_pos_emb"
+        ),
+        "ops.grpo_loss": "fused_selective_log_softmax",
+    },
+    "op_functions": {
+        "functional": (
+            "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu "
+            "jsd kl_div layer_norm rms_norm rope softmax swiglu"
+        ),
+        "backends": "dispatch",
+        "backends.dispatch": "dispatch",
+        "ops": "apply_tiled_mlp",
+        "ops.tiled_mlp": "apply_tiled_mlp",
+        "ops.vocab_parallel_cross_entropy": "validate_formula_and_mode",
+    },
+    "choosing": {
+        "backends": f"{_IMPLS} {_NEW_IMPLS} Capability",
+        "backends.dispatch": f"{_IMPLS} emit_fallback_warning",
+        "backends.registry": (
+            f"{_NEW_IMPLS} all_registered_ops declare_op_locations get_discovery_failures "
+            "get_registered list_registered"
+        ),
+        "backends.capability": "Capability PYTORCH_FALLBACK",
+    },
+    "chunked.preference": {
+        "chunked_loss": (
+            "LigerFusedLinearDPOLoss LigerFusedLinearORPOLoss LigerFusedLinearCPOLoss "
+            "LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss LigerFusedLinearJSDLoss "
+            "LigerFusedLinearCosineSimilarityLoss"
+        ),
+        "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss",
+        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
+        **{
+            f"chunked_loss.{name.lower()}_loss": f"LigerFusedLinear{name}Loss"
+            for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO")
+        },
+    },
+    "chunked.policy": {
+        "ops": "GrpoLossFunction",
+        "ops.grpo_loss": "GrpoLossFunction",
+        "transformers.grpo_loss": "triton_grpo_loss",
+        "chunked_loss": "LigerFusedLinearGRPOLoss",
+        "chunked_loss.grpo_loss": (
+            "LigerFusedLinearGRPOLoss k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn"
+        ),
+    },
+    "chunked.functions": {
+        "chunked_loss.functional": (
+            "liger_fused_linear_orpo liger_fused_linear_dpo liger_fused_linear_jsd "
+            "liger_fused_linear_cosine liger_fused_linear_cpo liger_fused_linear_simpo "
+            "liger_fused_linear_kto liger_fused_linear_grpo"
+        ),
+        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityFunction",
+        **{
+            f"chunked_loss.{name.lower()}_loss": f"LigerFusedLinear{name}Function"
+            for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD")
+        },
+    },
+    "chunked.bases": {
+        "chunked_loss.fused_linear_preference": "LigerFusedLinearPreferenceBase",
+        "chunked_loss.fused_linear_unpaired_preference": "LigerFusedLinearUnpairedPreferenceBase",
+        "chunked_loss.fused_linear_ppo": "LigerFusedLinearPPOBase",
+        "chunked_loss.fused_linear_distillation": "LigerFusedLinearDistillationBase",
+    },
+    "models": {
+        "transformers": _MODELS,
+        "transformers.monkey_patch": _MODELS,
+        "transformers.trainer_integration": "_apply_liger_kernel",
+    },
+    "model_forward": {
+        "transformers.monkey_patch": (
+            "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module "
+            "_patch_rms_norm_module _patch_swiglu_module"
+        ),
+    },
+    "megatron": {
+        "megatron": (
+            "LigerMegatronCrossEntropy LigerMegatronRMSNorm LigerMegatronSwiGLU "
+            "apply_liger_kernel_to_megatron"
+        ),
+        "megatron.rms_norm": "LigerMegatronRMSNorm",
+        "megatron.cross_entropy": "LigerMegatronCrossEntropy",
+        "megatron.swiglu": "LigerMegatronSwiGLU",
+        "megatron.monkey_patch": "apply_liger_kernel_to_megatron",
+    },
+    "helpers": {
+        "utils": (
+            "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device "
+            "infer_device_arch is_npu_available is_peft_available transformers_version_dispatch"
+        ),
+        "ops.utils": (
+            "calculate_settings compare_version ensure_contiguous is_hip torch_to_triton_dtype"
+        ),
+        "ops.backends": "IMPL_REGISTRY",
+        "ops.backends.registry": "IMPL_REGISTRY",
+        "env_report": "print_env_report",
+        "triton": "apply_liger_triton_cache_manager",
+        "triton.monkey_patch": "apply_liger_triton_cache_manager",
+        "transformers": "is_transformers_available",
+        "transformers.monkey_patch": "PEFT_AVAILABLE",
+        "transformers.fsdp": "_FSDPForwardRedirection",
+        "transformers.trainer.orpo_trainer": "_FSDPForwardRedirection",
+    },
+    "": dict.fromkeys(
+        ("transformers.auto_model", "transformers.model.output_classes", "transformers.trainer"), ""
+    ),
+}
+"""Module here to submodule of ``liger_kernel`` to the names that it has of that module."""
+
+OF_OPS = (
+    "rms_norm:RMSNorm fused_add_rms_norm:FusedAddRMSNorm modulated_rms_norm:ModulatedRMSNorm "
+    "layer_norm:LayerNorm group_norm:GroupNorm poly_norm:PolyNorm dyt:DyT swiglu:SiLUMul "
+    "swiglu:FusedGateUpSiLUMul geglu:GELUMul relu_squared:ReLUSquared softmax:Softmax "
+    "sparsemax:Sparsemax rope:Rope qwen2vl_mrope:Qwen2VLMRope llama4_rope:Llama4Rope "
+    "cross_entropy:CrossEntropy jsd:JSD kl_div:KLDivLoss tvd:TVDLoss fused_ce_tvd:FusedCETVD "
+    "vocab_parallel_cross_entropy:VocabParallelCE "
+    "fused_linear_cross_entropy:FusedLinearCrossEntropy fused_linear_jsd:FusedLinearJSD "
+    "fused_linear_kl_div:FusedLinearKLDiv "
+    "fused_linear_scaled_cross_entropy:FusedLinearScaledCrossEntropy "
+    "fused_linear_scaled_cross_entropy:FusedLinearScaledCrossEntropyTP mlp:MLP tiled_mlp:TiledMLP "
+    "fused_moe:FusedMoE mhc:MHCCoeffs mhc:MHCPre mhc:MHCPostRes attn_res:AttnRes "
+    "multi_token_attention:MultiTokenAttention "
+    "fused_neighborhood_attention:FusedNeighborhoodAttention experimental.embedding:Embedding"
+)
+"""File of ``liger_kernel.ops`` and its class, without ``Liger`` and ``Function``."""
+
+EXPORTED = ("modules", "losses")
+"""What submodules of ``transformers`` have of these modules here, ``transformers`` has too."""
+
+_CAUSAL = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe "
+    "gpt_oss hunyuan_v1 internvl llama llama4 llava ministral mistral mixtral mllama muse_glimmer "
+    "nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe qwen3_next "
+    "qwen3_vl qwen3_vl_moe smollm3 smolvlm"
+)
+FORWARDS = {
+    f"transformers.model.{file}": names
+    for file, names in {
+        **dict.fromkeys(_CAUSAL.split(), "lce_forward"),
+        **dict.fromkeys(("llama", "smollm3"), "lce_forward lce_maybe_trainable_lm_head"),
+        "pixtral": "",
+        **dict.fromkeys(("gemma3", "gemma4"), "causal_forward multimodal_forward"),
+        "qwen3_5": "lce_forward lce_forward_for_multimodal",
+        "qwen3_5_moe": "lce_forward lce_forward_conditional_generation",
+    }.items()
+}
+"""Submodule of a model to the names of its forwards."""
+
+
+def _sources() -> Iterator[tuple[str, str, str]]:
+    """Submodule, the module here, and names of the first that the second has."""
+    for home, paths in HOMES.items():
+        for path, names in paths.items():
+            yield path, home, names
+            if home in EXPORTED:
+                yield "transformers", home, names
+    for file, _, name in (entry.partition(":") for entry in OF_OPS.split()):
+        for path in (f"ops.{file}", "ops"):
+            yield path, "op_functions", f"Liger{name}Function"
+    yield from ((path, "", "") for path in FORWARDS)
+
+
+def _table() -> dict[str, dict[str, str]]:
+    """Submodule to name to the module that has it."""
+    table: dict[str, dict[str, str]] = {"": {}}
+    for path, home, names in _sources():
+        parts = path.split(".")
+        for end in range(1, len(parts)):  # packages without names of their own
+            table.setdefault(".".join(parts[:end]), {})
+        table.setdefault(path, {}).update(dict.fromkeys(names.split(), home))
+    return table
+
+
+TREE = _table()
+"""Submodule below ``liger_kernel`` to its names, each with the module here that defines it."""
+
+DYNAMIC = {
+    **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
+    **{path: ("model_forward", names) for path, names in FORWARDS.items()},
+    "transformers.model.output_classes": ("outputs", ""),
+}
+"""Submodules that also have what ``functions(path, names)`` of a module here makes."""
+
+_AUTO = {"AutoLigerKernelForCausalLM": "models"}
+_ORPO = {"LigerORPOTrainer": "models"}
+_VERSIONS = "IS_TRANSFORMERS_V5_OR_LATER MIN_SUPPORTED_TRANSFORMERS_VERSION transformer_version"
+LAZY = {
+    "": dict.fromkeys(_CHOICE.split(), "choosing"),
+    "transformers": _AUTO,
+    "transformers.auto_model": _AUTO,
+    "transformers.trainer": _ORPO,
+    "transformers.trainer.orpo_trainer": _ORPO,
+    "transformers.monkey_patch": dict.fromkeys(_VERSIONS.split(), "models"),
+}
+"""Submodule to names that are looked up when they are asked for: they import transformers."""

@@ -548,8 +548,7 @@ def liger_rotary_pos_emb_vision(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope` of ``(S, H, D)`` in fp32, rounded at the end."""
-    wide = ops.rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=-2)
-    return _like(wide, q, k)
+    return _like(ops.rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=-2), q, k)
 
 
 def liger_multimodal_rotary_pos_emb(
@@ -706,6 +705,5 @@ def liger_mhc_forward(
         post_mult=post_mult,
     )
     h_pre, h_post, h_res = coefficients
-    f_out = layer(liger_mhc_pre(x, h_pre))
-    out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    out = liger_mhc_post_res(x, layer(liger_mhc_pre(x, h_pre)), h_post, h_res)
     return (out, coefficients) if return_coeffs else out

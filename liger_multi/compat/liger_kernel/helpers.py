@@ -160,8 +160,7 @@ class _TritonDtypes(dict[torch.dtype, Any]):
         names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
         if dtype not in names:
             raise KeyError(dtype)
-        language = importlib.import_module("triton.language")
-        self[dtype] = getattr(language, names[dtype])
+        self[dtype] = getattr(importlib.import_module("triton.language"), names[dtype])
         return self[dtype]
 
 

@@ -32,7 +32,6 @@ class Options(nn.Module):
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Show the options in the signature."""
         super().__init_subclass__()
         of = inspect.Parameter
         shown = [of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()]
@@ -57,11 +56,9 @@ class Options(nn.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as they are now."""
         return {name: getattr(self, name) for name in self.defaults}
 
     def extra_repr(self) -> str:
-        """What was chosen."""
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
@@ -168,7 +165,6 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """The divergence of log-probabilities from a distribution."""
         return functional.liger_kl_div(
             y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps
         )
@@ -186,7 +182,6 @@ class LigerVocabParallelCrossEntropy(Options):
     }
 
     def check(self) -> None:
-        """Check that the options are in range."""
         checks.one_of(type(self).__name__, "reduction", self.reduction, ("none",))
         op_functions.validate_formula_and_mode(
             self.label_smoothing_formula, self.label_smoothing_mode
@@ -197,7 +192,6 @@ class LigerVocabParallelCrossEntropy(Options):
     def forward(
         self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None
     ) -> Tensor:
-        """The loss of every token, in fp32."""
         return op_functions.vocab_parallel(
             vocab_parallel_logits,
             target,

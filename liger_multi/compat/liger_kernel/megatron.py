@@ -54,17 +54,14 @@ class LigerMegatronRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Let the norm scale by one."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; gamma around zero is added to one in fp32, the result has the dtype of x."""
         offset, casting = (1.0, "gemma") if self.zero_centered_gamma else (0.0, "llama")
-        out = ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
-        return out.to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """What was chosen."""
         return (
             f"hidden_size={tuple(self.hidden_size)}, eps={self.eps}, "
             f"zero_centered_gamma={self.zero_centered_gamma}"
@@ -101,7 +98,6 @@ class LigerMegatronSwiGLU(nn.Module):
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
     ) -> Tensor:
-        """The activation of gate and up projections that stand side by side."""
         asked = {
             "bias": bias is not None,
             "fp8_input_store": fp8_input_store,

@@ -112,8 +112,7 @@ def loss(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options = {name: kwargs[name] for name in OPTIONS & {*kwargs}}
     arguments = {**dict(zip(("logits", "labels", "vocab_size"), args)), **kwargs}
     cap = options.pop(_CAP, None)
-    target = arguments.get("shift_labels")
-    ignored = arguments.get("ignore_index", -100)
+    target, ignored = arguments.get("shift_labels"), arguments.get("ignore_index", -100)
     if target is None:
         target = F.pad(arguments["labels"], (0, 1), value=ignored)[..., 1:]
     items = arguments.get("num_items_in_batch")
@@ -172,7 +171,6 @@ class LigerModel(Patched):
     loose: ClassVar[bool] = True
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the forward with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
             model_class: Any = cls

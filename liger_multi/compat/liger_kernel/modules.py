@@ -52,7 +52,6 @@ class LigerRMSNorm(ours.RMSNorm):
         self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize; the result has the dtype of the input."""
         return super().forward(hidden_states).to(hidden_states.dtype)
 
 
@@ -104,7 +103,6 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
     @property
     def with_scale(self) -> bool:
-        """Whether there is a weight."""
         return self.weight is not None
 
 
@@ -154,7 +152,6 @@ class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, residual: Tensor
     ) -> ops.FusedAddRMSNormOutput:
-        """Add and normalize; both results have the dtype of the first input."""
         return functional.liger_fused_add_rms_norm(
             hidden_states,
             residual,
@@ -173,7 +170,6 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None
     ) -> Tensor:
-        """Normalize and modulate."""
         return functional.liger_modulated_rms_norm(
             hidden_states,
             self.weight,
@@ -233,7 +229,6 @@ class LigerGroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize groups of channels."""
         groups, eps = self.num_groups, self.variance_epsilon
         return ops.group_norm(hidden_states, groups, self.weight, self.bias, eps)
 
@@ -247,7 +242,6 @@ class LigerPolyNorm(ours.PolyNorm):
         self.variance_epsilon, self.in_place = eps, in_place
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Mix the norms of powers."""
         return functional.liger_poly_norm(hidden_states, self.weight, self.bias, self.eps)
 
 
@@ -264,7 +258,6 @@ class LigerDyT(nn.Module):
         self.register_parameter("beta", nn.Parameter(torch.zeros(hidden_size)) if beta else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dynamic tanh."""
         return ops.dyt(x, self.alpha, self.gamma, self.beta)
 
 
@@ -282,7 +275,6 @@ class LigerSparsemax(nn.Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probabilities with exact zeros."""
         return ops.sparsemax(x, self.dim)
 
 
@@ -345,7 +337,6 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(hidden, wide, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The MLP."""
         result: Tensor = self.w2(ops.swiglu(self.w1(x), self.w3(x)))
         return result
 
@@ -363,7 +354,6 @@ class LigerSwiGLUMLPForMuseGlimmer(nn.Module):
         self.down_proj = nn.Linear(wide, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The MLP."""
         result: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
         return result
 
@@ -378,7 +368,6 @@ class LigerMLP(LigerSwiGLUMLPForMuseGlimmer):
         super().__init__(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The MLP."""
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         return op_functions.mlp(x, *weights, *self.multipliers)
 
@@ -469,7 +458,6 @@ class LigerMultiTokenAttention(nn.Module):
         self.register_parameter("bias", dict(start.named_parameters()).get("bias"))
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Normalize scores of attention and convolve them."""
         return functional.liger_multi_token_attention(
             scores,
             self.weight,
@@ -535,7 +523,6 @@ class LigerFusedNeighborhoodAttention(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else None
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Attend to the neighbors of every token."""
         if attention_mask is not None:
             raise NotImplementedError(
                 "LigerFusedNeighborhoodAttention: attention_mask is not served, got "
@@ -576,7 +563,6 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else None
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The layer."""
         context = self.attention(self.layer_norm(hidden_states), attention_mask)
         if self.dropout is not None:
             context = self.dropout(context)
@@ -625,7 +611,6 @@ class LigerMHC(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The streams after the layer."""
         out: Tensor = functional.liger_mhc_forward(
             x,
             self.layer,

@@ -197,7 +197,6 @@ class _Call(nn.Module):
         self.training = module.training
 
     def forward(self, x: Tensor) -> Tensor:
-        """One piece."""
         return self.call(self.module, x)
 
 

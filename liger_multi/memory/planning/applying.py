@@ -147,7 +147,9 @@ def prepare(model: Any, settings: Settings, simulated: bool = False) -> Applied:
 
 def _attention(applied: Applied, model: Any, settings: Settings, simulated: bool) -> None:
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if simulated or before in (None, settings.attention):
+    # ours materializes nothing quadratic either, and serves models that have no SDPA
+    same = (None, settings.attention, *["liger_multi"] * (settings.attention == "sdpa"))
+    if simulated or before in same:
         return
     model.set_attn_implementation(settings.attention)
     applied.add(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_multi.dispatch.registry import device_type
+from liger_multi.dispatch.stored import assumed_memory
 from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
@@ -140,7 +141,7 @@ def plan(
     space = _space(space, precision, card)
     _check(devices, batch, sequence, optimizer, headroom, space)
     _check_float8(space, card, device)
-    store = _store(model_or_config) if cache else Store()
+    store = _store(model_or_config, size) if cache else Store()
     source = model_or_config
     if isinstance(source, Source) and not store.names("facts"):
         source = source()
@@ -162,6 +163,7 @@ def plan(
         vocabulary=shapes.facts.vocabulary,
         host_memory_bytes=host,
     )
+    memory_token = assumed_memory.set(size)
     try:
         search.ask(devices, batch, sequence, optimizer)
         result.candidates = search.ranked()
@@ -169,6 +171,7 @@ def plan(
             result.largest_batch, result.longest_sequence = search.limits(result.best.settings)
             result.most_batch, result.most_sequence = search.limits(result.nearest.settings)
     finally:
+        assumed_memory.reset(memory_token)
         shapes.keep()
         store.save()
     result.notes = notes_of(result, card, shapes)
@@ -186,10 +189,15 @@ def plan(
     return result
 
 
-def _store(model_or_config: Any) -> Store:
-    """What is known of an architecture; of a model with weights and code of its own, nothing."""
+def _store(model_or_config: Any, memory: int) -> Store:
+    """What is known of an architecture; of a model with weights and code of its own, nothing.
+
+    Pieces of a base in 4 bits depend on the memory of the device.
+    """
     if isinstance(model_or_config, Source):
-        return Store.of(model_or_config.identity)
+        own = {} if model_or_config.weights is None else {"memory": memory}
+        identity = model_or_config.identity
+        return Store.of({"of": identity, **own} if own else identity)
     if not hasattr(model_or_config, "to_dict"):
         return Store()
     model_class = type(model_or_config)

@@ -22,11 +22,13 @@ it as well, and add it to their scores. So what we return is no tensor and never
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -34,10 +36,13 @@ from torch import Tensor, nn
 
 from liger_multi import checks
 from liger_multi._torch_private import assert_async, constant_in_graphs
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import ConfigurationError, PackingError
 from liger_multi.ops.attention import attention
 from liger_multi.patching import shards
 from liger_multi.patching.attention import support as attention_support
+from liger_multi.patching.attention import tiles
+from liger_multi.patching.packing.blocks import causal_ranges
 from liger_multi.patching.packing.tree import Tree, run, running
 
 # --- masks ---
@@ -60,6 +65,8 @@ class KeyMask:
         ranges: ``(B or 1, L, 2 n)`` int32, as ``ops.attention`` takes them.
         dense: ``(B, 1, L, S)`` bool, for a mask of another form.
         shape: ``(B, 1, L, S)``, of the mask that this one stands for.
+        shifts: Columns to put before the keys, where rows must be independent
+            (:mod:`~liger_multi.patching.attention.tiles`).
     """
 
     ndim = 4
@@ -71,8 +78,11 @@ class KeyMask:
         causal: bool = False,
         ranges: Tensor | None = None,
         dense: Tensor | None = None,
+        shifts: tuple[int, ...] = (),
     ) -> None:
         self.shape, self.causal, self.ranges, self.dense = shape, causal, ranges, dense
+        self.shifts = shifts
+        self._shifted: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -84,7 +94,18 @@ class KeyMask:
         ranges, dense = (
             None if x is None else x.to(*args, **kwargs) for x in (self.ranges, self.dense)
         )
-        return KeyMask(self.shape, causal=self.causal, ranges=ranges, dense=dense)
+        return KeyMask(
+            self.shape, causal=self.causal, ranges=ranges, dense=dense, shifts=self.shifts
+        )
+
+    def shifted_ranges(self, device: torch.device) -> Tensor:
+        """The ranges of queries behind :attr:`shifts`, computed once for all layers."""
+        if self._shifted is None:
+            sizes = self.shape[2:]
+            self._shifted = tiles.shifted_ranges(
+                self.ranges, self.causal, self.shifts, sizes, device
+            )
+        return self._shifted
 
     def contiguous(self) -> KeyMask:
         """Itself: generation asks it of each mask that it makes before a step."""
@@ -151,6 +172,38 @@ def _reader() -> tuple[str, str]:
     return module or "code outside of modules", model or "this model"
 
 
+_samples: ContextVar[Callable[[], Tensor | None] | None] = ContextVar("samples", default=None)
+
+
+@contextlib.contextmanager
+def samples_of_call(ids: Callable[[], Tensor | None]) -> Iterator[None]:
+    """Masks within a block keep the samples of a packed row apart, whether a model asks or not.
+
+    transformers tells them by positions, which some models (gpt_oss) do not hand to their masks.
+
+    Args:
+        ids: Makes the ids of samples ``(B or 1, T)``, or None for one sample per row; called once.
+    """
+    token = _samples.set(functools.cache(ids))
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+def _kept_apart(mask_function: Any, batch: int, tokens: int) -> Any:
+    """A mask function whose queries see their own sample alone; the same one for one sample."""
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function
+
+    ids = _samples.get()
+    if ids is None or _has_part(mask_function, packed_sequence_mask_function.__name__):
+        return mask_function
+    of_tokens = ids()
+    if of_tokens is None or of_tokens.shape[1] != tokens:
+        return mask_function
+    return and_masks(mask_function, packed_sequence_mask_function(of_tokens.expand(batch, -1)))
+
+
 def mask(
     batch_size: int,
     kv_length: int,
@@ -180,7 +233,9 @@ def mask(
             options["cache_position"] = torch.arange(row.tokens, device=cache_position.device)
         return _of_whole(row, batch_size, mask_function, allow_is_causal_skip, options)
     tree = running(kv_length, batch_size)
-    if tree is not None:
+    if tree is not None and tree.is_path and not tree.padding:
+        attention_mask = None  # a plain row
+    elif tree is not None:
         device = options.get("device") or getattr(attention_mask, "device", None)
         return _of_tree(tree, mask_function, cache_position is None, device, options)
     if cache_position is not None:  # where the queries stand is known to the device alone
@@ -190,17 +245,22 @@ def mask(
     shape = (batch_size, 1, queries, kv_length)
     if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
         attention_mask = None if bool(attention_mask.all()) else attention_mask
+    if attention_mask is None and queries == kv_length and not _tracing():
+        mask_function = _kept_apart(mask_function, batch_size, queries)
     last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
+    padding = None if _tracing() else attention_mask
+    shifts = tiles.shifts(padding, kv_offset) if by_rows() else ()
     if attention_mask is None and (last or queries == kv_length):
         if mask_function is causal_mask_function and allow_is_causal_skip:
-            return KeyMask(shape, causal=True)
+            return KeyMask(shape, causal=True, shifts=shifts)
         if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
-            return KeyMask(shape)
+            return KeyMask(shape, shifts=shifts)
 
     device = options.get("device")
     whole = queries == kv_length >= LONG and isinstance(q_offset, int) and q_offset == kv_offset
     if whole and attention_mask is None and device is not None and _is_interval(mask_function):
-        return KeyMask(shape, ranges=_bisected(mask_function, batch_size, queries, device))
+        ranges = _bisected(mask_function, batch_size, queries, device)
+        return KeyMask(shape, ranges=ranges, shifts=shifts)
 
     def dense() -> Iterator[Tensor]:
         step = max(1, ELEMENTS // max(1, batch_size * kv_length))
@@ -222,7 +282,7 @@ def mask(
             )
             yield dense_mask.expand(batch_size, -1, count, kv_length)
 
-    return _compressed(shape, dense)
+    return _compressed(shape, dense, shifts)
 
 
 INTERVALS = (
@@ -235,13 +295,26 @@ INTERVALS = (
 
 def _is_interval(function: Any) -> bool:
     """Whether a mask function is made of those in ``INTERVALS`` alone."""
-    name = str(getattr(function, "__qualname__", "")).partition(".")[0]
     ours = getattr(function, "__module__", "") == shards.__name__
-    if not ours and (function.__module__ != "transformers.masking_utils" or name not in INTERVALS):
-        return False
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    theirs = function.__module__ == "transformers.masking_utils" and _maker(function) in INTERVALS
+    return (ours or theirs) and all(map(_is_interval, _functions_in(function)))
+
+
+def _maker(function: Any) -> str:
+    """Of a mask function: that of the function that made it."""
+    return str(getattr(function, "__qualname__", "")).partition(".")[0]
+
+
+def _functions_in(function: Any) -> list[Any]:
+    """The mask functions that one is made of."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     parts = [part for v in cells for part in (v if isinstance(v, tuple) else (v,))]
-    return all(_is_interval(part) for part in parts if inspect.isfunction(part))
+    return [part for part in parts if inspect.isfunction(part)]
+
+
+def _has_part(function: Any, name: str) -> bool:
+    """Whether a mask function of that name is one of those that a mask function is made of."""
+    return _maker(function) == name or any(_has_part(f, name) for f in _functions_in(function))
 
 
 def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
@@ -294,19 +367,30 @@ def _of_tree(
     )
     with run(None):
         path = mask(1, length, length, mask_function=mask_function, **places, **options)
-    place = torch.arange(length, device=device, dtype=torch.int32)
-    ranges = torch.stack([torch.zeros_like(place), place + 1], -1)
-    if path.ranges is not None:
-        ranges = path.ranges[0].to(ranges.device)
-    elif not path.causal:
-        ranges[:, 1] = length
-    if path.dense is not None or bool((ranges > place[:, None] + 1).any()):
+    shape = (1, 1, tree.tokens, tree.tokens)
+    later, causal = (False, path.causal) if path.plain else _visible(path.ranges, length)
+    if later or not (causal or path.ranges is not None):
         raise PackingError(
             f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
             f"ones, and earlier ones in two ranges of positions at most, got {path}"
         )
-    shape = (1, 1, tree.tokens, tree.tokens)
-    return KeyMask(shape, ranges=tree.ranges(ranges))
+    if causal and tree.is_path:  # its padding comes last: no other token sees it
+        return KeyMask(shape, causal=True)
+    if causal:
+        return KeyMask(shape, ranges=causal_ranges(tree, torch.device(device or "cpu")))
+    assert path.ranges is not None
+    return KeyMask(shape, ranges=tree.ranges(path.ranges[0]))
+
+
+def _visible(ranges: Tensor | None, length: int) -> tuple[bool, bool]:
+    """Whether a token of a sequence sees later ones, and whether each sees all that are not."""
+    if ranges is None:
+        return False, False
+    end = torch.arange(1, length + 1, device=ranges.device, dtype=ranges.dtype)
+    causal = torch.stack([torch.zeros_like(end), end], -1)
+    same = (ranges == causal).all() if ranges.shape[-1] == 2 else end.new_zeros(())
+    later, plain = torch.stack([(ranges > end[:, None]).any(), same.bool()]).tolist()
+    return later, plain
 
 
 def _reads_tensors(function: Any) -> bool:
@@ -322,7 +406,11 @@ def _tracing() -> bool:
     return torch.compiler.is_compiling()
 
 
-def _compressed(shape: tuple[int, int, int, int], dense: Callable[[], Iterator[Tensor]]) -> KeyMask:
+def _compressed(
+    shape: tuple[int, int, int, int],
+    dense: Callable[[], Iterator[Tensor]],
+    shifts: tuple[int, ...],
+) -> KeyMask:
     """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
     parts = [one_range(part) for part in dense()]
     ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
@@ -330,13 +418,13 @@ def _compressed(shape: tuple[int, int, int, int], dense: Callable[[], Iterator[T
         assert_async(
             exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
         )
-        return KeyMask(shape, ranges=ranges[:, 0])
+        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
     if bool(exact.all()):
-        return KeyMask(shape, ranges=ranges[:, 0])
+        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
     parts = [_two_ranges(part) for part in dense()]
     ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     if bool(exact.all()):
-        return KeyMask(shape, ranges=ranges[:, 0])
+        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
     return KeyMask(shape, dense=torch.cat(list(dense()), 2))
 
 
@@ -454,15 +542,12 @@ def forward(
         _mask_fits(module, q, k, key_mask, is_causal, others)
         if key_mask.dense is not None:
             return _by_rows(q, k, v, key_mask.dense, scaling, softcap, sinks)
+        causal, ranges = key_mask.causal, key_mask.ranges
+        if key_mask.shifts:
+            causal, ranges = False, key_mask.shifted_ranges(k.device)
+            k, v = (tiles.shifted(x, key_mask.shifts) for x in (k, v))
         return attention(
-            q,
-            k,
-            v,
-            causal=key_mask.causal,
-            sinks=sinks,
-            softcap=softcap,
-            scale=scaling,
-            ranges=key_mask.ranges,
+            q, k, v, causal=causal, sinks=sinks, softcap=softcap, scale=scaling, ranges=ranges
         )
 
     y = shards.spread("attention", attend, (q, k, v), {"sinks": s_aux})

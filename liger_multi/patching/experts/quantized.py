@@ -24,11 +24,11 @@ from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops import QuantizedWeight
+from liger_multi.ops._quantized import PIECE_BYTES
 from liger_multi.parameters import declared
 
-GROUP_BYTES = 5 * 2**28
-"""Of dequantized weights at a time, where the configuration has no ``chunk_bytes``; the host needs
-some ms a group."""
+GROUP_BYTES = PIECE_BYTES
+"""The host needs some ms a group."""
 _PARAMETRIZATION = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
 
 
@@ -89,8 +89,11 @@ def _bytes(stack: Any) -> int:
 
 
 def in_one_piece(parts: Sequence[Any]) -> bool:
-    """Whether every stack may be dequantized whole; they are not at the same time."""
-    return all(_bytes(p) <= most_bytes() for p in parts if isinstance(p, PACKED))
+    """Whether every stack may be dequantized whole, or operators do it by pieces.
+
+    Stacks are not dequantized at the same time.
+    """
+    return all(_bytes(p) <= most_bytes() for p in parts if isinstance(p, Stack))
 
 
 def viewed(part: Any) -> Any:
@@ -109,10 +112,6 @@ def viewed(part: Any) -> Any:
         group=state.blocksize,
         **more,
     )
-
-
-PACKED = (Stack, QuantizedWeight)
-"""What holds a stack in 4 bits."""
 
 
 def _theirs() -> Any:
@@ -199,7 +198,7 @@ class _Groups:
     def slices(self) -> Iterator[tuple[slice, list[Tensor]]]:
         """Every group: its experts, and their weights, which exist until the next is asked for."""
         experts = self.parts[1].shape[0]
-        each = sum(_bytes(p) // experts for p in self.parts if isinstance(p, PACKED))
+        each = sum(_bytes(p) // experts for p in self.parts if isinstance(p, Stack))
         step = max(1, min(experts, most_bytes() // each))
         parts = [p.opened() if isinstance(p, Stack) else p for p in self.parts]
         for first in range(0, experts, step):

@@ -66,6 +66,7 @@ def _of_torchao(format: str, group: int) -> Reader:
 
 
 READERS: dict[tuple[str, str], Reader] = {
+    ("liger_multi.ops._quantized", "QuantizedWeight"): lambda layer, weight: weight,
     ("bitsandbytes.nn.modules", "Params4bit"): _of_bitsandbytes,
     ("torchao.prototype.mx_formats.nvfp4_tensor", "NVFP4Tensor"): _of_torchao("nvfp4", 16),
     ("torchao.prototype.mx_formats.mx_tensor", "MXTensor"): _of_torchao("mxfp4", 32),

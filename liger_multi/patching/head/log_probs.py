@@ -5,6 +5,10 @@ Policy and preference losses need one number per row of the logits. Written as `
 ``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk. The call
 answers for all of them, and what it found is kept with the logits: log-probabilities and entropies
 of the same rows take one pass over the vocabulary.
+
+Entropies may come first, when nobody knows the tokens. The call then has targets that stand for
+any, and log-probabilities come from the logits that it kept for its backward pass: the first
+tokens that somebody asks for take the place of those targets.
 """
 
 from __future__ import annotations
@@ -152,12 +156,14 @@ class Known(NamedTuple):
         curve: Scale, softcap and temperature of their logits.
         connected: Whether gradients may pass.
         statistics: The outputs.
+        node: Of the graph, where it waits for the targets.
     """
 
     hidden: Tensor
     curve: tuple[float, float | None, float]
     connected: bool
     statistics: Statistics
+    node: Any
 
     def of(self, hidden: Tensor) -> Statistics | None:
         """The outputs of ``hidden``, where these are all or some of the rows in their memory."""
@@ -198,10 +204,13 @@ def _answer(
     connected = deferred.grad and torch.is_grad_enabled()
     with deferred.mode():
         kept = _kept(deferred)
-        statistics = _before(kept, deferred.hidden, curve, connected) if target is None else None
+        if target is None:
+            statistics = _before(kept, deferred.hidden, curve, connected)
+        else:
+            statistics = _of_tokens(kept, deferred.hidden, curve, target, connected)
         if statistics is None:
-            statistics = _call(deferred, options, curve, target)
-            kept[:] = [*kept[-1:], Known(deferred.hidden, curve, connected, statistics)]
+            known = _call(deferred, options, curve, target)
+            kept[:], statistics = [*kept[-1:], known], known.statistics
     if connected:
         return statistics
     return Statistics._make(x.detach() for x in statistics)
@@ -228,13 +237,64 @@ def _before(
     return None
 
 
+class _Connected(torch.autograd.Function):
+    """Log-probabilities of tokens, whose gradients are those of a call that had no targets yet."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, log_prob: Tensor) -> Tensor:
+        """The log-probabilities."""
+        return log_prob
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        """Gradients as they come."""
+        return upstream[0], None
+
+
+def _of_tokens(
+    kept: list[Known],
+    hidden: Tensor,
+    curve: tuple[float, float | None, float],
+    target: Tensor,
+    connected: bool,
+) -> Statistics | None:
+    """From the logits that a call kept for its backward; None where there is no such call."""
+    from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, scaled
+
+    for place, known in enumerate(kept):
+        saved: Any = ()
+        with contextlib.suppress(RuntimeError):  # freed by a backward pass
+            saved = getattr(known.node, "saved_tensors", ())
+        if known.curve != curve or not saved or known.of(hidden) is not known.statistics:
+            continue
+        _, weight, stand_in, _, _, lse, lse_low, logits = saved
+        inside = ((target >= 0) & (target < weight.shape[0])).flatten()
+        if not logits.numel() or (target.device.type == "cpu" and not inside.all()):
+            continue
+        scale, cap, temperature = curve
+        spec = Objective(NOTHING, 0.0, 0.0, cap and cap / temperature, scale / temperature)
+        with torch.no_grad():
+            label = torch.where(inside, target.flatten(), 0).unsqueeze(1)
+            own = LogSumExp(lse, lse_low).below(scaled(logits.gather(1, label), spec)).squeeze(1)
+            own = torch.where(inside, own, float("nan")).view(target.shape)
+            if connected:
+                stand_in.data.copy_(target.flatten())
+        if not connected:
+            return known.statistics._replace(log_prob=own)
+        log_prob: Any = _Connected.apply(known.statistics.log_prob, own)  # type: ignore[no-untyped-call]
+        statistics = known.statistics._replace(log_prob=log_prob)
+        kept[place] = known._replace(statistics=statistics, node=None)
+        return statistics
+    return None
+
+
 def _call(
     deferred: DeferredLogits,
     options: FusedOptions,
     curve: tuple[float, float | None, float],
     target: Tensor | None,
-) -> Statistics:
-    hidden = deferred.hidden
+) -> Known:
+    hidden, waits = deferred.hidden, target is None
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
 
@@ -262,4 +322,8 @@ def _call(
         return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)
 
     output = deferred.run(Job(run), hidden)
-    return Statistics(output.log_prob, output.entropy, output.lse)
+    node = output.lse.grad_fn if waits and not torch.compiler.is_compiling() else None
+    while node is not None and not type(node).__name__.startswith("fused_linear_log_prob"):
+        node = next(iter(node.next_functions), (None,))[0]  # of views
+    found = Statistics(output.log_prob, output.entropy, output.lse)
+    return Known(hidden, curve, torch.is_grad_enabled(), found, node)

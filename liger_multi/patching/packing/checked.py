@@ -8,11 +8,12 @@ nothing is looked at again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from liger_multi.arguments import by_name, fills_cache, has_cache
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
-from liger_multi.patching.attention.interface import NAME
+from liger_multi.patching.attention.interface import NAME, samples_of_call
 from liger_multi.patching.packing import shared
-from liger_multi.patching.packing.samples import is_numbered, rows_of, several
+from liger_multi.patching.packing.samples import is_numbered, rows_of, sample_ids, several
 from liger_multi.patching.packing.tree import Tree, check_other_rows, offered
 from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
 from liger_multi.patching.report import warn_once
@@ -70,12 +71,34 @@ def _checked(cls: Any) -> Callable[..., Any]:
             if isinstance(rows, Tensor):
                 check_other_rows(self, rows)
             if any(arguments.get(name) is not None for name in TOLD_BY):
-                check(self, functools.partial(below.forward, self), arguments)
-            elif _has_numbered_masks(self, arguments):
+                check(self, functools.partial(_forward, below, self), arguments)
+                with _kept_apart(self, arguments):
+                    return below.forward(self, *args, **kwargs)
+            if _has_numbered_masks(self, arguments):
                 warn_once(_NUMBERED.format(unpatched_class(self).__name__), "numbered masks")
         return below.forward(self, *args, **kwargs)
 
     return forward
+
+
+def _forward(below: Any, model: Any, **arguments: Any) -> Any:
+    with _kept_apart(model, arguments):
+        return below.forward(model, **arguments)
+
+
+@contextlib.contextmanager
+def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Our attention, where a model uses it, keeps apart what the arguments tell apart."""
+    told = NAME in _attentions(model) and arguments.get("attention_mask") is None
+    if not told or has_cache((), arguments) or fills_cache(arguments):
+        yield
+        return
+
+    def ids() -> Tensor | None:
+        return sample_ids(arguments) if several(arguments) else None
+
+    with samples_of_call(ids):
+        yield
 
 
 _numbered: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

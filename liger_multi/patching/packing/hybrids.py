@@ -84,7 +84,7 @@ def _ids_for_mixers(arguments: dict[str, Any]) -> Tensor | None:
         return None
     tree = running(rows.shape[1], rows.shape[0])
     if tree is not None:
-        return tree.ids(rows.device)
+        return None if tree.is_path and not tree.padding else tree.ids(rows.device)
     return None if ids is None else ids.expand(rows.shape[0], -1)
 
 

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from liger_multi.errors import PackingError
 
+Cached = TypeVar("Cached")
 MOST_RANGES = 16
 """Ranges of keys that a query may see; a path of segments that lie apart has one for each."""
 MARK = "_liger_multi_tree"
@@ -124,6 +126,11 @@ class Tree:
         return leaves
 
     @property
+    def is_path(self) -> bool:
+        """Whether the row is one sequence, in which nothing branches."""
+        return len(self.lengths) == 1
+
+    @property
     def padding(self) -> int:
         """Tokens after the last segment."""
         return self.tokens - sum(self.lengths)
@@ -137,16 +144,26 @@ class Tree:
     @functools.cached_property
     def runs(self) -> list[tuple[Run, ...]]:
         """Every segment's path, root first, with adjacent segments joined."""
+        return self.runs_without(set(), set())
+
+    def runs_without(self, before: set[int], own: set[int]) -> list[tuple[Run, ...]]:
+        """Every segment's path without some of the segments before it, and some without their own.
+
+        Args:
+            before: Left out of the paths that go on from them.
+            own: Left out of the paths that end with them.
+        """
         runs: list[tuple[Run, ...]] = []
-        for start, offset, length, parent in zip(
-            self.starts, self.offsets, self.lengths, self.parents, strict=True
-        ):
-            before = runs[parent] if parent >= 0 else ()
-            run = Run(offset, offset + length, start)
-            if before and before[-1].start + before[-1].last - before[-1].first == start:
-                run = Run(before[-1].first, run.last, before[-1].start)
-                before = before[:-1]
-            runs.append((*before, run))
+        earlier: list[tuple[Run, ...]] = []  # what the path of a child begins with
+        for number, parent in enumerate(self.parents):
+            start, offset = self.starts[number], self.offsets[number]
+            run = Run(offset, offset + self.lengths[number], start)
+            path = earlier[parent] if parent >= 0 else ()
+            joined = (*path, run)
+            if path and path[-1].start + path[-1].last - path[-1].first == start:
+                joined = (*path[:-1], Run(path[-1].first, run.last, path[-1].start))
+            runs.append(path if number in own else joined)
+            earlier.append(path if number in before else joined)
         return runs
 
     def path(self, segment: int) -> list[int]:
@@ -170,21 +187,26 @@ class Tree:
         """The most runs of one path."""
         return max((len(runs) for runs in self.runs), default=0)
 
+    def cached(self, key: object, make: Callable[[], Cached]) -> Cached:
+        """What ``make`` returns, once; also if that was in inference mode."""
+        if key not in self._cache:
+            with torch.inference_mode(False):
+                self._cache[key] = make()
+        return self._cache[key]  # type: ignore[return-value]
+
     def _on(self, device: torch.device, name: str, values: list[int]) -> Tensor:
         """Numbers of segments on a device, copied there once."""
-        key = (name, device)
-        if key not in self._cache:
-            self._cache[key] = torch.tensor(values, dtype=torch.int64, device=device)
-        return self._cache[key]  # type: ignore[return-value]
+        return self.cached(
+            (name, device), lambda: torch.tensor(values, dtype=torch.int64, device=device)
+        )
 
     def segments(self, device: torch.device) -> Tensor:
         """The segment of every token, ``(tokens,)``; one more for padding."""
-        key = ("segments", device)
-        if key not in self._cache:
-            numbers = torch.arange(len(self.lengths) + 1)
-            lengths = torch.tensor([*self.lengths, self.padding])
-            self._cache[key] = torch.repeat_interleave(numbers, lengths).to(device)
-        return self._cache[key]  # type: ignore[return-value]
+        numbers = torch.arange(len(self.lengths) + 1)
+        lengths = torch.tensor([*self.lengths, self.padding])
+        return self.cached(
+            ("segments", device), lambda: torch.repeat_interleave(numbers, lengths).to(device)
+        )
 
     def _of_tokens(
         self, device: torch.device, name: str, values: list[int], padding: int
@@ -214,22 +236,25 @@ class Tree:
 
     # --- attention ---
 
-    def ranges(self, by_position: Tensor) -> Tensor:
+    def ranges(self, by_position: Tensor, runs: Sequence[tuple[Run, ...]] | None = None) -> Tensor:
         """Ranges of keys in the row, ``(1, tokens, 2 * n)`` int32.
 
         Args:
             by_position: Ranges of keys of a single sequence of ``longest`` tokens,
                 ``(longest, 2 or 4)``: what a token at this position sees of its path.
+            runs: What there is to see of every segment's path; all of it by default.
         """
-        device, width = by_position.device, self.width
+        runs = self.runs if runs is None else runs
+        device, width = by_position.device, max((1, *map(len, runs)))
         bounds = [
             number
-            for runs in [*self.runs, ()]
-            for run in (*runs, *[Run(0, 0, 0)] * (width - len(runs)))
+            for path in [*runs, ()]
+            for run in (*path, *[Run(0, 0, 0)] * (width - len(path)))
             for number in run
         ]
-        runs = self._on(device, "runs", bounds).view(-1, width, 3)[self.segments(device)]
-        first, last, start = (part[:, :, None] for part in runs.unbind(-1))
+        of_segments = torch.tensor(bounds, device=device).view(-1, width, 3)
+        of_tokens = of_segments[self.segments(device)].unbind(-1)
+        first, last, start = (part[:, :, None] for part in of_tokens)
         visible = by_position.to(torch.int64)[self.positions(device)[0]].unflatten(-1, (-1, 2))
         low, high = (part[:, None] for part in visible.unbind(-1))  # (tokens, 1, ranges)
         low, high = torch.maximum(low, first), torch.minimum(high, last)
@@ -250,10 +275,7 @@ class Tree:
             device: Of the tensors.
             equal: Let segments with children have no padding.
         """
-        key = ("scans", device, equal)
-        if key not in self._cache:
-            self._cache[key] = self._scans(device, equal)
-        return self._cache[key]  # type: ignore[return-value]
+        return self.cached(("scans", device, equal), lambda: self._scans(device, equal))
 
     def _scans(self, device: torch.device, equal: bool) -> tuple[list[ScanCall], Tensor | None]:
         lengths, parents = [*self.lengths], [*self.parents]
@@ -295,10 +317,7 @@ class Tree:
 
     def window(self, device: torch.device, before: int) -> Window:
         """Every segment after up to ``before`` tokens of its path."""
-        key = ("window", device, before)
-        if key not in self._cache:
-            self._cache[key] = self._window(device, before)
-        return self._cache[key]  # type: ignore[return-value]
+        return self.cached(("window", device, before), lambda: self._window(device, before))
 
     def _window(self, device: torch.device, before: int) -> Window:
         places: list[Tensor] = []
@@ -366,40 +385,58 @@ class Node(NamedTuple):
     """A branch in the row, which may be empty.
 
     Attributes:
-        segment: Its number; -1 where it has no tokens.
-        parent: The last segment before it on its path; -1 where there is none.
+        start: Where its tokens begin in the row.
+        length: How many it has.
+        before: The place of the token before it on its path; -1 where there is none.
         root: The number of its tree.
         leaf: Whether nothing follows it.
     """
 
-    segment: int
-    parent: int
+    start: int
+    length: int
+    before: int
     root: int
     leaf: bool
+
+    @property
+    def last(self) -> int:
+        """The place of the last token of its path."""
+        return self.start + self.length - 1 if self.length else self.before
 
 
 def planted(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, list[Node]]:
     """Trees one after another in a row, and every branch of them, depth first.
 
+    A branch that alone follows another one, whose tokens end no path, is part of its segment: a
+    tree with one path is one segment.
+
     Args:
         roots: The trees.
         tokens: Of the row; as many as there are by default.
     """
-    lengths: list[int] = []
-    parents: list[int] = []
     nodes: list[Node] = []
+    count = 0
     waiting = [(branch, -1, number) for number, branch in enumerate(roots)][::-1]
     while waiting:
-        (length, children), parent, root = waiting.pop()
-        segment = len(lengths) if length else -1
-        nodes.append(Node(segment, parent, root, not children))
-        if length:
-            lengths.append(length)
-            parents.append(parent)
-        last = segment if length else parent
-        waiting += [(child, last, root) for child in children[::-1]]
-    ends = tuple(max(node.segment, node.parent) for node in nodes if node.leaf)
-    return Tree(tuple(lengths), tuple(parents), ends, tokens or sum(lengths)), nodes
+        (length, children), before, root = waiting.pop()
+        nodes.append(Node(count, length, before, root, not children))
+        count += length
+        waiting += [(child, nodes[-1].last, root) for child in children[::-1]]
+    ends = [node.last for node in nodes if node.leaf]
+    followers = Counter([*ends, *(node.before for node in nodes if node.length)])
+    lengths: list[int] = []
+    parents: list[int] = []
+    segments = {-1: -1}  # by the place of a branch's last token
+    for node in nodes:
+        if node.length and node.before >= 0 and followers[node.before] == 1:
+            lengths[-1] += node.length
+        elif node.length:
+            lengths.append(node.length)
+            parents.append(segments[node.before])
+        if node.length:
+            segments[node.last] = len(lengths) - 1
+    paths = tuple(segments[end] for end in ends)
+    return Tree(tuple(lengths), tuple(parents), paths, tokens or count), nodes
 
 
 def tree_of(ids: Tensor | None) -> Tree | None:

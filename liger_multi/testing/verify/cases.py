@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -117,12 +118,16 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     if level == "quick" or (slow and level == "default"):
         thin = [] if slow or target.device == "cpu" else [s for s in several if s.size == "thin"]
         several = [*_distinct(filled, level == "default"), *thin]
+    every = {s.name for s in _distinct(filled, True)} if level == "default" else set()
     for sample in several:
-        for dtype in _dtypes(target, sample, level):
-            yield Case(op, target.backend, sample.name, str(dtype).removeprefix("torch."))
+        most = None if level == "full" or sample.name in every else 2
+        for dtype in _dtypes(target, sample, level)[:most]:
+            name = str(dtype).removeprefix("torch.")
+            yield Case(op, target.backend, sample.name, name)
     first = 0 if slow and level == "quick" else 1  # a promise is many calls
-    for sample in small if level == "full" else filled[:first]:
-        yield Case(op, target.backend, sample.name, "float32", "promises")
+    names = ("float32", "bfloat16") if level != "quick" and not slow else ("float32",)
+    for sample, name in itertools.product(small if level == "full" else filled[:first], names):
+        yield Case(op, target.backend, sample.name, name, "promises")
     if level == "full":
         yield from (Case(op, target.backend, s.name, "float32", "mixed") for s in small)
 
@@ -145,9 +150,10 @@ def _dtypes(target: Target, sample: Sample, level: str) -> tuple[torch.dtype, ..
     dtypes = checks.dtypes_of(sample, target.backend)
     if target.interpreted or IS_SIMULATED:  # bf16 is fp32 in an interpreter
         return dtypes if level == "full" else dtypes[:1]
-    return dtypes[:2] if level == "quick" else dtypes
+    return dtypes
 
 
-def entries(device: torch.device) -> dict[str, int]:
-    """Keys of the device's launch table with the number of their entries."""
-    return {key: len(several) for key, several in table_of(device_info(device)).items()}
+def entries(device: torch.device) -> list[tuple[str, int]]:
+    """The entries of the device's launch table by key and number."""
+    table = table_of(device_info(device))
+    return [(key, number) for key, several in table.items() for number in range(len(several))]

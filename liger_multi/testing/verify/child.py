@@ -6,11 +6,11 @@ when it ended. It ends itself after an error of a device that would spoil what f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,23 +73,18 @@ def works(device: torch.device) -> bool:
         return False
 
 
-def asked_keys(run_case: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """A verdict, and the keys of launch tables that the case asked for."""
-    with launch.observed() as keys:
-        return run_case(), sorted(set(keys))
-
-
 def answer(case: Case, device: torch.device) -> dict[str, Any]:
     """Run a case, with its entry of the launch table where it has one."""
     began = time.perf_counter()
-    if case.entry is None:
-        result, keys = asked_keys(lambda: run(case, device))
-    else:
-        key, number = case.entry
-        config = launch.table_of(launch.device_info(device))[key][number]["config"]
-        with launch.forced({key: config}):
-            result, keys = asked_keys(lambda: run(case, device))
-    return {**result, "keys": keys, "seconds": round(time.perf_counter() - began, 3)}
+    with contextlib.ExitStack() as stack:
+        if case.entry is not None:
+            key, number = case.entry
+            entry = launch.table_of(launch.device_info(device))[key][number]
+            stack.enter_context(launch.forced({key: entry["config"]}, launch.variant_of(entry)))
+        entries = stack.enter_context(launch.observed())
+        result = run(case, device)
+    seconds = round(time.perf_counter() - began, 3)
+    return {**result, "entries": sorted(entries), "seconds": seconds}
 
 
 def main() -> None:

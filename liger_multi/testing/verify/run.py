@@ -43,7 +43,7 @@ class Result:
         worst: The largest error in units of the tolerance.
         text: What is wrong, or the reason of a refusal.
         seconds: How long it took.
-        keys: Kernels that asked for launch numbers.
+        entries: Those of the launch table that the case can run with, by key and number.
     """
 
     case: Case
@@ -52,7 +52,7 @@ class Result:
     worst: float = 0.0
     text: str = ""
     seconds: float = 0.0
-    keys: tuple[str, ...] = ()
+    entries: tuple[tuple[str, int], ...] = ()
 
 
 class Child:
@@ -205,4 +205,5 @@ class Runner:
             children.pop(place).close()
             lost[case.dtype] += answer["verdict"] != "right"
         fields = {k: v for k, v in answer.items() if k in ("verdict", "worst", "text", "seconds")}
-        return Result(case, target, **fields, keys=tuple(answer.get("keys", ())))
+        entries = tuple((key, number) for key, number in answer.get("entries", ()))
+        return Result(case, target, **fields, entries=entries)

@@ -130,8 +130,7 @@ class Generator:
             self.fresh += 1
             return f"v{self.fresh}"
         if name in ("ce", "cep", "nll"):
-            chosen = self.random.choice({"ce": CE, "cep": CEP, "nll": NLL}[name])
-            return chosen.replace("{z}", z)
+            return self.random.choice({"ce": CE, "cep": CEP, "nll": NLL}[name]).replace("{z}", z)
         if name == "n":
             return self.random.choice(("0.5", "2.0", "1.3", "-0.7", "3"))
         if name in ("k", "c"):

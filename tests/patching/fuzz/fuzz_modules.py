@@ -418,8 +418,7 @@ def generate(seed: int) -> Case:
     """The case of a seed."""
     draw = random.Random(seed)
     block = draw.choices(list(FORMS), (6, 4, 2, 2))[0]
-    names = draw.choice(NAMES.get(block, ((),)))
-    form = draw.choice(FORMS[block])
+    names, form = draw.choice(NAMES.get(block, ((),))), draw.choice(FORMS[block])
     features, offered = [], []
     for at in range(draw.choices((0, 1, 2, 3), (3, 5, 2, 1))[0]):
         usable = [n for n, f in FEATURES.items() if {*f.spots} & {*SPOTS[block]}]

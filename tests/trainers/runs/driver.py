@@ -326,8 +326,7 @@ def store(name: str, trainer: Trainer, kept: dict[str, Any]) -> None:
     every = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     runs = {**every.get(name, {}).get("runs", {}), **kept["runs"]}
     kept = {**kept, "runs": {title: runs[title] for title in trainer.runs if title in runs}}
-    text = json.dumps({**every, name: kept}, indent=1)
-    RESULTS.write_text(text + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps({**every, name: kept}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -110,7 +110,6 @@ class LigerFusedLinearGRPOLoss(Options):
     )
 
     def check(self) -> None:
-        """Check that the options are known and consistent."""
         for name in self.positive:
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -216,7 +215,6 @@ class FunctionalGRPOLoss(LigerFusedLinearGRPOLoss):
     positive = ()
 
     def check(self) -> None:
-        """Temperatures of SAPO are above 0."""
         vars(self)["temperature"] = float(self.temperature)
         lowest = min(self.sapo_temperature_pos, self.sapo_temperature_neg)
         if self.loss_type == "sapo" and lowest <= 0:

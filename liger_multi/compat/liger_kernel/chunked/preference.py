@@ -79,7 +79,6 @@ class LigerFusedLinearDPOLoss(_Pairs):
     )
 
     def check(self) -> None:
-        """Check that the options are known and consistent."""
         types = _dpo_types(self.loss_type, self.label_smoothing)
         # as in Liger-Kernel, the sigmoid by itself is not smoothed
         smooth = types != ("sigmoid",) and any(DPO[loss_type].smooth for loss_type in types)
@@ -120,13 +119,11 @@ class _Margins(_Pairs):
     loss_type = "sigmoid"
 
     def check(self) -> None:
-        """Check that the options are known and consistent."""
         self.average = self.options.get("average_log_prob", self.average)
         losses.CPOOptions(**self.loss_options)
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """Options of :func:`liger_multi.losses.cpo_loss`."""
         names = ("beta", "label_smoothing", "gamma")
         options = {name: getattr(self, name) for name in names if name in self.defaults}
         return {"loss_type": self.loss_type, "nll_weight": 0.0, **options}
@@ -154,7 +151,6 @@ class _Margins(_Pairs):
         return loss, (*first, *self.more_metrics(sums.detach()))
 
     def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
-        """The rewards."""
         chosen, rejected = (self.beta * sums).chunk(2)
         return chosen, rejected
 
@@ -211,7 +207,6 @@ class LigerFusedLinearKTOLoss(Options):
     )
 
     def check(self) -> None:
-        """Check that the options are known and consistent."""
         losses.KTOOptions(beta=self.beta)
 
     def forward(
@@ -260,14 +255,12 @@ class _Distilled(Options):
         return 1.0
 
     def check(self) -> None:
-        """Check that the options are known and consistent."""
         if not self.temperature:
             raise ArgumentError("Temperature cannot be 0.")
         losses.DistillationOptions(**self.loss_options)
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """Options of :func:`liger_multi.losses.distillation_loss`."""
         options = {"beta": self.beta} if self.divergence == "jsd" else {}
         return {
             "divergence": self.divergence,
@@ -323,5 +316,4 @@ class LigerFusedLinearCosineSimilarityLoss(_Distilled):
 
     @property
     def factor(self) -> float:
-        """``beta``."""
         return self.beta  # type: ignore[no-any-return]
