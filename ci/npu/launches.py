@@ -114,7 +114,9 @@ class Count(TorchDispatchMode):
 
     def allocated(self, tensors: list[Tensor]) -> None:
         """Track the memory of results, which may be new."""
-        self.alive = {k: held for k, held in self.alive.items() if not held[0].expired()}
+        self.alive = {
+            k: reference for k, reference in self.alive.items() if not reference[0].expired()
+        }
         for t in tensors:
             weak = StorageWeakRef(t.untyped_storage())
             self.alive[weak.cdata] = (weak, t.untyped_storage().nbytes())

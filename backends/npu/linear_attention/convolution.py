@@ -88,7 +88,7 @@ def _reach(reach_ptr, at):
 
 
 @triton.jit
-def _seen(x, reach, reach_ptr, LAG: tl.constexpr, WIDTH: tl.constexpr):
+def _within_reach(x, reach, reach_ptr, LAG: tl.constexpr, WIDTH: tl.constexpr):
     """What a token, and those after it, see of the LAG-th one before it."""
     if LAG < WIDTH and reach_ptr is not None:
         x = tl.where(reach >= LAG, x, 0.0)
@@ -160,9 +160,9 @@ def _conv_forward_kernel(
                 t = tl.cast(at + i, tl.int64)
                 x0 = _read(row_ptr, t, 0, last, x_stride, cols, col, GATED)
                 reach = _reach(reach_ptr, batch * length + tl.minimum(t, length - 1))
-                x1 = _seen(x1, reach, reach_ptr, 1, WIDTH)
-                x2 = _seen(x2, reach, reach_ptr, 2, WIDTH)
-                x3 = _seen(x3, reach, reach_ptr, 3, WIDTH)
+                x1 = _within_reach(x1, reach, reach_ptr, 1, WIDTH)
+                x2 = _within_reach(x2, reach, reach_ptr, 2, WIDTH)
+                x3 = _within_reach(x3, reach, reach_ptr, 3, WIDTH)
                 u = _add(bias + w0 * x0, w1, x1, 1, WIDTH)
                 u = _add(_add(u, w2, x2, 2, WIDTH), w3, x3, 3, WIDTH)
                 x3, x2, x1 = x2, x1, x0
@@ -215,8 +215,8 @@ def _lag(done, w, x, p, d, du, mine, reach, reach_ptr, LAG: tl.constexpr, WIDTH:
     Returns what waits for the next token in its place, d, and the sum of the earliest token.
     """
     if LAG < WIDTH:
-        seen = _seen(du, reach, reach_ptr, LAG, WIDTH)
-        return done, d + mine * x, p + w * seen
+        reached = _within_reach(du, reach, reach_ptr, LAG, WIDTH)
+        return done, d + mine * x, p + w * reached
     else:
         return p, d, done
 
@@ -293,9 +293,9 @@ def _conv_backward_kernel(
             t = tl.cast(at, tl.int64)
             x0 = _read(row_ptr, t, 0, length, x_stride, cols, col, GATED)
             reach = _reach(reach_ptr, batch * length + tl.minimum(t, length - 1))
-            x1 = _seen(x1, reach, reach_ptr, 1, WIDTH)
-            x2 = _seen(x2, reach, reach_ptr, 2, WIDTH)
-            x3 = _seen(x3, reach, reach_ptr, 3, WIDTH)
+            x1 = _within_reach(x1, reach, reach_ptr, 1, WIDTH)
+            x2 = _within_reach(x2, reach, reach_ptr, 2, WIDTH)
+            x3 = _within_reach(x3, reach, reach_ptr, 3, WIDTH)
             u = _add(bias + w0 * x0, w1, x1, 1, WIDTH)
             u = _add(_add(u, w2, x2, 2, WIDTH), w3, x3, 3, WIDTH)
             own = col < tl.where(t < last, cols, 0)

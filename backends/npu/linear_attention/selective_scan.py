@@ -300,7 +300,7 @@ def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
     return channels * states, states, -(-cols // channels)
 
 
-def _given(
+def _inputs_of(
     name: str,
     u: Tensor,
     delta: Tensor,
@@ -400,7 +400,7 @@ def forward(
     kept = u.new_empty(reference.kept_shape(u, A), dtype=torch.float32)
     state = _across(initial_state, u, A.shape[1])
     if y.numel():
-        inputs = _given(
+        inputs = _inputs_of(
             "scan_forward",
             u,
             delta,
@@ -508,7 +508,7 @@ def backward(
     needs_initial_state: bool,
 ) -> Nine:
     """Two launches for every span of tokens."""
-    inputs = _given(
+    inputs = _inputs_of(
         "scan_reverse", u, delta, A, B, C, D, z, bias=delta_bias, first=first, soft=delta_softplus
     )
     batch, size, cols = inputs.sizes

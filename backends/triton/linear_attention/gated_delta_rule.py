@@ -428,8 +428,8 @@ def backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
-def _given(x: Tensor | None) -> Tensor | None:
-    """A result that somebody needs."""
+def _nonempty(x: Tensor | None) -> Tensor | None:
+    """A result, or None for one without elements, which nobody needs."""
     return x if x is not None and x.numel() else None
 
 
@@ -457,7 +457,7 @@ def _reverse(
         None if dfinal is None else dfinal.contiguous(),
         solved,
         dstates,
-        _given(dinitial),
+        _nonempty(dinitial),
         (*_steps(dy), *_steps(c.k), *c.beta.stride()),
         c.document_step,
         c.pass_sizes(),

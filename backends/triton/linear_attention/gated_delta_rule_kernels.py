@@ -115,7 +115,7 @@ def _rstds(rstd_ptr, start, factor, NORMED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _seen(first_ptr, start, tokens, CHUNK: tl.constexpr):
+def _visible_pairs(first_ptr, start, tokens, CHUNK: tl.constexpr):
     """Pairs (i, j) of a chunk with i not before j, of one document; where it begins, for each i.
 
     Rows past the last token belong to its document.
@@ -434,7 +434,7 @@ def _delta_rule_chunks_kernel(
     )
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, begins = _seen(first_ptr, start, tokens, CHUNK)
+    visible, begins = _visible_pairs(first_ptr, start, tokens, CHUNK)
     coarse, fine, e, r = _gates_of(g, visible, begins, start, first_ptr is not None, CHUNK)
     whole = (batch * heads * GROUP + value_head) * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
@@ -835,7 +835,7 @@ def _delta_rule_pairs_kernel(
     )
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
     whole = stream * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
     decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), visible)
@@ -1171,7 +1171,7 @@ def _delta_rule_gates_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, BLOCK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, BLOCK)
     dsums = tl.load(sums_ptr + pid * BLOCK + row)
     dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
     dg = tl.sum(tl.where(visible, dsums[:, None], 0.0), 0)

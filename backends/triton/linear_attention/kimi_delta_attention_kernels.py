@@ -63,7 +63,6 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _over,
     _plus,
     _rstds,
-    _seen,
     _seen_by,
     _seen_later,
     _solve_product,
@@ -72,6 +71,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _store_tile,
     _tile,
     _unit_inverse,
+    _visible_pairs,
     _wrong_rows,
 )
 
@@ -119,7 +119,7 @@ def _last(x, CHUNK: tl.constexpr):
 @triton.jit
 def _near_ends(first_ptr, start, tokens, CHUNK: tl.constexpr):
     """Rows of the document of the state before the chunk, and of the chunk's last row."""
-    _, begins = _seen(first_ptr, start, tokens, CHUNK)
+    _, begins = _visible_pairs(first_ptr, start, tokens, CHUNK)
     return begins < tl.maximum(start, 1), begins == _last(begins, CHUNK)
 
 
@@ -383,7 +383,7 @@ def _kimi_delta_scores_kernel(
             b += tl.where(meet, product(y, tl.trans(y)), 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
-        visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+        visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
         p, b = tl.where(visible, p, 0.0), tl.where(visible, b, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, dtype))
     beta = _numbers(
@@ -694,7 +694,7 @@ def _kimi_delta_pairs_kernel(
         mixed = _plus(mixed, dv, tl.trans(n))
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
     beta = _numbers(
         beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
         start,

@@ -36,7 +36,7 @@ from liger_multi.reference.linear_attention import selective_scan as reference
 from liger_multi.reference.linear_attention.state_space import Nine
 
 MOST = 256  # states of a channel
-HELD = 16  # states of a thread
+STATES = 16  # states of a thread
 PROGRAMS = 32  # of a core, that backward has at a time at least
 JOINED = 256  # elements of states that a program takes from span to span
 TEAM = 4  # threads that share a channel where a launch table has them do so
@@ -80,13 +80,13 @@ class TeamConfig:
 
 
 def _shape(info: DeviceInfo, states: int) -> tuple[int, int]:
-    """Channels and warps of a program whose threads have ``HELD`` states or fewer.
+    """Channels and warps of a program whose threads have ``STATES`` states or fewer.
 
     Of more than 256 threads, each would have fewer registers.
     """
     size = power_of_2(states)
-    block = min(info.warp_size, 256 * HELD // size)
-    return block, warps(size * block // HELD, info.warp_size)
+    block = min(info.warp_size, 256 * STATES // size)
+    return block, warps(size * block // STATES, info.warp_size)
 
 
 def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
@@ -236,8 +236,8 @@ def _exchanges(c: Call, k: BackwardConfig) -> int:
     other threads of that channel.
     """
     warps = max(1, device_info(c.u.device).warp_size // k.block)
-    held = power_of_2(c.B.shape[2]) // warps
-    return held.bit_length() - 1 if k.num_warps == 1 and 1 < held <= k.block else 0
+    states = power_of_2(c.B.shape[2]) // warps
+    return states.bit_length() - 1 if k.num_warps == 1 and 1 < states <= k.block else 0
 
 
 class Spans(NamedTuple):

@@ -44,10 +44,10 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _of_state,
     _over,
     _plus,
-    _seen,
     _square,
     _store_tile,
     _tile,
+    _visible_pairs,
     _wrong_rows,
 )
 
@@ -103,7 +103,7 @@ def _ssd_gates_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, begins = _seen(first_ptr, start, tokens, BLOCK)
+    visible, begins = _visible_pairs(first_ptr, start, tokens, BLOCK)
     raw = _raw_steps(
         dt_ptr + batch * dt_steps[0] + head * dt_steps[2],
         bias_ptr,
@@ -162,7 +162,7 @@ def _ssd_steps_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, BLOCK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, BLOCK)
     at = sums_ptr + pid * BLOCK + row
     dsteps, dsums = tl.load(at), tl.load(at + plane)
     for part in tl.static_range(2, PARTS + 2):
@@ -179,8 +179,8 @@ def _ssd_steps_kernel(
         BLOCK,
     )
     free = _softplus(raw) if SOFTPLUS else raw
-    held = above(free, high) | above(-free, -low)
-    dsteps = tl.where((start + row < tokens) & ~held, dsteps, 0.0)
+    clamped = above(free, high) | above(-free, -low)
+    dsteps = tl.where((start + row < tokens) & ~clamped, dsteps, 0.0)
     if SOFTPLUS:
         dsteps *= tl.sigmoid(raw)
     at_steps = (batch * tokens + start) * many + head + row * many
@@ -434,7 +434,7 @@ def _ssd_outputs_kernel(
         at = gates_ptr + whole * CHUNK
         e, steps = tl.load(at + row), tl.load(at + 4 * plane + row)
         coarse, fine = tl.load(at + 2 * plane + row), tl.load(at + 3 * plane + row)
-        visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+        visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
         p = scores * _decays(coarse, fine, visible)
         if first_ptr is not None:
             p = tl.where(visible, p, 0.0)
