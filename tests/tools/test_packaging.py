@@ -297,7 +297,7 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     # first of all stand the two commands of a fresh machine, in a clone
     assert [c.split()[:2] for c in commands[:2]] == [["make", "demo"], ["make", "test"]]
     commands = commands[2:]
-    assert [c.split()[0] for c in commands] == ["git", "pip", *["liger-multi"] * 4]
+    assert [c.split()[0] for c in commands] == ["git", "pip", *["liger-multi"] * 3]
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     block = next(b for b in blocks if "TrainingArguments" in b)
     desk = tmp_path / "desk"
@@ -344,7 +344,6 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     )
     assert "patch LlamaForCausalLM" in text
     assert "'train_loss'" in text
-    assert (desk / "memory-demo-output" / "memory.png").is_file()
 
 
 @pytest.fixture
