@@ -389,6 +389,23 @@ current_autograd_node = bind(
     lost="a profile of backward names no modules",
 )
 
+_exclusion = bind(
+    "torch._C._SetExcludeDispatchKeyGuard",
+    serves="kept results of operators, of which a later write is noticed",
+    instead=lambda key, on: contextlib.nullcontext(),
+    lost="a write in place to a kept result goes unnoticed",
+)
+_version_key = bind(
+    "torch._C.DispatchKey.ADInplaceOrView", serves="kept results of operators, as above"
+)
+
+
+def detached(tensor: Any) -> Any:
+    """``tensor.detach()`` with the version counter of the tensor, below autograd as well."""
+    with _exclusion(_version_key, False):
+        return tensor.detach()
+
+
 _keeps_graph = bind(
     "torch._C._autograd._get_current_graph_task_keep_graph",
     serves="gradients that overwrite what forward saved, where no second backward can read it",

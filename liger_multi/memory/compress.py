@@ -48,7 +48,7 @@ def encode(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """What :func:`encode` made codes of, rounded to them and to a dtype, as one row."""
-    rows = codes.view(len(scales), -1)
+    rows = codes.view(len(scales), codes.numel() // max(1, len(scales)))
     x = torch.empty(rows.shape, dtype=dtype, device=codes.device)
     for part in _slices(*rows.shape):
         x[part] = rows[part].float().mul_(scales[part, None]).to(dtype)
@@ -56,5 +56,5 @@ def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _slices(rows: int, columns: int) -> list[slice]:
-    step = max(1, _SLICE // columns)
+    step = max(1, _SLICE // max(1, columns))
     return [slice(start, start + step) for start in range(0, rows, step)]

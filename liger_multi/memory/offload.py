@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from liger_multi._torch_private import detached
 from liger_multi.errors import unknown
 from liger_multi.memory import compress as codes
 from liger_multi.memory.recompute import decoder_layers, store
@@ -32,19 +33,35 @@ class _Parked:
     Args:
         number: In the order of forward.
         tensors: What is copied: the stretch, or its codes and scales.
+        original: The tensor itself, whose version tells of writes; None if there are codes.
         dtype: Of the stretch, if it has codes.
     """
 
     def __init__(
-        self, number: int, tensors: tuple[Tensor, ...], dtype: torch.dtype | None = None
+        self,
+        number: int,
+        tensors: tuple[Tensor, ...],
+        original: _Stayed | None,
+        dtype: torch.dtype | None,
     ) -> None:
         self.number, self.dtype = number, dtype
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         self.source: tuple[Tensor, ...] | None = tensors  # until they have been copied
+        self.original = original  # as long as the source
+        self.changed = False
         self.fetched: tuple[Tensor, ...] | None = None
         self.flat: Tensor | None = None  # the stretch, on the device again
         self.host: Any = None
         self.ready: Any = None
+
+    def let_go(self) -> None:
+        """Drop what has been copied; the copy may have parts of a write before this."""
+        self.changed = self.is_changed()
+        self.source = self.original = None
+
+    def is_changed(self) -> bool:
+        """Whether somebody has written to the stretch since it was saved."""
+        return self.changed or (self.original is not None and self.original.is_changed())
 
     def restore(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """The stretch, of what was copied."""
@@ -66,6 +83,25 @@ class _View:
 
     def __init__(self, parked: _Parked, tensor: Tensor) -> None:
         self.parked, self.size, self.stride = parked, tensor.size(), tensor.stride()
+
+
+class _Stayed:
+    """A tensor that stays, with its version: PyTorch compares none where hooks pack."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def is_changed(self) -> bool:
+        """Whether somebody has written to it since it was saved."""
+        return self.tensor._version != self.version
+
+
+def _check(saved: _Stayed | _Parked, size: torch.Size) -> None:
+    if saved.is_changed():
+        raise RuntimeError(
+            f"a tensor of shape {tuple(size)} that backward needs was written to in place after it "
+            "was saved: offload_activations and compress_activations keep no older copy"
+        )
 
 
 class _Plain:
@@ -209,15 +245,15 @@ class _Step:
     def pack(self, tensor: Tensor, compress: bool = False) -> Any:
         """Park a tensor, unless it is small, a parameter, elsewhere, or has gaps."""
         if not self._goes(tensor):
-            self.kept += tensor.nbytes if isinstance(tensor, Tensor) else 0
-            return tensor
+            self.kept += tensor.nbytes
+            return _Stayed(tensor)
         mark = self._mark(tensor)
         coded = (
             self.compress and (compress or mark in self.passed_on) and codes.compressible(tensor)
         )
         if isinstance(self.copies, _Stays) and not coded:
             self.kept += tensor.nbytes
-            return tensor
+            return _Stayed(tensor)
         key = (mark, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, coded)
         reference = self.known.get(key)
         parked = reference() if reference is not None else None
@@ -243,10 +279,13 @@ class _Step:
     def _park(self, tensor: Tensor, coded: bool) -> _Parked:
         flat = _flat(tensor.detach())
         source = codes.encode(flat, codes.row_length(tensor)) if coded else (flat,)
-        parked = _Parked(len(self.parked), source, flat.dtype if coded else None)
+        watched, dtype = (None, flat.dtype) if coded else (_Stayed(detached(tensor)), None)
+        parked = _Parked(len(self.parked), source, watched, dtype)
         self.parked.append(weakref.ref(parked))
         self.offloaded += parked.nbytes
         self.copies.out(parked, source)
+        if parked.source is None:
+            parked.let_go()
         if self.copies.asynchronous:
             self.leaving.append((parked.nbytes, weakref.ref(parked)))
             self.leaving_bytes += parked.nbytes
@@ -256,14 +295,18 @@ class _Step:
             oldest = reference()
             if oldest is not None and oldest.source is not None:
                 self.copies.wait(oldest)  # before its memory is used again
-                oldest.source = None
+                oldest.let_go()
         return parked
 
     def unpack(self, packed: Any) -> Any:
         """The tensor again, with those that are needed next on their way."""
+        if isinstance(packed, _Stayed):
+            _check(packed, packed.tensor.shape)
+            return packed.tensor
         if not isinstance(packed, _View):
             return packed
         parked = packed.parked
+        _check(parked, packed.size)
         self._fetch(parked)
         if self.copies.asynchronous:
             self._ahead(parked.number)
@@ -446,6 +489,7 @@ def offload_activations(
 
     Raises:
         ValueError: A model without layers, a size that is negative, an unknown ``compress``.
+        RuntimeError: In backward, if what waits on the device has been written to in place.
 
     Source:
         FP8 activations: COAT, arXiv:2410.19313 (groups in place of rows).
@@ -476,6 +520,7 @@ def compress_activations(
 
     Raises:
         ValueError: A model without layers, a negative size, an unknown format.
+        RuntimeError: In backward, if a tensor that is not in bytes has been written to in place.
     """
     if min_bytes < 0:
         raise ValueError(f"min_bytes must not be negative, got {min_bytes!r}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_multi import checks
-from liger_multi._torch_private import TorchDispatchMode, tree_map, tree_map_only
+from liger_multi._torch_private import TorchDispatchMode, detached, tree_map, tree_map_only
 from liger_multi.arguments import parameters_of, without_caches
 from liger_multi.errors import unknown
 
@@ -286,7 +286,7 @@ class _Packed(TorchDispatchMode):
 
         def pack(tensor: Tensor) -> Any:
             # the others are statistics, such as log-sum-exp, in which errors grow
-            return self._packer.pack(tensor.detach(), tensor is first and _is_attention(func))
+            return self._packer.pack(detached(tensor), tensor is first and _is_attention(func))
 
         self._results.append(tree_map_only(Tensor, pack, result))
         return result

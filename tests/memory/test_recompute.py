@@ -605,6 +605,49 @@ def test_codes_of_rows():
     assert not bool(codes.decode(*codes.encode(x.flatten() / 0, 48), x.dtype).isfinite().any())
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 32), (0, 32)], ids=str)
+def test_codes_of_no_rows(shape):
+    x = torch.empty(shape)
+    assert codes.decode(*codes.encode(x.flatten(), 32), x.dtype).shape == (0,)
+
+
+class Overwriting(nn.Module):
+    """Writes to what is kept: a tensor that autograd saved, or else a GEMM's result."""
+
+    def __init__(self, saved):
+        super().__init__()
+        self.up, self.down, self.saved = nn.Linear(32, 32), nn.Linear(32, 32), saved
+
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden = torch.tanh(hidden if self.saved else hidden.mul_(2))
+        y = self.down(hidden)
+        if self.saved:
+            hidden.detach().add_(1)
+        return y
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("keep", [offload_activations, compress_activations])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_writes_to_what_stays_raise(keep, saved, asynchronous, monkeypatch):
+    """As without hooks: PyTorch does not compare versions of what hooks have packed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList(Overwriting(saved) for _ in range(2)))
+    model.forward = lambda x: model[0][1](model[0][0](x))
+    monkeypatch.setattr(_Plain, "asynchronous", asynchronous)
+    if asynchronous:  # the copy is late
+        monkeypatch.setattr(_Plain, "out", lambda self, parked, source: None)
+    min_bytes = 0 if asynchronous else 2**20
+    with (
+        contextlib.nullcontext() if saved else apply_recompute(model, "norms_and_mlp"),
+        keep(model, min_bytes=min_bytes),
+    ):
+        loss = model(torch.randn(4, 32)).sum()
+        with pytest.raises(RuntimeError, match=r"shape \(4, 32\) .* written to in place"):
+            loss.backward()
+
+
 def test_fetched_a_layer_ahead(monkeypatch):
     """Nothing is fetched when it is needed: a layer's kept results come with its input."""
     order = []
