@@ -73,7 +73,7 @@ def observed() -> Iterator[set[tuple[str, int]]]:
     try:
         yield entries
     finally:
-        _observers.remove(entries)
+        _observers.pop()  # not remove(): another set may be equal
 
 
 def variant_of(entry: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

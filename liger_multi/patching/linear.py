@@ -149,10 +149,15 @@ class _LinearCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        from liger_multi.ops import linear
-
-        run = linear if func is F.linear and not inside_operator() else func
+        run = _called if func is F.linear and not inside_operator() else func
         return run(*args, **(kwargs or {}))
+
+
+def _called(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The operator, with the names of ``F.linear``."""
+    from liger_multi.ops import linear
+
+    return linear(input, weight, bias)
 
 
 class CallsLinear(Patched):

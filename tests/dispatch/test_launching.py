@@ -357,6 +357,8 @@ def test_entries_of_another_variant_are_not_forced(monkeypatch):
         return numbers.launch_config("some.kernel", formula, device, rows=8, item=item).block
 
     with numbers.observed() as reached:
+        with numbers.observed() as inner:
+            assert not inner
         assert (lookup(2), lookup(8)) == (1, 1)
     assert reached == {("some.kernel", 0)}
     with numbers.forced({"some.kernel": entries[0]["config"]}, numbers.variant_of(entries[0])):

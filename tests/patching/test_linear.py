@@ -20,7 +20,7 @@ from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, real_logits, register_attention, swap, unpatch
 from liger_multi.patching.evidence import signature
-from liger_multi.patching.linear import LinearByRows
+from liger_multi.patching.linear import CallsLinear, LinearByRows
 from tests.models import VOCABULARY, batch, build, filled
 
 FUNCTION = F.linear
@@ -248,6 +248,27 @@ def test_copies_pickles_and_states(library):
         unpatch(other)
         assert type(other.layer) is nn.Linear
     assert isinstance(container.layer, LinearByRows)
+
+
+class Router(nn.Module):
+    """Hands its weight to ``F.linear`` by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 12))
+
+    def forward(self, x):
+        return F.linear(input=x, weight=self.weight)
+
+
+def test_arguments_of_a_router_by_name(calls):
+    container, _ = one(Router())
+    assert isinstance(container.layer, CallsLinear)
+    stock = container(X)
+    assert not calls
+    with rows():
+        torch.testing.assert_close(container(X), stock)
+    assert calls
 
 
 def test_hooks_see_the_call(calls):
