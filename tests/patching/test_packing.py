@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 import liger_multi
 from liger_multi.errors import PackingError, PatchError
-from liger_multi.patching import patch, unpatch
+from liger_multi.patching import patch, register_attention, unpatch
 from liger_multi.patching.packing import checked as checked_packing
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
@@ -149,6 +149,26 @@ def test_model_without_remedy():
     model, ids = patched("gpt_oss", sliding_window=4, output_router_logits=False), tokens()
     with pytest.raises(PackingError, match="Nothing that was tried keeps them apart"):
         model(input_ids=ids, position_ids=positions(), **APART)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "SmolVLMConfig"), reason="no SmolVLM")
+def test_as_many_patches_of_an_image_as_tokens():
+    """The samples of a row say nothing of the patches, although there are as many."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    text = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 100, "pad_token_id": 0}
+    vision = {"num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+    config = transformers.SmolVLMConfig(
+        text_config=sizes | text, vision_config=sizes | vision, scale_factor=2, image_token_id=99
+    )
+    model = transformers.SmolVLMForConditionalGeneration(config).eval()
+    ours = patched_copy(model)
+    register_attention()
+    ours.set_attn_implementation("liger_multi")
+    ids = torch.cat([torch.full((1, 4), 99), tokens(length=12) % 99], 1)
+    inputs = {"pixel_values": torch.randn(1, 1, 3, 16, 16), "position_ids": positions((8, 8))}
+    with torch.no_grad():
+        actual, expected = (m(input_ids=ids, **inputs, **APART).logits for m in (ours, model))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_encoders_see_samples_after_and_before():

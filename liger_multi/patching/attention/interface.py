@@ -27,7 +27,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -172,31 +172,38 @@ def _reader() -> tuple[str, str]:
     return module or "code outside of modules", model or "this model"
 
 
-_samples: ContextVar[Callable[[], Tensor | None] | None] = ContextVar("samples", default=None)
+_samples: ContextVar[tuple[Callable[[], Tensor | None], Container[str]] | None] = ContextVar(
+    "samples", default=None
+)
 
 
 @contextlib.contextmanager
-def samples_of_call(ids: Callable[[], Tensor | None]) -> Iterator[None]:
+def samples_of_call(
+    ids: Callable[[], Tensor | None], others: Container[str] = ()
+) -> Iterator[None]:
     """Masks within a block keep the samples of a packed row apart, whether a model asks or not.
 
     transformers tells them by positions, which some models (gpt_oss) do not hand to their masks.
 
     Args:
         ids: Makes the ids of samples ``(B or 1, T)``, or None for one sample per row; called once.
+        others: Types of models whose tokens are others, such as patches of images.
     """
-    token = _samples.set(functools.cache(ids))
+    token = _samples.set((functools.cache(ids), others))
     try:
         yield
     finally:
         _samples.reset(token)
 
 
-def _kept_apart(mask_function: Any, batch: int, tokens: int) -> Any:
+def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any:
     """A mask function whose queries see their own sample alone; the same one for one sample."""
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-    ids = _samples.get()
-    if ids is None or _has_part(mask_function, packed_sequence_mask_function.__name__):
+    ids, others = _samples.get() or (None, ())
+    if ids is None or getattr(config, "model_type", None) in others:
+        return mask_function
+    if _has_part(mask_function, packed_sequence_mask_function.__name__):
         return mask_function
     of_tokens = ids()
     if of_tokens is None or of_tokens.shape[1] != tokens:
@@ -246,7 +253,7 @@ def mask(
     if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
         attention_mask = None if bool(attention_mask.all()) else attention_mask
     if attention_mask is None and queries == kv_length and not _tracing():
-        mask_function = _kept_apart(mask_function, batch_size, queries)
+        mask_function = _kept_apart(mask_function, batch_size, queries, options.get("config"))
     last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
     padding = None if _tracing() else attention_mask
     shifts = tiles.shifts(padding, kv_offset) if by_rows() else ()

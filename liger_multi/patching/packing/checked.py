@@ -97,8 +97,17 @@ def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None
     def ids() -> Tensor | None:
         return sample_ids(arguments) if several(arguments) else None
 
-    with samples_of_call(ids):
+    with samples_of_call(ids, _types_beside_text(model)):
         yield
+
+
+def _types_beside_text(model: nn.Module) -> set[str]:
+    """Types of the parts of a model that have other tokens than its rows: images, audio."""
+    config, text = getattr(model, "config", None), text_config(model)
+    names = [name for name in getattr(config, "sub_configs", ()) if name.endswith("_config")]
+    parts = [getattr(config, name, None) for name in names]
+    own = {getattr(c, "model_type", None) for c in (config, text)}
+    return {part.model_type for part in parts if part is not None} - own
 
 
 _numbered: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
