@@ -85,7 +85,7 @@ def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
     return n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -194,7 +194,7 @@ def _rms_norm_forward_wide_kernel(
         tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward_kernel(
     dy_ptr,
     ds_ptr,
