@@ -536,10 +536,14 @@ FREE = {
     "_embedding": "copies rows, or adds those of a list in its order",
     "_cross_entropy_reduce_kernel": "a sum over rows",
     "_sum_partials_kernel": "a sum over rows",
+    **dict.fromkeys(
+        ("_rms_norm_backward", "_layer_norm_backward", "_group_norm_moments"),
+        "their number masks whole rows alone; without the masks, the compiler saves registers",
+    ),
     "_selective_scan_backward": "a tuple has the number of sequences, which the last loop is over",
 }
 """Kernels that reduce, and are compiled by the number of rows though the bits do not follow it."""
-STEPS = re.compile(r"stride|step|^begin$|^sizes\.0$")
+STEPS = re.compile(r"stride|step|^begin$|^each$|^sizes\.0$")
 """What leads to another sequence, block or part. In odd samples, 16 divides some multiples."""
 
 
@@ -547,8 +551,12 @@ def _compiled(run, args):
     """The kernels that reduce, with what a compiler is told of each beside dtypes and steps."""
     inputs = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in args]
     cases = static_cases(TARGETS["sm90"].info, {"": partial(run, *inputs)})
+
+    def rest(names):
+        return [n for n in names if not STEPS.search(str(n))]
+
     return {
-        str((c.name, c.constants, [n for n in c.aligned if not STEPS.search(n)], c.options))
+        str((c.name, [(n, c.constants[n]) for n in rest(c.constants)], rest(c.aligned), c.options))
         for c in cases
         if REDUCES.search(text_of(c.kernel)) and not c.name.startswith(tuple(FREE))
     }

@@ -82,7 +82,7 @@ def _group_norm_forward_kernel(
     tl.store(y_ptr + base + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _group_norm_moments_kernel(
     x_ptr, moments_ptr, rows, cols, per_col, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

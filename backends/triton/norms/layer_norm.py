@@ -147,7 +147,7 @@ def _layer_norm_forward_wide_kernel(
         tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _layer_norm_backward_kernel(
     dy_ptr,
     x_ptr,

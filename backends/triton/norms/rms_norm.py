@@ -194,7 +194,7 @@ def _rms_norm_forward_wide_kernel(
         tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr,
     ds_ptr,

@@ -138,7 +138,7 @@ def _exact_dot(a, b, total, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexp
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "row_tiles"])
+@triton.jit
 def _mixes_kernel(
     x_ptr,
     w_ptr,
