@@ -191,6 +191,57 @@ def test_torchao(called):
     torch.testing.assert_close(y, x @ layer.weight.dequantize(torch.float32).T)
 
 
+def in_compressed_tensors(model, scheme, ignore=("lm_head",)):
+    """The model as transformers loads it, packed, with a hook that would unpack it."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors import compressors, quantization
+
+    how = quantization.preset_name_to_scheme(scheme, ["Linear"])
+    if scheme.startswith("W4"):
+        how.weights.group_size = 32
+    config = quantization.QuantizationConfig(config_groups={"all": how}, ignore=list(ignore))
+    quantization.apply_quantization_config(model, config)
+    for name, p in model.named_parameters():
+        if name.endswith("zero_point"):
+            p.data.copy_(torch.full(p.shape, 3 if scheme.endswith("ASYM") else 0))
+        elif name.endswith("global_scale"):
+            p.data.fill_(64.0)
+        elif name.endswith("weight_scale"):
+            rows = torch.arange(p.numel()).view(p.shape) % 3 + 1
+            size = 1.0 if scheme.startswith("NV") else 2.0**-6
+            p.data.copy_(size * (2.0**rows if "MX" in scheme else rows))
+    compressors.ModelCompressor(quantization_config=config).compress_model(model)
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4A16", "W4A16", "W4A16_ASYM"])
+def test_compressed_tensors(scheme, called):
+    """Packed layers stay packed, and train as the owner's do once it has unpacked them."""
+    stock = in_compressed_tensors(build("llama", **SIZES).bfloat16(), scheme)
+    ours = copy.deepcopy(stock)
+    report = patch(ours, strict=True)
+    assert report.count("four_bits") == 14
+    layer = ours.model.layers[0].mlp.up_proj
+    packed = layer.weight_packed
+    ours = with_lora(ours)
+    stock.ct_decompress_hook  # noqa: B018  (as transformers leaves the model)
+    loss_of(stock)
+    assert not hasattr(stock, "ct_decompress_hook")
+    dense = stock.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(layer.weight.dequantized(), dense)
+    stock = with_lora(stock)
+    called.clear()
+    patch(ours, strict=True)
+    assert_same_training(stock, ours, loss_of, rtol=0.03)
+    assert {("linear", True), ("lora_mlp", True), ("lora_qkv", True)} <= set(called)
+    assert layer.weight_packed is packed
+    assert "weight" not in layer._parameters
+    # the owner's again: it unpacks at the next forward
+    unpatch(ours)
+    torch.testing.assert_close(loss_of(ours), loss_of(stock), rtol=1e-2, atol=0)
+    assert "weight" in layer._parameters
+
+
 class Packed(nn.Module):
     """A layer of GPTQ or AWQ."""
 
