@@ -128,8 +128,8 @@ def _dequantize_forward_kernel(
     zero) of every piece, writes two numbers a byte.
     """
     first = tl.program_id(0).to(tl.int64) * PIECES
-    # both loads come first: what changes its layout does so behind a barrier, which no load is
-    # moved across. Offsets within a program are short: with long ones, AMD's buffer operations are lost
+    # Both loads come first: what changes its layout does so behind a barrier, which no load is
+    # moved across. Offsets within a program are short, or AMD's buffer operations are lost.
     codes_ptr += first * PIECE
     left = tl.minimum(total - first * PIECE, PIECES * PIECE).to(tl.int32)
     row = tl.arange(0, PIECES)[:, None]

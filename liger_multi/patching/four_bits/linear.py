@@ -16,7 +16,7 @@ from liger_multi.checks import autocast_dtype
 from liger_multi.ops import QuantizedWeight
 from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.four_bits.weights import is_compressed, quantized_weight
-from liger_multi.patching.options import Options, run_bound
+from liger_multi.patching.options import FourBitOptions, run_bound
 from liger_multi.patching.swap import Patched, original
 
 
@@ -36,8 +36,11 @@ class FourBitLinear(Patched):
             return nn.functional.linear(x, self.weight.dequantized(), self.bias)
         if weight is None:
             return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
-        options = cast(Options, module_class._liger_multi_swap.settings)
-        return cast(Tensor, run_bound(options, ("linear",), _apply, self, x, weight))
+        options = cast(FourBitOptions, module_class._liger_multi_swap.settings)
+        weight = multiplied(weight, options)
+        return cast(
+            Tensor, run_bound(options, ("linear", "linear_float8"), _apply, self, x, weight)
+        )
 
 
 _ASIDE = "_liger_multi_forward"
@@ -82,9 +85,15 @@ def decompress_others(hook: Any, model: nn.Module, args: Any) -> None:
 
 
 def _apply(layer: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
-    from liger_multi.ops import linear
+    from liger_multi.ops import linear, linear_float8
 
-    return linear(x, weight, layer.bias)
+    return (linear_float8 if weight.float8 else linear)(x, weight, layer.bias)
+
+
+def multiplied(weight: QuantizedWeight, options: FourBitOptions) -> QuantizedWeight:
+    """The weight with the dtype of its GEMMs."""
+    rounded = options.compute == "float8" and weight.numel() >= options.smallest
+    return weight.changed(float8=True) if rounded else weight
 
 
 def four_bit_weight(layer: Any) -> QuantizedWeight | None:
@@ -92,13 +101,14 @@ def four_bit_weight(layer: Any) -> QuantizedWeight | None:
     module_class = type(layer)
     if not issubclass(module_class, FourBitLinear) or torch.compiler.is_compiling():
         return None
-    options = cast(Options, module_class._liger_multi_swap.settings)
+    options = cast(FourBitOptions, module_class._liger_multi_swap.settings)
     if options.backend is not None or not code_holds(module_class) or is_watched(layer):
         return None
     weight = quantized_weight(layer)
     if isinstance(weight, str) or not _computes_in(layer, weight.dtype):
         return None
-    return weight if autocast_dtype(weight.device.type) in (None, weight.dtype) else None
+    same = autocast_dtype(weight.device.type) in (None, weight.dtype)
+    return multiplied(weight, options) if same else None
 
 
 def weight_for(layer: Any, x: Any) -> QuantizedWeight | None:
