@@ -284,6 +284,24 @@ def layers(model):
             yield module
 
 
+def test_some_packed_layers_are_the_owner_s():
+    """The hook unpacks those, and no others."""
+    stock = in_compressed_tensors(build("llama", **SIZES).bfloat16(), "W4A16")
+    ours = copy.deepcopy(stock)
+    left = ours.model.layers[0].mlp.up_proj
+    left.register_buffer("weight_g_idx", torch.zeros(64))
+    report = patch(ours)
+    assert report.count("four_bits") == 13
+    assert any("in another order" in s.reason for s in report.skipped)
+    del left._buffers["weight_g_idx"]
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(ours), loss_of(stock), rtol=1e-2, atol=0)
+    assert "weight" in left._parameters
+    assert "weight" not in ours.model.layers[1].mlp.up_proj._parameters
+    with pytest.raises(RuntimeError, match="same dtype"):  # as the owner's
+        ours.model.layers[1].mlp.up_proj(torch.randn(3, 64))
+
+
 class Packed(nn.Module):
     """A layer of GPTQ or AWQ."""
 

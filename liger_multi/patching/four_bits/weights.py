@@ -95,8 +95,10 @@ def _compressed(layer: Any) -> QuantizedWeight | str:
     if scheme.input_activations is not None or scheme.output_activations is not None:
         return "compressed-tensors rounds its inputs or outputs too"
     kind, own = str(getattr(how.type, "value", how.type)), scales.dtype
-    if how.num_bits != 4 or stored(layer, "weight_g_idx") is not None:
-        return f"its weight has {how.num_bits} bits ({kind}), or groups of columns in no order"
+    if how.num_bits != 4:
+        return f"compressed-tensors keeps its weight in {how.num_bits} bits ({kind})"
+    if stored(layer, "weight_g_idx") is not None:
+        return "its groups are of columns in another order (weight_g_idx)"
     codes = codes.view(torch.uint8)
     if kind == "float":
         format = _FLOATS.get(how.group_size, "")
