@@ -62,7 +62,7 @@ def _compressed_forward(module: nn.Module) -> bool:
 
 def _spare(model: nn.Module) -> None:
     """Let the hook that decompresses a whole model ask at every forward which layers are ours."""
-    handle = vars(model).get("ct_decompress_hook")
+    handle: Any = vars(model).get("ct_decompress_hook")
     hook = None if handle is None else model._forward_pre_hooks.get(handle.id)
     if hook is not None and not isinstance(hook, functools.partial):
         model._forward_pre_hooks[handle.id] = functools.partial(decompress_others, hook)

@@ -50,7 +50,7 @@ class CompressedLinear(FourBitLinear):
     """The same for compressed-tensors, which has no weight and a forward in the instance."""
 
     @property
-    def weight(self) -> QuantizedWeight:  # type: ignore[override]
+    def weight(self) -> QuantizedWeight:
         """A view, so that adapters are built on the layer and know its dtype and device."""
         weight = quantized_weight(self)
         if isinstance(weight, str):

@@ -87,7 +87,7 @@ _FLOATS = {16: "nvfp4", 32: "mxfp4"}
 
 def _compressed(layer: Any) -> QuantizedWeight | str:
     """A packed weight of compressed-tensors, by the scheme that stands at its layer."""
-    scheme = getattr(layer, "quantization_scheme", None)
+    scheme: Any = getattr(layer, "quantization_scheme", None)
     how = getattr(scheme, "weights", None)
     codes, scales = (stored(layer, f"weight_{n}") for n in ("packed", "scale"))
     if how is None or codes is None or scales is None:
