@@ -65,6 +65,7 @@ KINDS = {
     "linear-float8": Kind(("part", "name", "shape"), "variant", ("bf16",)),
     "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
+    "four-bits": Kind(("work",), "side"),
     "shared-prefixes": Kind(("model", "shape"), "variant", ("floor", "unshared")),
     "long-context": Kind(("part", "model", "cards", "tokens", "layers"), "variant"),
     # a search that nothing stopped goes on where an older one ended

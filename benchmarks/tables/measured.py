@@ -540,6 +540,36 @@ def long_context() -> list[str]:
     return [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
 
 
+# --- weights in 4 bits ---
+
+
+def four_bits() -> list[str]:
+    """Steps and layers over a base in 4 bits beside others, then ``dequantize``, by card."""
+    parts: list[str] = []
+    by_card = {store.device(run): run for run in store.read("four-bits")}
+    for run in by_card.values():
+        steps, rates = [], []
+        ours = {
+            row["work"]: row for row in run["rows"][::-1] if row["side"].startswith("liger_multi, ")
+        }
+        places = list(dict.fromkeys(row["work"] for row in run["rows"]))
+        for row in sorted(run["rows"], key=lambda row: places.index(row["work"])):
+            name, copied = row["work"], row.get("of_copy")
+            if copied is not None:
+                rate = f"{row['gb_per_s']:,.0f}"
+                rates.append([name.removeprefix("dequantize "), f"{row['ms']:.3f}", rate])
+                rates[-1].append(f"{100 * copied:.0f} %")
+            elif row["peak_bytes"]:
+                pair = [ours[name][key] / row[key] for key in ("ms", "peak_bytes")]
+                ratio = "" if row is ours[name] else ", ".join(f"{r:.2f}" for r in pair)
+                cells = [f"{row['ms']:#.4g}".rstrip("."), _gib(row["peak_bytes"])]
+                steps.append([name, row["side"], *cells, ratio])
+        heads = ["Work", "Implementation", "ms", "peak, GiB", "first of ours / it: time, memory"]
+        parts += [measured(run), "", *table(heads, steps), ""]
+        parts += table(["dequantize", "ms", "GB/s", "of a copy's"], rates)
+    return parts
+
+
 # --- by the names of their markers ---
 
 
@@ -565,5 +595,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "lora-layers": lora_layers,
     "examples": examples,
     "shared-prefixes": shared_prefixes,
+    "four-bits": four_bits,
     "long-context": long_context,
 }

@@ -22,6 +22,7 @@ op = Op(
     compile="trace",
     rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y", 1),
+    opens=True,
 )
 
 

@@ -119,6 +119,20 @@ class Float8Options(Options):
     cache: bool = False
 
 
+@dataclass(frozen=True)
+class FourBitOptions(Options):
+    """Options of frozen weights in 4 bits.
+
+    Attributes:
+        compute: "bfloat16" for GEMMs in the dtype that a weight is dequantized to; "float8": its
+            numbers and the inputs are rounded to FP8 rows, but for stacks of experts.
+        smallest: Weights with fewer elements are not rounded to FP8.
+    """
+
+    compute: str = "bfloat16"
+    smallest: int = SMALLEST
+
+
 ROTATED = "rms_norm_rope"
 """The patch key of norms of queries and keys that are computed with their rotation."""
 PACKING = "packing"
@@ -134,12 +148,12 @@ _OPTIONS: dict[str, type[Options]] = {
             "rope",
             "lora",
             "linear",
-            "four_bits",
             PACKING,
             ROTATED,
         ),
         Options,
     ),
+    "four_bits": FourBitOptions,
     **dict.fromkeys((spec.op for spec in MLP_KINDS if spec.activation), MlpOptions),
     "linear_float8": Float8Options,
     "cross_entropy": LossOptions,
@@ -304,6 +318,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "z_loss": ("a number >= 0", lambda v: _is_number(v) and v >= 0),
     "validate": _BOOLEAN,
     "whole": _BOOLEAN,
+    "compute": ("'bfloat16' or 'float8'", lambda v: v in ("bfloat16", "float8")),
     "frozen": _BOOLEAN,
     "originals": _BOOLEAN,
     "gather": _BOOLEAN,
