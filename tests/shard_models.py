@@ -198,6 +198,26 @@ def restart(folder: str) -> None:
     dist.barrier()
 
 
+def measured(checkpointing: bool) -> None:
+    """The peak of a rank is what an estimate says."""
+    sizes = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 6, "head_dim": 16}
+    model = models.build(tied=False, max_position_embeddings=512, **sizes).train()
+    options = {"device": "cpu", "dtype": "float32", "optimizer": "none", "patched": True}
+    options["checkpointing"] = checkpointing
+    estimated = memory.estimate(model, 1, 511, ranks=2, **options)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.set_attn_implementation("liger_multi")
+    liger_multi.patch(model)
+    shard_sequence(model)
+    ids = torch.arange(511)[None] % 200
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with memory.measure("cpu", known=[*model.parameters(), *model.buffers()]) as peak:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert abs(estimated.peak_bytes / peak.peak_bytes - 1) < 0.02, (estimated, peak)
+
+
 def ended() -> None:
     """A rank ends in the middle of training: the other one learns it, in time."""
     model = build("LlamaForCausalLM")

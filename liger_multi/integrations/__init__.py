@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
     from liger_multi.integrations.mxfp4 import dequantize_weights, load_mxfp4, merge_mxfp4
     from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
+    from liger_multi.integrations.sequence import SequenceParallel
     from liger_multi.integrations.trainer import TrainerCallback
 
 __all__ = [
     "LightningCallback",
+    "SequenceParallel",
     "SharedPrefixes",
     "TrainerCallback",
     "dequantize_weights",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 _HOMES = {
     "LightningCallback": "lightning",
+    "SequenceParallel": "sequence",
     "SharedPrefixes": "prefixes",
     "TrainerCallback": "trainer",
     "dequantize_weights": "mxfp4",

@@ -79,11 +79,13 @@ def test_types_as_on_the_page(tmp_path):
     [
         ("data_parallel()", 4, 1800),
         ("restart(FOLDER)", 2, 1800),
+        ("measured(False)", 2, 1800),
+        ("measured(True)", 2, 1800),
         ("ended()", 2, shard_models.SECONDS),
     ],
 )
 def test_engines(call, count, seconds, tmp_path):
-    """FSDP2 on two axes, a restart from a checkpoint, and a rank that ends."""
+    """FSDP2 on two axes, a restart from a checkpoint, estimated peaks, and a rank that ends."""
     body = BODY.replace("RANKS", str(count)).replace("1800", str(seconds))
     call = call.replace("FOLDER", repr(str(tmp_path / "checkpoint")))
     harness.in_processes(tmp_path, body.replace(CHECK, f"shard_models.{call}"), count)
