@@ -2,6 +2,7 @@
 
 import copy
 import os
+import subprocess
 import time
 from typing import Any
 
@@ -233,6 +234,22 @@ def ended() -> None:
     assert time.monotonic() - start < SECONDS + 5
     print("done", flush=True)
     os._exit(0)  # no group is left to be destroyed
+
+
+def parted() -> None:
+    """The cable between two hosts is cut: both learn it, in time."""
+    model = build("LlamaForCausalLM")
+    shard_sequence(model)
+    batch = batches(model.config.vocab_size)["row"]
+    step(model, batch)
+    dist.barrier()
+    start = time.monotonic()
+    subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
+    with pytest.raises(RuntimeError, match="is late beyond the time limit"):
+        step(model, batch)
+    assert time.monotonic() - start < 2 * SECONDS + 5
+    print("done", flush=True)
+    os._exit(0)
 
 
 SECONDS = 20  # the time limit of a group

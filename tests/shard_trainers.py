@@ -4,6 +4,7 @@ import importlib
 import os
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -30,6 +31,7 @@ def packed() -> list[dict[str, torch.Tensor]]:
     return found
 
 
+LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 COMMON = {"per_device_train_batch_size": 1, "max_steps": 2, "gradient_accumulation_steps": 2}
 TRL = {"max_steps": 2, "max_length": 32}
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 6}
@@ -39,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "SFT": ("trl.SFT", TRL, "completion", {}),
     "packed SFT": ("trl.SFT", {**TRL, "packing": True, "padding_free": True}, "completion", {}),
     "SFT of experts": ("trl.SFT", {**TRL, "router_aux_loss_coef": 0.3}, "completion", {}),
+    "SFT of adapters": ("trl.SFT", TRL, "completion", {"peft_config": LORA}),
     "GRPO": ("trl.GRPO", GRPO, "prompt", {"reward_funcs": reward}),
 }
 
@@ -70,16 +73,19 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     known = "mixtral" if "experts" in kind else "llama"
     model = build(known, **({} if plain else {"vocab_size": len(words), **ids}))
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
+    torch.manual_seed(4)  # adapters are drawn
     trainer = trainer_class(
         model,
         args=config_class(**arguments(folder, **{**options, **more})),
         train_dataset=data() if callable(data) else rows(data),
-        callbacks=[TrainerCallback()],
+        callbacks=[TrainerCallback(unpatch_at_end=True)],
         **({} if plain else {"processing_class": words}),
         **call,
     )
     torch.manual_seed(5)
     trainer.train()
+    ids = torch.arange(10)[None]
+    assert model(input_ids=ids, use_cache=False).logits.shape[1] == 10, "rows are whole again"
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "weights": {n: whole(p) for n, p in model.named_parameters()},

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
+pytest.importorskip("peft")
 from accelerate.state import AcceleratorState
 
 from liger_multi.errors import PatchError
@@ -46,7 +47,7 @@ def test_trainer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["SFT", "packed SFT", "SFT of experts", "GRPO"])
+@pytest.mark.parametrize("kind", ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "GRPO"])
 def test_trl(kind, tmp_path):
     run(kind, tmp_path)
 
