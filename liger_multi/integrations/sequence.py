@@ -42,6 +42,10 @@ class SequenceParallel(ParallelismConfig):
             processes.
     """
 
+    tp_size: int
+    cp_size: int
+    sp_size: int
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tp_size != 1:
