@@ -84,7 +84,9 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload-activations", action="store_true", help="what layers keep waits on the host"
     )
     parser.add_argument(
-        "--compress", choices=FORMATS_OF_ACTIVATIONS, help="what layers pass on waits in a byte"
+        "--compress",
+        choices=FORMATS_OF_ACTIVATIONS,
+        help="what layers pass on waits in a byte (default: as it is)",
     )
     parser.add_argument("--patched", action="store_true", help="with the operators of this library")
     parser.add_argument("--attention", default="sdpa", help="sdpa, flash_attention_2 or eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,22 +84,8 @@ def spread(model: Any, args: Any, shared_prefixes: bool) -> None:
                 f"{config.cp_size * config.sp_size})"
             )
         return
-    generations = getattr(args, "num_generations", None) or 1
-    rows = args.per_device_train_batch_size * (getattr(args, "steps_per_generation", None) or 1)
-    for refused, reason in (
-        (shared_prefixes, "shared_prefixes=True: trees are not spread over ranks"),
-        (getattr(args, "use_vllm", False), "use_vllm=True: ranks would get answers of their own"),
-        (
-            args.label_smoothing_factor,
-            "label_smoothing_factor: the trainer has logits of a part of a row",
-        ),
-        (
-            rows % generations,
-            f"{rows} answers a rank, of {generations} to a prompt: ranks have whole groups",
-        ),
-    ):
-        if refused:
-            raise PatchError(f"SequenceParallel does not serve {reason}")
+    for reason in _unserved(args, shared_prefixes):
+        raise PatchError(f"SequenceParallel does not serve {reason}")
     register_attention()
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
@@ -107,6 +94,28 @@ def spread(model: Any, args: Any, shared_prefixes: bool) -> None:
     shard_sequence(model, mesh)
     if hasattr(model, "generate"):
         vars(model)["generate"] = _Whole(model.generate, mesh.get_group())
+
+
+def _unserved(args: Any, shared_prefixes: bool) -> Iterator[str]:
+    """What in a trainer's arguments does not work on ranks that share rows."""
+    if shared_prefixes:
+        yield "shared_prefixes=True: trees are not spread over ranks"
+    if getattr(args, "use_vllm", False):
+        yield "use_vllm=True: ranks would get answers of their own"
+    if args.label_smoothing_factor:
+        yield "label_smoothing_factor: the trainer has logits of a part of a row"
+    generations = getattr(args, "num_generations", None) or 1
+    if generations == 1:
+        return
+    uses = (args.steps_per_generation or 1) * args.num_iterations
+    if uses > 1:
+        yield (
+            "steps_per_generation (by default gradient_accumulation_steps) times num_iterations "
+            f"above 1, got {uses}: TRL's sampler would draw some prompts again and others never"
+        )
+    rows = args.per_device_train_batch_size
+    if rows % generations:
+        yield f"{rows} answers a rank, of {generations} to a prompt: ranks have whole groups"
 
 
 def unspread(model: nn.Module) -> None:

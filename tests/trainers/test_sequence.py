@@ -66,10 +66,12 @@ def test_deepspeed(stage, tmp_path):
 
 
 ARGUMENTS = {"per_device_train_batch_size": 2, "label_smoothing_factor": 0.0}
+ONCE = {"steps_per_generation": 1, "num_iterations": 1}
 REFUSED = [
     ({"use_vllm": True}, False, "use_vllm=True"),
     ({"label_smoothing_factor": 0.1}, False, "label_smoothing_factor"),
-    ({"num_generations": 4}, False, "2 answers a rank, of 4 to a prompt"),
+    ({"num_generations": 4, **ONCE}, False, "2 answers a rank, of 4 to a prompt"),
+    ({"num_generations": 2, **ONCE, "num_iterations": 3}, False, "above 1, got 3"),
     ({}, True, "shared_prefixes=True"),
 ]
 
