@@ -79,6 +79,7 @@ KINDS = {
     "plans": Kind(("case",)),
     "plan-example": Kind(()),
     "convergence": Kind(("model", "dtype", "batch", "tokens", "steps"), "seeded"),
+    "compressed-activations": Kind(("model", "dtype")),
     "examples": Kind(("example",)),
     "bitwise": Kind(
         ("part", "name", "shape", "direction", "tiny"), "variant", ("default", "library")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
@@ -570,6 +570,35 @@ def four_bits() -> list[str]:
     return parts
 
 
+def compressed_activations() -> list[str]:
+    """Losses with activations that wait in a byte, and errors of gradients by layer."""
+    pairs = store.rows("compressed-activations")
+    if not pairs:
+        return ["Not measured yet."]
+    run, row = pairs[-1]
+    steps = [1, *range(row["steps"] // 6, row["steps"] + 1, row["steps"] // 6)]
+    named = {"kept": row["dtype"], "compressed": "a byte", "seed": "other weights at the start"}
+
+    def mean(curve: Sequence[float], step: int) -> str:
+        """Of the ten steps that end with this one."""
+        some = curve[max(0, step - 10) : step]
+        return f"{sum(some) / len(some):.4f}"
+
+    losses = [
+        [text, *(mean(row["losses"][name], step) for step in steps)] for name, text in named.items()
+    ]
+    errors = [[layer, f"{100 * error:.2f}"] for layer, error in row["gradients"].items()]
+    size = f"{row['batch']} x {row['tokens']} tokens a step"
+    said = (
+        f"Mean loss of the last ten steps, {row['model']} of {row['layers']} layers, {size} of "
+        f"Python's sources, `keep_attention` (`python -m benchmarks.compressed --store`)."
+    )
+    curves = table(["loss at step", *map(str, steps)], losses)
+    after = f"Relative errors of the gradients of one batch after {row['steps']} steps:"
+    by_layer = table(["parameters of", "error, %"], errors)
+    return [said, "", measured(run), "", *curves, "", after, "", *by_layer]
+
+
 # --- by the names of their markers ---
 
 
@@ -597,4 +626,5 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "shared-prefixes": shared_prefixes,
     "four-bits": four_bits,
     "long-context": long_context,
+    "compressed-activations": compressed_activations,
 }

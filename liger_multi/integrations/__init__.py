@@ -17,10 +17,12 @@ if TYPE_CHECKING:
         merge_mxfp4,
     )
     from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
+    from liger_multi.integrations.sequence import SequenceParallel
     from liger_multi.integrations.trainer import TrainerCallback
 
 __all__ = [
     "LightningCallback",
+    "SequenceParallel",
     "SharedPrefixes",
     "TrainerCallback",
     "dequantize_weights",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 _HOMES = {
     "LightningCallback": "lightning",
+    "SequenceParallel": "sequence",
     "SharedPrefixes": "prefixes",
     "TrainerCallback": "trainer",
     "dequantize_weights": "mxfp4",

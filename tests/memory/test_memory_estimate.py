@@ -16,11 +16,17 @@ from benchmarks import store
 from benchmarks.memory import CPU, STORIES, Case
 from liger_multi.cli.main import main
 from liger_multi.dispatch.op import OPS
-from liger_multi.memory import estimate, measure
+from liger_multi.memory import (
+    compress_activations,
+    estimate,
+    measure,
+    offload_activations,
+)
 from liger_multi.memory.recorder import Recorder, stored
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
 from liger_multi.memory.simulation import MetaImplementations, Simulation, on_meta
 from liger_multi.memory.sizes import SIZES, config_of
+from tests.models import build
 
 
 def small(model_name="dense"):
@@ -106,6 +112,38 @@ def test_float8_estimate_near_measured_step(name):
         assert len(coded) > 7
         plain = case.build("cpu").parameters()
         assert estimated.parts["parameters"] == sum(p.nbytes for p in plain) - saved
+
+
+@pytest.mark.parametrize("compress", [None, "float8"])
+@pytest.mark.parametrize("away", [False, True])
+def test_activations_that_wait_elsewhere(away, compress):
+    """On a CPU the host's copies are measured with the rest."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "head_dim": 64}
+    sizes |= {"max_position_embeddings": 2048, "tied": False}
+    model = build(**sizes).train()
+    model.set_attn_implementation("sdpa")
+    options = {"device": "cpu", "dtype": "float32", "optimizer": "none", "checkpointing": True}
+    options |= {"offload_activations": away, "compress": compress, "patched": True}
+    estimated = estimate(model, 1, 2048, **options)
+    plain = estimate(model, 1, 2048, **{**options, "compress": None})
+    assert (estimated.host_bytes > 0) == away
+    if compress:
+        inputs = 7 * 2048 * 256 * 4  # of layers, but for the first one
+        expected = plain.host_bytes - inputs + (inputs // 4) * (1 + 4 / 256)
+        assert not away or estimated.host_bytes == expected
+        assert estimated.peak_bytes < plain.peak_bytes
+    liger_multi.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if away:
+        offload_activations(model, compress=compress)
+    elif compress:
+        compress_activations(model, compress)
+    ids = torch.arange(2048)[None] % 200
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with measure("cpu", known=[*model.parameters(), *model.buffers()]) as peak:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert estimated.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.04 if away else 0.01)
 
 
 def test_float8_layers_saved_bytes():
