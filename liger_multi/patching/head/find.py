@@ -52,9 +52,9 @@ def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
     paths = {id(m): path for path, m in model.named_modules()}
     heads = [] if head is None else [(paths.get(id(h), ""), h) for h in _inside(head)]
     for path, loss in model.named_modules():
-        if _LOSS_MODULE is not None and isinstance(loss, _LOSS_MODULE):
-            if all(h is not loss.linear for _, h in heads):
-                heads.append((f"{path}.linear".strip("."), loss.linear))
+        within = _LOSS_MODULE is not None and isinstance(loss, _LOSS_MODULE)
+        if within and all(h is not loss.linear for _, h in heads):
+            heads.append((f"{path}.linear".strip("."), loss.linear))
     missing = "the model has no output embedding (get_output_embeddings gives none)"
     return heads, "" if heads else missing
 

@@ -63,7 +63,7 @@ class LazyHead(Patched):
 
     def __setstate__(self, state: Any) -> None:
         """The same for a copy."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         follow(self, output_dtype)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
