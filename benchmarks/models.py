@@ -352,8 +352,7 @@ def child(run: Run, variant: str, limit_gb: float | None) -> None:
     """Take a turn for every line of the input, which says how many steps."""
     training = Training(run, variant, limit_gb)
     for text in sys.stdin:
-        sys.stdout.write(json.dumps(training.turn(int(text))) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(training.turn(int(text))), flush=True)
 
 
 class Turns:
@@ -598,8 +597,7 @@ def report(runs: list[Run], variants: list[str], options: argparse.Namespace) ->
         rows += new
         for one in own:
             text = line(run, one.variant, results[one.variant], results.get("stock", {}))
-            sys.stdout.write(f"{text}  turns of {one.spent}\n")
-            sys.stdout.flush()
+            print(f"{text}  turns of {one.spent}", flush=True)
             one.end()
     for file in paths:
         sys.stdout.write(f"written to {file}\n")
@@ -702,8 +700,7 @@ def time_operators(device: torch.device, wait: Call) -> None:
         ("gated_mlp", lambda: ops.gated_mlp(x, *layers), [x, *layers]),
     )
     for name, call, leaves in cases:
-        sys.stdout.write(both_ways(name, call, leaves, wait) + "\n")
-        sys.stdout.flush()
+        print(both_ways(name, call, leaves, wait), flush=True)
 
 
 OTHERS_OFF = {"rms_norm": False, "rope": False, "fused_linear_cross_entropy": False}
@@ -771,9 +768,8 @@ def time_models(
             one.step(ids, wait)
         for one in trained:
             del one.times[:3]
-            sys.stdout.write(one.line(run) + "\n")
+            print(one.line(run), flush=True)
             one.times.clear()
-        sys.stdout.flush()
 
 
 def host_time(arguments: Sequence[str]) -> int:

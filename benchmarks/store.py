@@ -66,6 +66,7 @@ KINDS = {
     "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
     "shared-prefixes": Kind(("model", "shape"), "variant", ("floor", "unshared")),
+    "long-context": Kind(("part", "model", "cards", "tokens", "layers"), "variant"),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
     "memory": Kind(("case",)),

@@ -497,6 +497,49 @@ def _peak(row: Mapping[str, Any]) -> str:
     return _gib(row["peak_bytes"]) if "peak_bytes" in row else ""
 
 
+# --- long rows ---
+
+
+def long_context() -> list[str]:
+    """Steps with one long row over several cards, and ways to keep activations."""
+    pairs = store.rows("long-context")
+    steps = [row for _, row in pairs if row["part"] == "step"]
+    variants = [row for _, row in pairs if row["part"] == "variant"]
+    lines = [
+        [
+            row["model"] + (" in FP8" if row["variant"] == "float8" else ""),
+            str(row["cards"]),
+            f"{row['tokens']:,}",
+            str(row["layers"]),
+            f"{row['seconds_all_layers']:.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+            _gib(row["peak_bytes"]),
+            f"{row['host_bytes_all_layers'] / 2**30:.0f}",
+            f"{row['exposed_percent']:.1f}",
+        ]
+        for row in steps
+    ]
+    others = [
+        [
+            row["variant"],
+            f"{row['tokens']:,}",
+            str(row["layers"]),
+            f"{row['seconds']:.2f}",
+            _gib(row["peak_bytes"]),
+            _gib(row["host_bytes_per_card"]),
+            f"{row['exposed_percent']:.1f}",
+        ]
+        for row in variants
+    ]
+    if not pairs:
+        return ["Not measured yet."]
+    said = "A step of the whole model is extrapolated where fewer layers ran. Host: of all cards."
+    first = ["Model", "Cards", "Tokens", "Layers run", "s a step", "tokens/s", "GiB a card"]
+    second = ["Activations", "Tokens", "Layers", "s", "GiB a card", "host GiB a card", "exposed, %"]
+    parts = [table([*first, "host GiB", "exposed, %"], lines), table(second, others)]
+    return [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
+
+
 # --- by the names of their markers ---
 
 
@@ -522,4 +565,5 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "lora-layers": lora_layers,
     "examples": examples,
     "shared-prefixes": shared_prefixes,
+    "long-context": long_context,
 }

@@ -53,12 +53,12 @@ def forced(
         when: Bounds of the shapes that get them; every shape gets them by default.
     """
     _forced.append({k: ({"when": when or {}, "config": dict(v)},) for k, v in entries.items()})
-    _found.clear()
+    _configs.clear()
     try:
         yield
     finally:
         _forced.pop()
-        _found.clear()
+        _configs.clear()
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def observed() -> Iterator[set[tuple[str, int]]]:
     """
     entries: set[tuple[str, int]] = set()
     _observers.append(entries)
-    _found.clear()
+    _configs.clear()
     try:
         yield entries
     finally:
@@ -106,7 +106,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     raise ConfigurationError(f"no available backend knows the limits of the device {device}")
 
 
-_found: dict[tuple[Any, ...], Any] = {}
+_configs: dict[tuple[Any, ...], Any] = {}
 _MOST = 16384  # most shapes of a program with that many do not come again
 
 
@@ -119,11 +119,11 @@ def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
     if _simulated:
         return make()
     key = (*question, any_rows.get())
-    answer: Config | None = _found.get(key)
+    answer: Config | None = _configs.get(key)
     if answer is None:
-        if len(_found) > _MOST:
-            _found.clear()
-        answer = _found[key] = make()
+        if len(_configs) > _MOST:
+            _configs.clear()
+        answer = _configs[key] = make()
     return answer
 
 
@@ -142,11 +142,11 @@ def launch_config(
         simulated: Config = _config(name, formula, _simulated[-1], shape)
         return simulated
     key = (name, device, any_rows.get(), *shape.values())
-    cached: Config | None = _found.get(key)
+    cached: Config | None = _configs.get(key)
     if cached is None:
-        if len(_found) > _MOST:
-            _found.clear()
-        cached = _found[key] = _config(name, formula, device_info(device), shape)
+        if len(_configs) > _MOST:
+            _configs.clear()
+        cached = _configs[key] = _config(name, formula, device_info(device), shape)
     return cached
 
 

@@ -533,7 +533,7 @@ class FusedLinearCrossEntropyLoss(OperatorLoss):
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).
-        outputs: Names of what to return beside the loss, in a ``CrossEntropyOutput``.
+        outputs: Names of what to return with the loss, in a ``CrossEntropyOutput``.
     """
 
     _names = CROSS_ENTROPY_OUTPUTS

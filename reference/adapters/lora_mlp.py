@@ -121,14 +121,16 @@ def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         del inner, dinner, grads
         wide = held(gate_weight, gate_weight_scale)
         dx, low = input_gradient(
-            thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, gate_rows
+            thin, dgate, wide, gate_a, gate_b, gate_scale, into=None, needed=needs_x, left=gate_rows
         )
         needs = (needs_gate_a, needs_gate_b)
         dgates = adapter_gradients(thin, x2d, dgate, low, gate_a, gate_b, gate_scale, *needs)
         del dgate, gate_rows
         wide = held(up_weight, up_weight_scale)
-        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, up_rows)
-        dups = adapter_gradients(thin, x2d, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
+        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, left=up_rows)
+        dups = adapter_gradients(
+            thin, x2d, dup, low, up_a, up_b, scale=up_scale, needs_a=needs_up_a, needs_b=needs_up_b
+        )
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
     return backward

@@ -22,6 +22,7 @@ from liger_multi.reference.norms import rms_norm
 from liger_multi.testing import bitwise as checks
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call
+from tests.comparing import recorded
 
 
 @pytest.fixture
@@ -77,14 +78,8 @@ def test_pytorch_s_own_switch_is_followed(torch_strict):
 
 
 def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
-    observed = []
-    original = liger_multi.dispatch.torch_ops.resolve
-
-    def watched(prim, args):
-        observed.append((prim.direction, mode_in_force()))
-        return original(prim, args)
-
-    monkeypatch.setattr(liger_multi.dispatch.torch_ops, "resolve", watched)
+    note = lambda prim, args: (prim.direction, mode_in_force())  # noqa: E731
+    observed = recorded(monkeypatch, liger_multi.dispatch.torch_ops, "resolve", note)
     x = torch.randn(3, 8, requires_grad=True)
     with liger_multi.use(deterministic="rows"):
         y = ops.rms_norm(x, torch.ones(8))
@@ -160,13 +155,8 @@ def test_log_probs_of_packed_batch(chunk):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
     """The norm runs for every row in its own memory; the modulation is elementwise."""
-    original, alone = rms_norm.forward, []
-
-    def watched(x, *rest):
-        alone.append((x.shape, x.storage_offset(), x.stride()))
-        return original(x, *rest)
-
-    monkeypatch.setattr(rms_norm, "forward", watched)
+    note = lambda x, *_: (x.shape, x.storage_offset(), x.stride())  # noqa: E731
+    alone = recorded(monkeypatch, rms_norm, "forward", note)
     generator = torch.Generator().manual_seed(0)
     x, scale, shift = (
         torch.randn(size, generator=generator).to(dtype) for size in ((2, 67, 9), by, by)

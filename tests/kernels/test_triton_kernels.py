@@ -60,8 +60,7 @@ from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 from liger_multi.reference.float8 import rows as float8_rows
 from liger_multi.reference.linear_attention import selective_scan as scan_reference
-from tests import harness
-from tests.comparing import assert_equal
+from tests.comparing import assert_equal, recorded
 
 # --- multi_token_attention ---
 
@@ -755,13 +754,9 @@ def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
 @pytest.mark.parametrize("mode", [None, True, "rows"])
 def test_launches_with_and_without_gradient_are_equal(monkeypatch, mode):
     """A log-probability that no gradient was asked of is that of a training step."""
-    asked = []
-
-    def recorded(name, formula, device, **shape):
-        asked.append(shape.get("gradient"))
-        return launch.launch_config(name, formula, device, **shape)
-
-    monkeypatch.setattr(row_kernels, "launch_config", recorded)
+    asked = recorded(
+        monkeypatch, row_kernels, "launch_config", lambda *_, **shape: shape.get("gradient")
+    )
     raw, target = torch.randn(4, 300, device=DEVICE), torch.arange(4, device=DEVICE)
     objective = Objective(-100, 0.0, 0.0, None)
     with within("" if mode is None else "rows" if mode == "rows" else "deterministic", None):

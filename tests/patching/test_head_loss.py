@@ -19,23 +19,16 @@ from liger_multi import ops
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
-from tests.comparing import assert_same_gradients, gradients
+from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (
     KINDS,
     VOCABULARY,
-    FusedCalls,
     Widest,
     assert_same_training,
     batch,
     build,
     pair,
-    recorded,
 )
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
 
 
 @pytest.fixture(params=KINDS)

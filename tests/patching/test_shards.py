@@ -3,6 +3,10 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +16,11 @@ from packaging.version import Version
 from transformers import masking_utils
 
 from liger_multi.patching.attention import interface
-from tests import harness
+from tests import harness, shard_models
 
 OLDER = Version(transformers.__version__) < Version("5.24")
 BODY = """
+import datetime
 import sys
 import torch
 import torch.distributed as dist
@@ -23,7 +28,13 @@ from liger_multi.patching import register_attention
 from tests import shard_models
 
 rank, meeting = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{meeting}",
+    rank=rank,
+    world_size=RANKS,
+    timeout=datetime.timedelta(seconds=LIMIT),
+)
 register_attention()
 torch.set_num_threads(1)
 for name in NAMES:
@@ -33,12 +44,49 @@ print("done")
 """
 
 
+ROOT = Path(__file__).parents[2]
+CHECK = """for name in NAMES:
+    shard_models.check(name, CHECKPOINTING)"""
+BODY = BODY.replace("LIMIT", "1800")
+
+
 def run(folder, count, names, checkpointing=False):
     # gpt_oss and Kimi Linear are models of the sweep, the others of transformers
     names = tuple(n for n in names if not n.startswith("Qwen3_5") or hasattr(transformers, n))
     body = BODY.replace("RANKS", str(count)).replace("NAMES", repr(names))
     body = body.replace("CHECKPOINTING", str(checkpointing))
     harness.in_processes(folder, body, count)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLDER, reason="the committed list is of transformers 5.24")
+def test_types_as_on_the_page(tmp_path):
+    """Attention to later tokens sees padding, an indexer has masks of all tokens; as committed."""
+    names = ["bert/BertLM", "gemma3n_text", "deepseek_v32", "mamba/MambaForC", "llama/LlamaForC"]
+    command = [sys.executable, "-m", "tests.sweep", "--shards", *names, "--json"]
+    subprocess.run([*command, str(tmp_path / "out.json")], check=True, cwd=ROOT)
+    actual = json.loads((tmp_path / "out.json").read_text())
+    committed = json.loads((ROOT / "tests" / "sweep" / "shards.json").read_text())["pairs"]
+    expected = {one["cls"]: one["status"] for one in committed}
+    assert len(actual) == 5
+    for one in actual:
+        assert one["status"] == expected[one["cls"]], one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "count", "seconds"),
+    [
+        ("data_parallel()", 4, 1800),
+        ("restart(FOLDER)", 2, 1800),
+        ("ended()", 2, shard_models.SECONDS),
+    ],
+)
+def test_engines(call, count, seconds, tmp_path):
+    """FSDP2 on two axes, a restart from a checkpoint, and a rank that ends."""
+    body = BODY.replace("RANKS", str(count)).replace("1800", str(seconds))
+    call = call.replace("FOLDER", repr(str(tmp_path / "checkpoint")))
+    harness.in_processes(tmp_path, body.replace(CHECK, f"shard_models.{call}"), count)
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -507,7 +507,9 @@ def backward(
     gate = None if gate is None else as_rows(gate, group_size)
     weight = None if weight is None else weight.contiguous()
     outputs = (dx if needs_x else None, dgate if needs_gate else None)
-    partial = _launch(dy, x, gate, weight, rstd, outputs, group_size, how, needs_weight)
+    partial = _launch(
+        dy, x, gate, weight, rstd, outputs, size=group_size, how=how, needs_weight=needs_weight
+    )
     if partial is None or weight is None:
         return dx, dgate, x.new_empty(0, dtype=x.dtype if weight is None else weight.dtype)
     return dx, dgate, sum_partials(partial, weight.dtype)

@@ -137,7 +137,7 @@ def _dequantize_forward_kernel(
     hidden_zero = (tl.cast(total, tl.int64) >> 62).to(tl.int32)
     scale = _block_scale(
         scales_ptr, scale_levels_ptr, scale_absmax_ptr, extra, block, here, hidden_zero,
-        FORMAT, DIVIDES,
+        FORMAT=FORMAT, DIVIDES=DIVIDES,
     )  # fmt: skip
     zero = tl.full([PIECES], 8.0, tl.float32)
     if zeros_ptr is not None:

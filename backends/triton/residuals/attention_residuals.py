@@ -331,7 +331,7 @@ def _attention_residuals_backward_kernel(
                 pair_at,
                 cols,
                 size,
-                pair,
+                mask=pair,
             )
             if partial_ptr is not None:
                 dw += tl.sum(a[:, :, None] * v, axis=1)[:, None, :]
@@ -426,7 +426,7 @@ def _attention_residuals_backward_wide_kernel(
                     group * rows,
                     cols,
                     blocks,
-                    i < blocks,
+                    mask=i < blocks,
                 )
                 if partial_ptr is not None:
                     dw += tl.sum(a[:, None] * v, axis=0)
