@@ -46,7 +46,7 @@ def follow(head: nn.Module, output_dtype: OutputDtype) -> None:
             input: Any, linear_weight: Any, target: Any, **options: Any
         ) -> Tensor:
             loss = None
-            if _heads and not torch.compiler.is_compiling() and not _inside.get():
+            if not torch.compiler.is_compiling() and _heads and not _inside.get():
                 loss = _fused(input, linear_weight, target, output_dtype, **options)
             return stock(input, linear_weight, target, **options) if loss is None else loss
 
