@@ -84,8 +84,9 @@ class FusedOptions(LossOptions):
     """Options of the fused linear cross entropy.
 
     Attributes:
-        chunk: Rows whose logits exist at a time, a byte budget such as "512MiB", or "auto" for the
-            byte budget of the configuration.
+        chunk: Rows whose logits exist at a time, a byte budget such as "512MiB", "auto" for the
+            byte budget of the configuration, or "lean" for 128 MiB and sums of the weight gradient
+            in the dtype of the weight.
         accumulate: Dtype in which the weight gradient is summed over chunks.
         compact: Drop ignored rows before the product.
         materialize_bytes: Logits larger than this warn once a line when something needs them whole.
@@ -325,7 +326,10 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cache": _BOOLEAN,
     "smallest": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
     "compact": _BOOLEAN,
-    "chunk": ("'auto', a number of rows >= 1 or a byte budget such as '512MiB'", _is_chunk),
+    "chunk": (
+        "'auto', 'lean', a number of rows >= 1 or a byte budget such as '512MiB'",
+        _is_chunk,
+    ),
     "accumulate": (
         f"one of {', '.join(map(str, ACCUMULATE))}",
         lambda v: isinstance(v, torch.dtype) and v in ACCUMULATE,
