@@ -163,7 +163,7 @@ def fused_linear_cross_entropy(
     Memory:
         A chunk of logits: ``chunk`` rows, a byte budget such as ``"512MiB"``, or ``"auto"``: all
         rows where their logits cost no more than the accumulator, else ``chunk_bytes`` of the
-        configuration or an eighth of the free memory, at most 2.5 GiB. Kept for backward: the
+        configuration or an eighth of the free memory, at most 1.25 GiB. Kept for backward: the
         gradients of what needs one (accumulator: 4 V H bytes); for ``none`` hidden, weight and 8
         bytes per row, and the logits are computed again. ``"lean"``: 128 MiB beyond inputs and
         gradients for a weight in bf16 or fp32 outside of autocast, at least one row; a graph that

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_multi.reference.common.strict import strict
 
 BLOCK_BYTES = 32 * 2**20  # fp32 temporaries of one block of rows in the reference
-AUTO_BYTES = 5 * 2**29  # largest automatic chunk of logits: 8192 rows of 151 936 columns in bf16
+AUTO_BYTES = 5 * 2**28  # largest automatic chunk of logits: 4096 rows of 151 936 columns in bf16
 FREE_SHARE = 8  # an automatic chunk takes at most this part of the free memory
 assumed_free: ContextVar[int] = ContextVar("liger_multi_assumed_free", default=0)  # where none is
 MIN_ROWS = 256  # below this, products on a device are too thin to be worth the memory
@@ -64,9 +64,9 @@ def chunk_rows(
 
     A number of rows is kept to, and a byte budget by as many steps of 128 rows as fit. Otherwise
     all rows are one chunk where their logits cost no more than an fp32 accumulator of the weight's
-    gradient, and else at least two share an eighth of the free memory, at most 2.5 GiB, by powers
+    gradient, and else at least two share an eighth of the free memory, at most 1.25 GiB, by powers
     of two, which tiles of products fill (16384x2048x151936, H200: 47.9 ms; 3328 rows: 52.4). Where
-    equal bits are asked for, free memory does not count, and half of the limit serves every card.
+    equal bits are asked for, free memory does not count.
     """
     size = hidden.element_size()
     row_bytes = max(1, vocabulary * size)
@@ -78,7 +78,7 @@ def chunk_rows(
         free = 0
     elif free is None:
         free = free_bytes(hidden.device)
-    share = free // FREE_SHARE or AUTO_BYTES // (2 if strict() else 32)
+    share = free // FREE_SHARE or (AUTO_BYTES if strict() else AUTO_BYTES // 16)
     fit, half = min(AUTO_BYTES, share) // row_bytes, -(-rows // 2)
     if min(half, fit) < MIN_ROWS:
         return max(1, min(half, fit))

@@ -40,7 +40,7 @@ from liger_multi.memory.sizes import Source, beyond
 # --- the search ---
 
 HEADROOM = 0.06  # of the memory: the driver's context, fragmentation, buckets
-CHUNK_BYTES = (5 * 2**29, 2**28)  # of logits: what the automatic choice takes at most, and less
+CHUNK_BYTES = (5 * 2**28, 2**28)  # of logits: what the automatic choice takes at most, and less
 LARGEST_MICRO, LARGEST_PASS = 32, 2**16  # sequences and tokens, where nobody asks for a number
 LEAST_ROWS = 1024  # of logits at a time: thinner products are slow
 SMALL = 1 / 64  # of the memory: what is less of it needs no sharing over devices
