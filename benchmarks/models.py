@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -545,7 +545,10 @@ def whole_models(arguments: Sequence[str]) -> int:
     """Measure every run under every variant, print a table and keep the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument(
-        "runs", nargs="*", default=["tiny:2x32"], help="MODEL:BATCHxTOKENS[+checkpointing]"
+        "runs",
+        nargs="*",
+        default=["tiny:2x32"],
+        help="MODEL:BATCHxTOKENS[+checkpointing]; readme: those of README's table on one card",
     )
     parser.add_argument("--variants", default="stock,liger,ours")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, beside those to warm up")
@@ -560,9 +563,16 @@ def whole_models(arguments: Sequence[str]) -> int:
     if options.child:
         child(Run.parse(options.runs[0]), options.runs[1], options.limit_gb)
         return 0
-    variants = options.variants.split(",")
+    variants, texts = options.variants.split(","), options.runs
+    if texts == ["readme"]:
+        from benchmarks.tables.performance import DENSE, MIXTURE
+
+        texts = [*DENSE, MIXTURE]
+        if importlib.util.find_spec("liger_kernel") is None:
+            variants = [name for name in variants if not name.startswith("liger")]
+            print("Liger-Kernel is not installed: its column stays empty", flush=True)
     try:
-        runs = [Run.parse(text) for text in options.runs]
+        runs = [Run.parse(text) for text in texts]
         unknown = [name for name in variants if name not in VARIANTS]
         if unknown:
             raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")

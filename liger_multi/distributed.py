@@ -47,6 +47,7 @@ class _Sharded:
     """A model whose rows are spread, and what ends that."""
 
     ranks: shards.Ranks
+    targets: int = 0  # of a row of the running call
     handles: list[Any] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)  # of calls that run
 
@@ -242,6 +243,7 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     targets: Any = arguments.get("shift_labels")
     if labels is None and targets is None:
         return None
+    sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
     if targets is None:
         if labels.shape != rows.shape[:2]:
             raise ValueError(
@@ -291,6 +293,8 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
     if not isinstance(loss, Tensor):
         return None
     balance = getattr(output, "aux_loss", None)
+    if isinstance(getattr(output, "label_mask", None), Tensor):
+        _gather_targets(sharded, output)
     if isinstance(balance, Tensor):  # every rank has all of it
         scale: Any = getattr(model, "router_aux_loss_coef", None)
         scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
@@ -298,6 +302,18 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
         loss = loss - once.to(loss.device)
     output["loss"] = shards.total(loss, sharded.ranks)
     return output
+
+
+def _gather_targets(sharded: _Sharded, output: Any) -> None:
+    """Whole rows of what TRL's head says of every target, of which its trainers make a loss."""
+    ranks, shape = sharded.ranks, output["label_mask"].shape
+    for name, value in list(output.items()):
+        if isinstance(value, Tensor) and value.shape == shape:
+            output[name] = shards.gather(value, ranks, ranks.size)[:, : sharded.targets]
+    if isinstance(
+        balance := output.get("aux_loss"), Tensor
+    ):  # its gradient is of this rank's share
+        output["aux_loss"] = ranks.size * balance - (ranks.size - 1) * balance.detach()
 
 
 # --- a call of its layers: tokens, positions, masks ---

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import subprocess
 import time
 from typing import Any
 
@@ -198,6 +199,26 @@ def restart(folder: str) -> None:
     dist.barrier()
 
 
+def measured(checkpointing: bool) -> None:
+    """The peak of a rank is what an estimate says."""
+    sizes = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 6, "head_dim": 16}
+    model = models.build(tied=False, max_position_embeddings=512, **sizes).train()
+    options = {"device": "cpu", "dtype": "float32", "optimizer": "none", "patched": True}
+    options["checkpointing"] = checkpointing
+    estimated = memory.estimate(model, 1, 511, ranks=2, **options)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.set_attn_implementation("liger_multi")
+    liger_multi.patch(model)
+    shard_sequence(model)
+    ids = torch.arange(511)[None] % 200
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with memory.measure("cpu", known=[*model.parameters(), *model.buffers()]) as peak:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert abs(estimated.peak_bytes / peak.peak_bytes - 1) < 0.02, (estimated, peak)
+
+
 def ended() -> None:
     """A rank ends in the middle of training: the other one learns it, in time."""
     model = build("LlamaForCausalLM")
@@ -213,6 +234,22 @@ def ended() -> None:
     assert time.monotonic() - start < SECONDS + 5
     print("done", flush=True)
     os._exit(0)  # no group is left to be destroyed
+
+
+def parted() -> None:
+    """The cable between two hosts is cut: both learn it, in time."""
+    model = build("LlamaForCausalLM")
+    shard_sequence(model)
+    batch = batches(model.config.vocab_size)["row"]
+    step(model, batch)
+    dist.barrier()
+    start = time.monotonic()
+    subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
+    with pytest.raises(RuntimeError, match="is late beyond the time limit"):
+        step(model, batch)
+    assert time.monotonic() - start < 2 * SECONDS + 5
+    print("done", flush=True)
+    os._exit(0)
 
 
 SECONDS = 20  # the time limit of a group

@@ -294,8 +294,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     formula = TABLE.get(case.op, {}).get("torch" if name == "compile" else name)
     if formula is None:
         return "has no such operator"
-    if name == "torch-fused" and not hasattr(F, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has no linear_cross_entropy"
+    if name == "torch-fused" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return f"torch {torch.__version__} has no chunked linear_cross_entropy"
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         return f"{PACKAGES[name]} is not installed"
     if name == "transformers" and (function := missing(case.op)):

@@ -29,7 +29,10 @@ _simulated: list[DeviceInfo] = []
 _forced: list[Mapping[str, Any]] = []
 _observers: list[set[tuple[str, int]]] = []
 any_rows: ContextVar[bool] = ContextVar("liger_multi_any_rows", default=False)
-"""Whether entries that hold for some numbers of rows are left out: they order a row's sums."""
+"""Whether entries that hold for some numbers of rows are left out: they order a row's sums.
+
+An entry stays that says ``equal_bits``: a device gave the bits of the entry for all other rows.
+"""
 
 
 @contextlib.contextmanager
@@ -171,12 +174,17 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     known = _known(info, shape)
     entries = _forced[-1] if _forced else table_of(info)
     for entry in entries.get(name, ()):
-        if any_rows.get() and "rows" in entry["when"]:
+        if any_rows.get() and _orders_sums(entry):
             continue
         if _holds(entry["when"], known):
             fields: dict[str, int] = entry["config"]
             return fields
     return {}
+
+
+def _orders_sums(entry: Mapping[str, Any]) -> bool:
+    """Whether the bits of a row may follow the number of rows by an entry."""
+    return "rows" in entry["when"] and not entry.get("equal_bits")
 
 
 def table_of(info: DeviceInfo) -> Mapping[str, Any]:
@@ -212,6 +220,7 @@ def _content(backend: str, arch: str) -> Mapping[str, Any]:
     return {**content, "file": str(file)}
 
 
+_ENTRY = ("when", "config", "equal_bits", "source")
 _SECTIONS = {"device": ("warp_size", "shared_bytes"), "proved": ("triton", "ptxas")}
 
 
@@ -234,7 +243,7 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
 
 @functools.cache
 def bounded_by_rows() -> frozenset[str]:
-    """Names of the kernels of which an entry of any table holds for some numbers of rows."""
+    """Kernels of which an entry of any table gives some numbers of rows other bits."""
     from liger_multi.dispatch.registry import packages
 
     names = set()
@@ -242,7 +251,7 @@ def bounded_by_rows() -> frozenset[str]:
         folder = importlib.resources.files(package) / "launch"
         for file in folder.iterdir() if folder.is_dir() else ():
             entries = table(backend, file.name.removesuffix(".yaml"))
-            names |= {n for n, each in entries.items() if any("rows" in e["when"] for e in each)}
+            names |= {n for n, each in entries.items() if any(map(_orders_sums, each))}
     return frozenset(names)
 
 
@@ -250,9 +259,8 @@ def _entry(
     entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     for key in entry:
-        if key not in ("when", "config", "source"):
-            raise ConfigurationError(
-                unknown(f"key of {name} in {file}", key, ("when", "config", "source"))
-            )
+        if key not in _ENTRY:
+            raise ConfigurationError(unknown(f"key of {name} in {file}", key, _ENTRY))
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
-    return {"when": {**when, **limits}, "config": dict(entry["config"])}
+    equal_bits = bool(entry.get("equal_bits", False))
+    return {"when": {**when, **limits}, "config": dict(entry["config"]), "equal_bits": equal_bits}

@@ -198,12 +198,12 @@ def _exchange(x: Tensor, ranks: Ranks, tokens: int, heads: int, to_heads: bool) 
 class _Gather(torch.autograd.Function):
     """The tokens of all ranks, for what every rank then computes alike.
 
-    So every rank has the gradient of all tokens, and its own are a part of that.
+    So every rank has the gradient of all tokens, and its own are a part of that, times a factor.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, factor: int) -> Tensor:
+        ctx.ranks, ctx.factor = ranks, factor
         parts = [torch.empty_like(x) for _ in range(ranks.size)]
         dist.all_gather(parts, x.contiguous(), group=ranks.group)
         return torch.cat(parts, 1)
@@ -211,12 +211,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.share(dy, 1), None
+        return ctx.ranks.share(dy, 1) * ctx.factor, None, None
 
 
-def gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """``(B, T / P, ...)`` of every rank as ``(B, T, ...)`` on all of them."""
-    whole: Tensor = _Gather.apply(x, ranks)  # type: ignore[no-untyped-call]
+def gather(x: Tensor, ranks: Ranks, factor: int = 1) -> Tensor:
+    """``(B, T / P, ...)`` of every rank as ``(B, T, ...)`` on all of them.
+
+    A factor of P is for what a loss outside of the model is computed of: averaged over the ranks,
+    gradients of weights are then those of one process.
+    """
+    whole: Tensor = _Gather.apply(x, ranks, factor)  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -286,7 +286,7 @@ def test_operators_leave_the_process_as_it_was():
 # --- where tensors lie ---
 
 BUFFER = torch.arange(0.0, 4096.0)
-PLACED = {  # rows of 64 and 67 elements, and whether they are copied
+PLACED = {  # rows of 64, 67 and 72 elements, and whether they are copied
     "whole": (BUFFER[:512].view(8, 64), False),
     "some rows": (BUFFER[:512].view(8, 64)[3:5], False),
     "odd rows": (BUFFER[:536].view(8, 67), False),
@@ -298,6 +298,11 @@ PLACED = {  # rows of 64 and 67 elements, and whether they are copied
     "odd gaps": (BUFFER[:536].view(8, 67)[:, :64], True),
     "a row with an odd gap": (BUFFER[:536].view(8, 67)[4:5, :64], True),
     "expanded": (BUFFER[:64].expand(8, 64), False),
+    "gaps of half a step": (BUFFER[:576].view(8, 72)[:, :64], True),
+    "rows of half a step": (BUFFER[:576].view(8, 72), False),
+    "rows of half a step with gaps": (BUFFER[:640].view(8, 80)[:, :72], True),
+    "their last ones": (BUFFER[:1152].view(4, 4, 72)[:, -1], True),
+    "with gaps of half a step": (BUFFER[:704].view(8, 88)[:, :72], False),
     "nothing": (BUFFER[:0].view(0, 64), False),
 }
 

@@ -42,7 +42,7 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.activations.gated_mlp import Columns
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_rows_forward_kernel(
     gate_ptr,
     up_ptr,

@@ -52,7 +52,7 @@ def tile_config(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileConf
     return TileConfig(per_tile, block, warps(threads, info.warp_size))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _softmax_forward_kernel(
     x_ptr, y_ptr, x_stride, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -136,7 +136,7 @@ def _weight(y, SPARSE: tl.constexpr):
     return tl.where(y > 0.0, 1.0, 0.0) if SPARSE else y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _softmax_backward_kernel(
     dy_ptr,
     y_ptr,

@@ -40,7 +40,7 @@ def _load_scaled(ptr, at, mask, scale):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _scaled_add_rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,

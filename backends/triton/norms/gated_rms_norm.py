@@ -67,7 +67,7 @@ def _scaled(n, weight, x_ptr, weight_ptr, ROUND: tl.constexpr):
         return n * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm_forward_kernel(
     x_ptr,
     gate_ptr,
@@ -182,7 +182,7 @@ def _gated_rms_norm_forward_wide_kernel(
         tl.store(y_ptr + inner, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm_backward_kernel(
     dy_ptr,
     x_ptr,

@@ -42,7 +42,7 @@ from liger_multi.backends.triton.norms.row_config import (
 from liger_multi.dispatch.launch import launch_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _layer_norm_forward_kernel(
     x_ptr,
     weight_ptr,

@@ -76,7 +76,7 @@ def _of_scale(g, norm, DTYPE: tl.constexpr, SCALE: tl.constexpr, NARROW: tl.cons
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _modulated_rms_norm_forward_kernel(
     x_ptr,
     scale_ptr,

@@ -85,7 +85,7 @@ def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
     return n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from liger_multi.memory.estimation import WORKSPACE, gathered_bytes, state_bytes, temporary_bytes
+from liger_multi.memory.estimation import (
+    EXCHANGED,
+    WORKSPACE,
+    gathered_bytes,
+    state_bytes,
+    temporary_bytes,
+)
 from liger_multi.memory.planning.cost import Card, Traffic, step_seconds
 from liger_multi.memory.planning.passes import Passes
 from liger_multi.memory.planning.result import Candidate, Settings
@@ -33,7 +39,6 @@ from liger_multi.memory.recorder import (
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, Optimizer
 
 IN_FLIGHT = 2**30  # bytes of offloaded activations that may be in flight
-EXCHANGED = 4  # tensors of the hidden size that an all-to-all of a mixer moves, at most
 ATTENTION_PASSES = 3.5  # forward and backward of attention, in forwards
 
 

@@ -33,6 +33,7 @@ from liger_multi.patching.head.deferred import (
     TracedGuard,
     count_optimizer_steps,
 )
+from liger_multi.patching.head.linear_loss import follow
 from liger_multi.patching.head.loss import loss_logits
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.rules import is_infrastructure
@@ -54,6 +55,16 @@ class LazyHead(Patched):
         """A class is made in every process that patches or unpickles; graphs run no Python."""
         super().__init_subclass__(**keywords)
         count_optimizer_steps()
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """A loss of the layer's weight, for which nobody calls the layer, is looked for."""
+        follow(module, output_dtype)
+
+    def __setstate__(self, state: Any) -> None:
+        """The same for a copy."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        follow(self, output_dtype)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward that the layer was built with, or the operator of independent rows."""
