@@ -402,7 +402,8 @@ _version_key = bind(
 
 def detached(tensor: Any) -> Any:
     """``tensor.detach()`` with the version counter of the tensor, below autograd as well."""
-    with _exclusion(_version_key, False):
+    known = _version_key is not None
+    with _exclusion(_version_key, False) if known else contextlib.nullcontext():
         return tensor.detach()
 
 
