@@ -417,10 +417,12 @@ _keeps_graph = bind(
 def may_overwrite() -> bool:
     """Whether a backward pass runs whose operators may overwrite, and return, what forward saved.
 
-    A graph that is retained reads it again, and a compiled graph plans its memory by itself.
+    A graph that is retained reads it again, a captured pass may be replayed without its forward
+    pass, and a compiled graph plans its memory by itself.
     """
     compiled = type(current_autograd_node()).__name__ == "CompiledFunctionBackward"
-    return not compiled and not _keeps_graph()
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return not (compiled or captured or _keeps_graph())
 
 
 def _run_backward(tensors: Any, grads: Any, *_: Any, **__: Any) -> None:
