@@ -172,6 +172,19 @@ def many_ranges(length, count, seed=0):
     return cuts.to(torch.int32)[None]
 
 
+def test_compiled_for_any_number_of_ranges():
+    """One graph serves trees of several depths."""
+
+    def masked(q, k, v, ranges):
+        return ops.attention(q, k, v, ranges=ranges)
+
+    compiled = torch.compile(masked, backend="eager", dynamic=True, fullgraph=True)
+    q, k, v = heads(12, count=2)
+    for count in (2, 1, 3):
+        ranges = many_ranges(12, count)
+        torch.testing.assert_close(compiled(q, k, v, ranges), masked(q, k, v, ranges))
+
+
 @pytest.mark.parametrize("count", [1, 3, 4, 7])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
