@@ -111,7 +111,7 @@ def inputs_of(case: Case, place: Place) -> tuple[dict[str, Tensor], tuple[Tensor
 def timed(op: str, place: Place, clock: Clock) -> Iterator[Row]:
     """Time and memory of an operator under each setting, in turns."""
     case = case_of(op, place)
-    launch._found.clear()
+    launch._configs.clear()
     tensors, douts = inputs_of(case, place)
     rows: dict[str, Row] = {}
     runners: dict[str, tuple[Runner, int]] = {}
@@ -141,7 +141,7 @@ def timed(op: str, place: Place, clock: Clock) -> Iterator[Row]:
 
 def other_launches() -> list[str]:
     """Kernels whose launch configuration another one replaces under "rows"."""
-    known = launch._found
+    known = launch._configs
     return sorted(
         {
             name

@@ -340,8 +340,14 @@ def disturb(tensors: Sequence[Tensor], generator: torch.Generator) -> None:
         x.copy_(torch.addcmul(x.float(), x.float(), shift, value=torch.finfo(x.dtype).eps))
 
 
-def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curves:
-    """Loss, and norm of the gradient before it is clipped, of every step."""
+def train(
+    case: Case,
+    provider: str,
+    ids: Tensor,
+    device: torch.device,
+    after: Callable[[Any], None] | None = None,
+) -> Curves:
+    """Loss, and norm of the gradient before it is clipped, of every step; then ``after(model)``."""
     family, _, number = provider.partition("-")
     model = build(case, device, seed=1 if provider == "seed" else 0)
     parameters, noise = list(model.parameters()), None
@@ -368,6 +374,8 @@ def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curve
         optimizer.zero_grad(set_to_none=True)
         curves["loss"].append(loss.detach().float())
         curves["gradient_norm"].append(norm)
+    if after is not None:
+        after(model)
     rounded = {name: torch.stack(values).tolist() for name, values in curves.items()}
     return {name: [float(f"{x:.9g}") for x in values] for name, values in rounded.items()}
 

@@ -338,10 +338,10 @@ def lora(place: Place) -> Iterator[Row]:
             liger_multi.patch(wrapped, linear_float8=frozen if "float8" in name else False)
         gc.collect()
         on_card = place.device.type != "cpu"
-        held = torch.get_device_module(place.device).memory_allocated() if on_card else 0
+        allocated = torch.get_device_module(place.device).memory_allocated() if on_card else 0
         liger_multi.configure({"head_gemms": "float8" if "head" in name else "exact"})
         times = place.in_turns({name: once}, 6)
-        yield {**_row(place, "lora", name, times[name], once), "held_bytes": held}
+        yield {**_row(place, "lora", name, times[name], once), "held_bytes": allocated}
     liger_multi.configure(None)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -352,8 +352,7 @@ def child(run: Run, variant: str, limit_gb: float | None) -> None:
     """Take a turn for every line of the input, which says how many steps."""
     training = Training(run, variant, limit_gb)
     for text in sys.stdin:
-        sys.stdout.write(json.dumps(training.turn(int(text))) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(training.turn(int(text))), flush=True)
 
 
 class Turns:
@@ -546,7 +545,10 @@ def whole_models(arguments: Sequence[str]) -> int:
     """Measure every run under every variant, print a table and keep the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument(
-        "runs", nargs="*", default=["tiny:2x32"], help="MODEL:BATCHxTOKENS[+checkpointing]"
+        "runs",
+        nargs="*",
+        default=["tiny:2x32"],
+        help="MODEL:BATCHxTOKENS[+checkpointing]; readme: those of README's table on one card",
     )
     parser.add_argument("--variants", default="stock,liger,ours")
     parser.add_argument("--steps", type=int, default=4, help="of a turn, beside those to warm up")
@@ -561,9 +563,16 @@ def whole_models(arguments: Sequence[str]) -> int:
     if options.child:
         child(Run.parse(options.runs[0]), options.runs[1], options.limit_gb)
         return 0
-    variants = options.variants.split(",")
+    variants, texts = options.variants.split(","), options.runs
+    if texts == ["readme"]:
+        from benchmarks.tables.performance import DENSE, MIXTURE
+
+        texts = [*DENSE, MIXTURE]
+        if importlib.util.find_spec("liger_kernel") is None:
+            variants = [name for name in variants if not name.startswith("liger")]
+            print("Liger-Kernel is not installed: its column stays empty", flush=True)
     try:
-        runs = [Run.parse(text) for text in options.runs]
+        runs = [Run.parse(text) for text in texts]
         unknown = [name for name in variants if name not in VARIANTS]
         if unknown:
             raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")
@@ -598,8 +607,7 @@ def report(runs: list[Run], variants: list[str], options: argparse.Namespace) ->
         rows += new
         for one in own:
             text = line(run, one.variant, results[one.variant], results.get("stock", {}))
-            sys.stdout.write(f"{text}  turns of {one.spent}\n")
-            sys.stdout.flush()
+            print(f"{text}  turns of {one.spent}", flush=True)
             one.end()
     for file in paths:
         sys.stdout.write(f"written to {file}\n")
@@ -702,8 +710,7 @@ def time_operators(device: torch.device, wait: Call) -> None:
         ("gated_mlp", lambda: ops.gated_mlp(x, *layers), [x, *layers]),
     )
     for name, call, leaves in cases:
-        sys.stdout.write(both_ways(name, call, leaves, wait) + "\n")
-        sys.stdout.flush()
+        print(both_ways(name, call, leaves, wait), flush=True)
 
 
 OTHERS_OFF = {"rms_norm": False, "rope": False, "fused_linear_cross_entropy": False}
@@ -771,9 +778,8 @@ def time_models(
             one.step(ids, wait)
         for one in trained:
             del one.times[:3]
-            sys.stdout.write(one.line(run) + "\n")
+            print(one.line(run), flush=True)
             one.times.clear()
-        sys.stdout.flush()
 
 
 def host_time(arguments: Sequence[str]) -> int:

@@ -65,7 +65,9 @@ KINDS = {
     "linear-float8": Kind(("part", "name", "shape"), "variant", ("bf16",)),
     "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
+    "four-bits": Kind(("work",), "side"),
     "shared-prefixes": Kind(("model", "shape"), "variant", ("floor", "unshared")),
+    "long-context": Kind(("part", "model", "cards", "tokens", "layers"), "variant"),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
     "memory": Kind(("case",)),
@@ -77,6 +79,7 @@ KINDS = {
     "plans": Kind(("case",)),
     "plan-example": Kind(()),
     "convergence": Kind(("model", "dtype", "batch", "tokens", "steps"), "seeded"),
+    "compressed-activations": Kind(("model", "dtype")),
     "examples": Kind(("example",)),
     "bitwise": Kind(
         ("part", "name", "shape", "direction", "tiny"), "variant", ("default", "library")

@@ -49,12 +49,6 @@ def spans(call: Call, device: torch.device) -> list[Span]:
     return sorted(times, key=lambda span: span.start)
 
 
-def say(text: str) -> None:
-    """A line, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the kernels of operators."""
     from liger_multi.bench import providers
@@ -70,11 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cpu = device.type == "cpu"
     dtype, clock = (torch.float32 if cpu else torch.bfloat16), Clock(device)
     peak = ceilings(clock, dtype, quick=cpu)
-    say(f"a large copy: {peak.copy_bytes_per_second / 1e12:.2f} TB/s, read and written")
+    print(
+        f"a large copy: {peak.copy_bytes_per_second / 1e12:.2f} TB/s, read and written", flush=True
+    )
     for case in cases(options.ops, options.samples, dtype, (2**20, 1e8) if cpu else None):
         provider = providers.find("ours", case, device, dtype)
         if isinstance(provider, str):
-            say(f"{case.op} {case.label}: {provider}")
+            print(f"{case.op} {case.label}: {provider}", flush=True)
             continue
         runner = Runner.make(
             provider, draw(case.sample, device, dtype), upstream(case, device, dtype, reference)
@@ -82,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         calls = [traced(runner, clock) for _ in range(options.calls + 2)][2:]
         for direction, least in least_bytes(case.work(dtype)).items():
             traces = [one[direction] for one in calls]
-            say(operator_line(case, direction, traces, least, peak))
+            print(operator_line(case, direction, traces, least, peak), flush=True)
         del runner
         release(device)
     return 0

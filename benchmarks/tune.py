@@ -90,13 +90,13 @@ class Forced:
         self.real = launch.table
 
     def __enter__(self) -> None:
-        launch._found.clear()
+        launch._configs.clear()
         if self.entries:
             launch.table = lambda backend, arch: self.entries  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
         launch.table = self.real
-        launch._found.clear()
+        launch._configs.clear()
 
 
 def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
@@ -181,8 +181,7 @@ def kernel_command(arguments: Sequence[str]) -> int:
             with open(options.kernel[1:], encoding="utf-8") as file:
                 jobs = [tuple(line.split(None, 2)) for line in file if line.strip()]  # type: ignore[misc]
         for job in jobs:
-            sys.stdout.write("\n".join(tune(*job, options.show)) + "\n")
-            sys.stdout.flush()
+            print(*tune(*job, options.show), sep="\n", flush=True)
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
     return 0
@@ -203,7 +202,7 @@ def questions(prim: Any, args: tuple[Any, ...], label: str) -> list[Asked]:
         asked.append(Asked(label, name, dict(shape), config))
         return config
 
-    launch._found.clear()
+    launch._configs.clear()
     launch._config = spy
     try:
         prim.call(*[a.clone() if n in prim.mutates else a for n, a in zip(prim.params, args)])

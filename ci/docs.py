@@ -101,7 +101,7 @@ def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str
 
 
 def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
-    """Operators by the title of their family, in the order of the first page's table."""
+    """Operators by the title of their family, in the order of the families."""
     contracts = importlib.import_module("liger_multi.dispatch.op").OPS
     families: dict[str, list[str]] = {title: [] for title in OPERATOR_FAMILIES.values()}
     for name in operators:
@@ -109,11 +109,24 @@ def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
     return families
 
 
+SHARED_ROWS = {
+    "LM head and cross entropy": ("divergences",),
+    "rotary embeddings": ("embedding",),
+    "mixtures of experts": ("residual streams",),
+    "LoRA": ("FP8", "weights in 4 bits"),
+}
+"""Families that stand in the row of another one in the first page's table."""
+
+
 def table() -> str:
-    """The operator table of the first page, in Markdown: a row per family."""
+    """The operator table of the first page, in Markdown: a row per family, or a few of them."""
     kernels = {"triton": "Triton: NVIDIA, AMD", "npu": "Ascend"}
     rows = [["Operators", "", *kernels.values()], ["---"] * (2 + len(kernels))]
-    for title, names in by_family(public_operators()).items():
+    families = by_family(public_operators())
+    for first, others in SHARED_ROWS.items():
+        families[first] += [name for title in others for name in families.pop(title)]
+    for first, names in families.items():
+        title = ", ".join((first, *SHARED_ROWS.get(first, ())))
         cells = []
         for backend in kernels:
             own = [name for name in names if directions(backend, name)]
@@ -426,6 +439,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "loss-head": head,
         "loss-families": families,
         "trees-types": coverage.shared_prefixes,
+        "shards-types": coverage.sharded_rows,
         "support": verified.support,
         "verified": verified.rows,
     }

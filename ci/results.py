@@ -124,16 +124,16 @@ def write(
     versions["python"] = platform.python_version()
     result = Result(
         path.stem,
-        list(backends),
-        device_facts(device),
-        versions,
-        commit(),
-        now.isoformat(timespec="seconds"),
-        {name: counts[name] for name in OUTCOMES if counts.get(name)},
-        round(seconds, 3),
-        note,
-        list(failures),
-        settings or {},
+        backends=list(backends),
+        device=device_facts(device),
+        versions=versions,
+        commit=commit(),
+        date=now.isoformat(timespec="seconds"),
+        counts={name: counts[name] for name in OUTCOMES if counts.get(name)},
+        seconds=round(seconds, 3),
+        note=note,
+        failures=list(failures),
+        settings=settings or {},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

@@ -38,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     model.set_attn_implementation("liger_multi")
     report = liger_multi.patch(model)
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     half = torch.bfloat16 if options.gpu else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["sp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["sp"], mp_policy=policy)
-    memory.offload_activations(model)  # the inputs of layers, which checkpointing keeps
+    memory.apply_recompute(model, "keep_attention")
+    memory.offload_activations(model)  # inputs of layers and results of attention
     shard_sequence(model, mesh["sp"])
     if dist.get_rank() == 0:
         print(report)

@@ -139,7 +139,7 @@ def caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call hands over a cache; positional arguments are told by what they are."""
+    """Whether a call hands over a cache; positional arguments are identified by their types."""
     return any(is_cache(value) for value in args) or len(caches(kwargs)) > 0
 
 

@@ -37,7 +37,8 @@ __all__ = ["shard_sequence", "unshard_sequence"]
 IGNORED = -100
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position of a call."""
-TRIAL_TOKENS = 64
+TRIAL_TOKENS = 61  # a prime: no number of ranks divides it, so that padding is tried, too
+UNDIVIDED = "ranks do not divide"  # of a message that says what to do
 COARSE, FINE = 5e-2, 1e-3  # differences that rounding explains, in 16 bits and in more
 
 
@@ -46,6 +47,7 @@ class _Sharded:
     """A model whose rows are spread, and what ends that."""
 
     ranks: shards.Ranks
+    targets: int = 0  # of a row of the running call
     handles: list[Any] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)  # of calls that run
 
@@ -241,6 +243,7 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     targets: Any = arguments.get("shift_labels")
     if labels is None and targets is None:
         return None
+    sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
     if targets is None:
         if labels.shape != rows.shape[:2]:
             raise ValueError(
@@ -290,6 +293,8 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
     if not isinstance(loss, Tensor):
         return None
     balance = getattr(output, "aux_loss", None)
+    if isinstance(getattr(output, "label_mask", None), Tensor):
+        _gather_targets(sharded, output)
     if isinstance(balance, Tensor):  # every rank has all of it
         scale: Any = getattr(model, "router_aux_loss_coef", None)
         scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
@@ -297,6 +302,18 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
         loss = loss - once.to(loss.device)
     output["loss"] = shards.total(loss, sharded.ranks)
     return output
+
+
+def _gather_targets(sharded: _Sharded, output: Any) -> None:
+    """Whole rows of what TRL's head says of every target, of which its trainers make a loss."""
+    ranks, shape = sharded.ranks, output["label_mask"].shape
+    for name, value in list(output.items()):
+        if isinstance(value, Tensor) and value.shape == shape:
+            output[name] = shards.gather(value, ranks, ranks.size)[:, : sharded.targets]
+    if isinstance(
+        balance := output.get("aux_loss"), Tensor
+    ):  # its gradient is of this rank's share
+        output["aux_loss"] = ranks.size * balance - (ranks.size - 1) * balance.detach()
 
 
 # --- a call of its layers: tokens, positions, masks ---
@@ -332,8 +349,9 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
     new = dict(arguments)
     for name in ("input_ids", "inputs_embeds"):
         if new.get(name) is not None:
-            spare = (0, padding) if new[name].ndim == 2 else (0, 0, 0, padding)
-            new[name] = ranks.share(F.pad(new[name], spare), 1)
+            # the last token again: some models divide by the size of a padding token's embedding
+            spare = new[name][:, -1:].expand(-1, padding, *new[name].shape[2:])
+            new[name] = ranks.share(torch.cat([new[name], spare], 1), 1)
     if "position_ids" in names:
         places = torch.arange(row.tokens, device=rows.device)[None]
         places = places if positions is None else _continued(positions, padding)
@@ -417,10 +435,11 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
     embedding = _embedding(model)
     parameter = next(model.parameters())
     ids = torch.arange(TRIAL_TOKENS, device=parameter.device)[None]
-    first = TRIAL_TOKENS * 5 // 8 + 1  # 41 of 64: at no border of shares
+    first = TRIAL_TOKENS * 5 // 8 + 1  # 39 of 61: at no border of shares
     positions = torch.where(ids < first, ids, ids - first)
-    size = getattr(embedding, "num_embeddings", None) or model.config.vocab_size
-    ids = (7 * ids * ids + 3 * ids) % min(size, 512)
+    sizes = [getattr(embedding, "num_embeddings", None)]  # may have more entries than the head
+    sizes += [getattr(model.config.get_text_config(), "vocab_size", None), 512]
+    ids = (7 * ids * ids + 3 * ids) % min(size for size in sizes if size)
     call = {"input_ids": ids, "use_cache": False}
     if "labels" in parameters_of(_forward(model)):
         call["labels"] = ids
@@ -429,9 +448,19 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
             try:
                 with shards.suspended():
                     whole = model(**call, **arguments)
-            except PackingError:  # the model takes no packed rows, spread or not
-                continue
-            part = model(**call, **arguments)
+            except (PackingError, ValueError):
+                if not arguments:
+                    raise
+                continue  # the model takes no packed rows, spread or not
+            try:
+                part = model(**call, **arguments)
+            except Exception as error:
+                if UNDIVIDED in str(error):
+                    raise
+                raise PatchError(
+                    f"shard_sequence: {unpatched_class(model).__name__} cannot run on rows that "
+                    f"are spread over {ranks.size} ranks: {type(error).__name__}: {error}"
+                ) from error
         worst = _difference(part, whole, ranks)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)
         limit = COARSE if any(p.dtype.itemsize < 4 for p in model.parameters()) else FINE

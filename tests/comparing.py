@@ -6,6 +6,7 @@ are, on replicas with given hidden states.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
@@ -82,6 +83,24 @@ def saved(
         result = call()
     own = {tensor.untyped_storage().data_ptr() for tensor in but}
     return result, [tensor for place, tensor in tensors.items() if place not in own]
+
+
+def recorded(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    note: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs),
+) -> list[Any]:
+    """What ``note`` makes of the arguments of each call of a function, which still runs."""
+    calls, function = [], getattr(owner, name)
+
+    @functools.wraps(function)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(note(*args, **kwargs))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, spy)
+    return calls
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

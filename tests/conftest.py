@@ -235,3 +235,19 @@ def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Calls of the fused loss that patched models make."""
+    from tests.models import FusedCalls
+
+    return FusedCalls(monkeypatch)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often patched models call each operator."""
+    from tests.models import Calls
+
+    return Calls(monkeypatch)

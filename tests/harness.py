@@ -7,15 +7,19 @@ count as given or not; shapes and strides are run-time arguments. Where a shape 
 kernel, the sample says so (``Sample.path``).
 """
 
+import contextlib
 import functools
 import textwrap
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+import liger_multi
 from liger_multi.testing import samples
 from liger_multi.testing.checks import accelerator, device_of, interpreted, refusal
 from liger_multi.testing.suite import plugin
@@ -47,11 +51,39 @@ def selected_backends(config: pytest.Config) -> list[str]:
     return list(dict.fromkeys([*names, "reference"]))
 
 
+def kernels_of(config: pytest.Config, names: Iterable[str]) -> contextlib.AbstractContextManager:
+    """Operators by interpreted kernels where these are under test; else the device chooses."""
+    named = interpreted() and "triton" in selected_backends(config)
+    order = ["triton", "reference"]
+    return liger_multi.use(**dict.fromkeys(names, order)) if named else contextlib.nullcontext()
+
+
 def selected_device(config: pytest.Config) -> torch.device:
     """The device of the first backend named by ``--backend``; the CPU without one."""
     named = config.getoption("--backend")
     device = device_of(selected_backends(config)[0]) if named else None
     return device or torch.device("cpu")
+
+
+def needs_memory(device: torch.device, gib: int) -> None:
+    """Skip where no device has so many GiB free, as tensors of 2^31 elements take."""
+    module = None if device.type == "cpu" else torch.get_device_module(device.type)
+    if module is None or module.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs a device with {gib} GiB of free memory")
+
+
+def assert_last_rows_are_theirs_alone(
+    run: Callable[[Tensor], Tensor], x: Tensor, axis: int = 0
+) -> None:
+    """The last rows' results and gradients are those of the rows alone, bit for bit."""
+    last = x.detach().narrow(axis, -3, 3).clone().requires_grad_()
+    y, right = run(x.requires_grad_()), run(last)
+    assert torch.equal(y[-3:], right)
+    up = torch.zeros_like(y)
+    up[-3:] = torch.randn_like(right)
+    (grad,) = torch.autograd.grad(y, x, up)
+    assert torch.equal(grad.narrow(axis, -3, 3), torch.autograd.grad(right, last, up[-3:])[0])
+    assert not grad.narrow(axis, 0, x.shape[axis] - 3).any()
 
 
 # --- processes ---
@@ -114,8 +146,8 @@ def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:
 
 # --- what `make test` runs, and parts ---
 
-EVERY = 13
-"""`make test` runs the first and every thirteenth case of a test with parameters. A prime number
+EVERY = 17
+"""`make test` runs the first and every seventeenth case of a test with parameters. A prime number
 makes these cases vary in every parameter. The others are slow."""
 
 COMPLETE = frozenset({"tests/dispatch/test_dispatch.py::test_generated_code_equals_slow_path"})

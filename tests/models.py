@@ -6,7 +6,6 @@ Tiny data, tokenizers and arguments for tests with trainers.
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +14,12 @@ import pytest
 import torch
 from packaging import version
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.arguments import cache_parameter, caches
-from liger_multi.dispatch.op import inline_ops
-from liger_multi.patching import patch
+from liger_multi.patching import patch, unpatch
 from liger_multi.patching.swap import Patched, swapped
-from tests.comparing import assert_same_gradients, gradients, resolution
+from tests.comparing import Operations, assert_same_gradients, gradients, resolution
 
 transformers = pytest.importorskip("transformers")
 
@@ -204,6 +201,12 @@ def patched_copy(stock: Any, **options: Any) -> Any:
     return ours
 
 
+def assert_unpatched(ours: Any, stock: Any) -> None:
+    """After ``unpatch``, all classes are those of a model that was never patched."""
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
 def redrawn(model: Any, std: float = 0.2) -> Any:
     """The model with larger weights: as it is made, its tokens and layers hardly see each other."""
     with torch.no_grad():
@@ -299,7 +302,7 @@ def assert_as_exact(stock: Any, ours: Any, wide_model: Any, run: Any, run_wide: 
         assert error <= bound, f"{name}: {error} > {bound}, stock {allowed}"
 
 
-class Widest(TorchDispatchMode):
+class Widest(Operations):
     """The most rows of any tensor whose last axis is the vocabulary, inside of operators as well.
 
     Attributes:
@@ -311,15 +314,6 @@ class Widest(TorchDispatchMode):
         super().__init__()
         self.rows = 0
         self.shapes: set[tuple[int, ...]] = set()
-
-    def __enter__(self) -> Any:
-        self._inside = inline_ops()
-        self._inside.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._inside.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -355,19 +349,6 @@ def patched_ops(model: Any) -> dict[str, int]:
     """How many modules each operator replaces; options of the model's own loss are no operator."""
     ops = Counter(swapped(m).op for m in model.modules() if isinstance(m, Patched))
     return {op: n for op, n in sorted(ops.items()) if op != "loss options"}
-
-
-def recorded(monkeypatch: Any, owner: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:
-    """The calls of a function that still runs: arguments and keywords of each."""
-    calls, function = [], getattr(owner, name)
-
-    @functools.wraps(function)
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, spy)
-    return calls
 
 
 def adapters(

@@ -192,13 +192,13 @@ def backward(
             ranges,
             y,
             lse,
-            causal,
-            scale,
-            softcap,
-            needs_q,
-            needs_k,
-            needs_v,
-            needs_sinks,
+            causal=causal,
+            scale=scale,
+            softcap=softcap,
+            needs_q=needs_q,
+            needs_k=needs_k,
+            needs_v=needs_v,
+            needs_sinks=needs_sinks,
         )
     dense = (_dense(dy), _dense(q), _dense(k), _dense(v), _dense(y), lse.contiguous())
     gradients = _cudnn(*dense, causal, scale) if by == "cudnn" else _flash(*dense, causal, scale)

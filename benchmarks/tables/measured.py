@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
@@ -497,6 +497,108 @@ def _peak(row: Mapping[str, Any]) -> str:
     return _gib(row["peak_bytes"]) if "peak_bytes" in row else ""
 
 
+# --- long rows ---
+
+
+def long_context() -> list[str]:
+    """Steps with one long row over several cards, and ways to keep activations."""
+    pairs = store.rows("long-context")
+    steps = [row for _, row in pairs if row["part"] == "step"]
+    variants = [row for _, row in pairs if row["part"] == "variant"]
+    lines = [
+        [
+            row["model"] + (" in FP8" if row["variant"] == "float8" else ""),
+            str(row["cards"]),
+            f"{row['tokens']:,}",
+            str(row["layers"]),
+            f"{row['seconds_all_layers']:.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+            _gib(row["peak_bytes"]),
+            f"{row['host_bytes_all_layers'] / 2**30:.0f}",
+            f"{row['exposed_percent']:.1f}",
+        ]
+        for row in steps
+    ]
+    others = [
+        [
+            row["variant"],
+            f"{row['tokens']:,}",
+            str(row["layers"]),
+            f"{row['seconds']:.2f}",
+            _gib(row["peak_bytes"]),
+            _gib(row["host_bytes_per_card"]),
+            f"{row['exposed_percent']:.1f}",
+        ]
+        for row in variants
+    ]
+    if not pairs:
+        return ["Not measured yet."]
+    said = "A step of the whole model is extrapolated where fewer layers ran. Host: of all cards."
+    first = ["Model", "Cards", "Tokens", "Layers run", "s a step", "tokens/s", "GiB a card"]
+    second = ["Activations", "Tokens", "Layers", "s", "GiB a card", "host GiB a card", "exposed, %"]
+    parts = [table([*first, "host GiB", "exposed, %"], lines), table(second, others)]
+    return [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
+
+
+# --- weights in 4 bits ---
+
+
+def four_bits() -> list[str]:
+    """Steps and layers over a base in 4 bits beside others, then ``dequantize``, by card."""
+    parts: list[str] = []
+    by_card = {store.device(run): run for run in store.read("four-bits")}
+    for run in by_card.values():
+        steps, rates = [], []
+        ours = {
+            row["work"]: row for row in run["rows"][::-1] if row["side"].startswith("liger_multi, ")
+        }
+        places = list(dict.fromkeys(row["work"] for row in run["rows"]))
+        for row in sorted(run["rows"], key=lambda row: places.index(row["work"])):
+            name, copied = row["work"], row.get("of_copy")
+            if copied is not None:
+                rate = f"{row['gb_per_s']:,.0f}"
+                rates.append([name.removeprefix("dequantize "), f"{row['ms']:.3f}", rate])
+                rates[-1].append(f"{100 * copied:.0f} %")
+            elif row["peak_bytes"]:
+                pair = [ours[name][key] / row[key] for key in ("ms", "peak_bytes")]
+                ratio = "" if row is ours[name] else ", ".join(f"{r:.2f}" for r in pair)
+                cells = [f"{row['ms']:#.4g}".rstrip("."), _gib(row["peak_bytes"])]
+                steps.append([name, row["side"], *cells, ratio])
+        heads = ["Work", "Implementation", "ms", "peak, GiB", "first of ours / it: time, memory"]
+        parts += [measured(run), "", *table(heads, steps), ""]
+        parts += table(["dequantize", "ms", "GB/s", "of a copy's"], rates)
+    return parts
+
+
+def compressed_activations() -> list[str]:
+    """Losses with activations that wait in a byte, and errors of gradients by layer."""
+    pairs = store.rows("compressed-activations")
+    if not pairs:
+        return ["Not measured yet."]
+    run, row = pairs[-1]
+    steps = [1, *range(row["steps"] // 6, row["steps"] + 1, row["steps"] // 6)]
+    named = {"kept": row["dtype"], "compressed": "a byte", "seed": "other weights at the start"}
+
+    def mean(curve: Sequence[float], step: int) -> str:
+        """Of the ten steps that end with this one."""
+        some = curve[max(0, step - 10) : step]
+        return f"{sum(some) / len(some):.4f}"
+
+    losses = [
+        [text, *(mean(row["losses"][name], step) for step in steps)] for name, text in named.items()
+    ]
+    errors = [[layer, f"{100 * error:.2f}"] for layer, error in row["gradients"].items()]
+    size = f"{row['batch']} x {row['tokens']} tokens a step"
+    said = (
+        f"Mean loss of the last ten steps, {row['model']} of {row['layers']} layers, {size} of "
+        f"Python's sources, `keep_attention` (`python -m benchmarks.compressed --store`)."
+    )
+    curves = table(["loss at step", *map(str, steps)], losses)
+    after = f"Relative errors of the gradients of one batch after {row['steps']} steps:"
+    by_layer = table(["parameters of", "error, %"], errors)
+    return [said, "", measured(run), "", *curves, "", after, "", *by_layer]
+
+
 # --- by the names of their markers ---
 
 
@@ -522,4 +624,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "lora-layers": lora_layers,
     "examples": examples,
     "shared-prefixes": shared_prefixes,
+    "four-bits": four_bits,
+    "long-context": long_context,
+    "compressed-activations": compressed_activations,
 }

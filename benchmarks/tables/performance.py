@@ -243,6 +243,8 @@ def longest_sequences() -> str:
 HEADS = {
     "ours": "ours",
     "ours-512MiB": "ours within `512MiB`",
+    "ours-lean": "ours, `lean`",
+    "torch-fused": "PyTorch in chunks",
     "liger-hopper": "Liger CuTe",
     "quack": "QuACK",
     "liger": "Liger",
@@ -266,13 +268,13 @@ def heads() -> str:
                 cells.append("-" if one is None else _over(one.ours, one.row))
         cells += [
             number(rows[who].row, "GiB") if who in rows else ABSENT
-            for who in ("ours", "ours-512MiB", "liger", "products")
+            for who in ("ours", "ours-512MiB", "ours-lean", "liger", "products")
         ]
         lines.append(cells)
     heads = ["shape"]
     for who, shown in HEADS.items():
         heads += [f"{shown}, ms", *["ours / it"] * (who != "ours")]
-    heads += ["ours, GiB", "within `512MiB`, GiB", "Liger, GiB", "GEMMs, GiB"]
+    heads += ["ours, GiB", "within `512MiB`, GiB", "`lean`, GiB", "Liger, GiB", "GEMMs, GiB"]
     return block(used, heads, lines)
 
 

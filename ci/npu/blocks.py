@@ -296,7 +296,7 @@ entries:
 
 
 @dataclass(frozen=True)
-class Found:
+class Search:
     """What a search says of a kernel and a type of elements.
 
     Attributes:
@@ -373,13 +373,13 @@ def compiled(
     return verdicts, None
 
 
-def search(name: str, chip: Chip, size: int) -> Found:
+def search(name: str, chip: Chip, size: int) -> Search:
     """The largest block of a kernel: down from where its hungriest form still compiles."""
     refused = None
     for block in reversed(SIZES):
         verdicts, refusal = compiled(forms(chip, size, block)[name], chip)
         if refusal is None:
-            return Found(block, tuple(verdicts), refused)
+            return Search(block, tuple(verdicts), refused)
         refused = refusal
     raise RuntimeError(f"{name}: no block of {SIZES} fits {chip.name}: {refused}")
 
@@ -400,7 +400,7 @@ def row(size: int, launch: Launch, verdict: lowering.Verdict) -> str:
     return f"{said}{why(verdict):<32}  {constants(launch)}"
 
 
-def entry(size: int, result: Found, chip: Chip) -> str:
+def entry(size: int, result: Search, chip: Chip) -> str:
     """One entry of a launch table."""
     version = importlib.metadata.version("ascendnpu-ir")
     most = max(verdict.buffer for _, verdict in result.forms)

@@ -114,7 +114,9 @@ class Count(TorchDispatchMode):
 
     def allocated(self, tensors: list[Tensor]) -> None:
         """Track the memory of results, which may be new."""
-        self.alive = {k: held for k, held in self.alive.items() if not held[0].expired()}
+        self.alive = {
+            k: reference for k, reference in self.alive.items() if not reference[0].expired()
+        }
         for t in tensors:
             weak = StorageWeakRef(t.untyped_storage())
             self.alive[weak.cdata] = (weak, t.untyped_storage().nbytes())
@@ -140,8 +142,8 @@ def counted() -> Iterator[Count]:
     """Count what runs inside, kernels included: whichever module starts them, none runs."""
     count, original = Count(), launching.start
 
-    def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
-        count.add(kernel.__name__, [t for t in args if isinstance(t, Tensor)])
+    def start(kernel: Any, pieces: int, /, *args: Any, **more: Any) -> None:
+        count.add(kernel.__name__, [t for t in (*args, *more.values()) if isinstance(t, Tensor)])
 
     with contextlib.ExitStack() as stack:
         for loaded in list(sys.modules.values()):

@@ -481,7 +481,7 @@ def scalar_loops(code: str) -> int:
 
 
 @functools.cache
-def _told() -> str:
+def _facts() -> str:
     """What a verdict depends on beside the launch and the chip."""
     versions = [importlib.metadata.version(name) for name in ("triton-ascend", "ascendnpu-ir")]
     return repr((versions, Path(__file__).read_text(encoding="utf-8")))
@@ -489,7 +489,7 @@ def _told() -> str:
 
 def compile_by_vendor(launch: Launch, chip: Chip) -> Verdict:
     """Compile for a chip, or read what was said of the same before."""
-    text = repr((launch.key, chip, _told()))
+    text = repr((launch.key, chip, _facts()))
     kept = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

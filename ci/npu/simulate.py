@@ -65,9 +65,9 @@ def on_host(t: Any) -> Any:
         return aten.empty.memory_format([0], dtype=t.dtype).as_strided(t.size(), t.stride())
     storage = t.untyped_storage()
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    data = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     same: Tensor = aten.empty.memory_format([0], dtype=t.dtype)
-    same = same.set_(held, t.storage_offset(), t.size(), t.stride())
+    same = same.set_(data, t.storage_offset(), t.size(), t.stride())
     same = same.conj() if t.is_conj() else same
     return torch._neg_view(same) if t.is_neg() else same
 

@@ -33,14 +33,14 @@ class Instruction(NamedTuple):
 
 def _parsed(listing: str) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions, and the number of the one that follows each label."""
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := LABEL.match(line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(instructions)
         elif m := LINE.search(line):
-            found.append(Instruction(int(m[1], 16), bool(m[2]), m[3], m[4].strip()))
-    return found, labels
+            instructions.append(Instruction(int(m[1], 16), bool(m[2]), m[3], m[4].strip()))
+    return instructions, labels
 
 
 def _next(code: list[Instruction], labels: dict[str, int], at: int) -> list[int]:
@@ -54,35 +54,39 @@ def _next(code: list[Instruction], labels: dict[str, int], at: int) -> list[int]
     return after if conditional or name not in ("EXIT", "RET") else []
 
 
-def _ran(one: Instruction, held: dict[int, int]) -> dict[int, int]:
+def _ran(one: Instruction, registers: dict[int, int]) -> dict[int, int]:
     """What uniform registers hold after an instruction."""
     first, _, rest = one.operands.partition(",")
     target = re.fullmatch(r"UR(\d+)", first.strip())
     if target is None:
-        return held
+        return registers
     wide = ".64" in one.name or ".WIDE" in one.name
-    after = dict(held)
+    after = dict(registers)
     for half in range(1 + wide):
         step = half if ".64" in one.name else 0
-        read = [held.get(int(r) + step, ARGUMENT) for r in REGISTER.findall(rest)]
+        read = [registers.get(int(r) + step, ARGUMENT) for r in REGISTER.findall(rest)]
         value = ARGUMENT if one.name.startswith("ULDC") else max(read, default=MADE)
         if one.name.startswith(("R2UR", "S2UR")):
             value = MADE
         register = int(target[1]) + half
-        after[register] = max(value, held.get(register, ARGUMENT)) if one.conditional else value
+        after[register] = (
+            max(value, registers.get(register, ARGUMENT)) if one.conditional else value
+        )
     return after
 
 
-def _held(code: list[Instruction], labels: dict[str, int]) -> list[dict[int, int] | None]:
+def _registers_before(
+    code: list[Instruction], labels: dict[str, int]
+) -> list[dict[int, int] | None]:
     """What uniform registers may hold before every instruction, over all paths to it."""
     before: list[dict[int, int] | None] = [None] * len(code)
     before[0] = {}
     work = [0]
     while work:
         at = work.pop()
-        held = before[at]
-        assert held is not None
-        after = _ran(code[at], held)
+        registers = before[at]
+        assert registers is not None
+        after = _ran(code[at], registers)
         for to in _next(code, labels, at):
             known = before[to]
             joined = (
@@ -109,12 +113,12 @@ def misread(listing: str) -> tuple[int, ...]:
         return ()
     code, labels = _parsed(listing)
     wrong = []
-    for one, held in zip(code, _held(code, labels), strict=True):
+    for one, registers in zip(code, _registers_before(code, labels), strict=True):
         gemm = GEMM.search(one.operands) if one.name.startswith("HGMMA") else None
-        if gemm is None or held is None:
+        if gemm is None or registers is None:
             continue
         # four registers; the first two are not read where the left factor is in registers
         first = int(gemm[1]) + 2 * gemm[0].lstrip(", ").startswith("R")
-        if any(held.get(r, ARGUMENT) == ARGUMENT for r in range(first, int(gemm[1]) + 4)):
+        if any(registers.get(r, ARGUMENT) == ARGUMENT for r in range(first, int(gemm[1]) + 4)):
             wrong.append(one.address)
     return tuple(wrong)

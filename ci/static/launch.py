@@ -168,8 +168,8 @@ def bounds(question: Asked) -> dict[str, list[int]]:
             when[axis] = [(1 << (value - 1).bit_length() - 1) + 1, 1 << (value - 1).bit_length()]
         else:
             when[axis] = [int(value), int(value)]
-    if question.key.startswith("rope"):
-        when.pop("rows", None)  # one compiled kernel serves every length
+    if question.key.startswith(("rope", "gemm_by_rows")):
+        when.pop("rows", None)  # one kernel serves every length, or its bits must
     return when
 
 

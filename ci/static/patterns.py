@@ -141,7 +141,7 @@ def chained_dots(ttir: str) -> list[str]:
 def transposed_dots(ttir: str) -> list[Operation]:
     """The dots of which a factor is the transpose of what another dot's result was made into."""
     by_name, through = operations(ttir), ("arith.", "math.", "tt.fp_to_fp")
-    found = []
+    transposed = []
     for operation in by_name.values():
         if operation.name == "tt.dot":
             turned = [n for v in operation.operands[:2] for n in _sources(v, by_name, through)]
@@ -149,8 +149,8 @@ def transposed_dots(ttir: str) -> list[Operation]:
             if any(
                 by_name[n].name == "tt.dot" for v in inner for n in _sources(v, by_name, through)
             ):
-                found.append(operation)
-    return found
+                transposed.append(operation)
+    return transposed
 
 
 def _only_stored(lines: list[str], load: int, store: int) -> bool:

@@ -58,7 +58,21 @@ SUITE_VARIANTS = {"gfx942": Variant(large=True), "gfx1100": Variant(aligned=Fals
 # NVIDIA, CDNA and RDNA by turns
 TURNS = ("sm90", "gfx942", "sm80", "gfx1100", "sm100", "gfx90a", "gfx1201", "gfx950")
 CHUNK = 8  # rows that a process takes at a time
-NOTHING = Code(0, 0, 0, 0, 0, {}, {}, 0, 0, (), 0, 0, 0)
+NOTHING = Code(
+    0,
+    registers=0,
+    spills=0,
+    shared=0,
+    resident=0,
+    loads={},
+    stores={},
+    unbounded_loads=0,
+    unbounded_stores=0,
+    matrix=(),
+    instructions=0,
+    swaps=0,
+    narrow_atomics=0,
+)
 
 
 class Row(NamedTuple):
@@ -332,7 +346,7 @@ LABEL = 48  # width of what made a launch, in a line of the baseline
 BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
 
 
-def _given(name: str) -> Callable[[StaticCase], bool]:
+def _has_argument(name: str) -> Callable[[StaticCase], bool]:
     """Whether a launch has a tensor of this name."""
     return lambda case: case.signature.get(name, "")[:1] == "*"
 
@@ -354,8 +368,11 @@ def _several_pairs(case: StaticCase) -> bool:
 ADDRESSED = {
     "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
     "_rope_kinds_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
-    "_moe_up_": (_given("order_ptr"), "tokens of a tile stand where the order of pairs says"),
-    "_moe_bias_gradient_": (_given("routing_ptr"), "likewise"),
+    "_moe_up_": (
+        _has_argument("order_ptr"),
+        "tokens of a tile stand where the order of pairs says",
+    ),
+    "_moe_bias_gradient_": (_has_argument("routing_ptr"), "likewise"),
     "_moe_combine_": (_several_pairs, "the rows of a token's pairs, 4 numbers for all threads"),
     "_grouped_product_": (
         lambda case: True,
@@ -554,7 +571,7 @@ def compiled_by() -> str:
 
 
 @functools.cache
-def _told() -> dict[str, str]:
+def _facts() -> dict[str, str]:
     """For every kernel, the launches of its baseline."""
     digests: dict[str, list[str]] = {}
     for arch in TARGETS:
@@ -566,7 +583,7 @@ def _told() -> dict[str, str]:
 
 def sources(name: str) -> str:
     """A hash of a kernel's statements, of those that it calls, and of its launches."""
-    text = text_of(kernels()[name]) + _told().get(name, "")
+    text = text_of(kernels()[name]) + _facts().get(name, "")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""``liger-multi bench``: what the operators cost on this machine, beside plain PyTorch."""
+"""``liger-multi bench``: what the operators cost on this machine, compared with plain PyTorch."""
 
 from __future__ import annotations
 

@@ -551,6 +551,9 @@ _PEERS: dict[str, dict[str, Formula]] = {
         "ours-512MiB": lambda hidden, weight, target: ops.fused_linear_cross_entropy(
             hidden, weight, target, chunk="512MiB"
         ),
+        "ours-lean": lambda hidden, weight, target: ops.fused_linear_cross_entropy(
+            hidden, weight, target, chunk="lean"
+        ),
         "aten": lambda hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean": (
             F.cross_entropy(
                 F.linear(hidden, weight, bias),
@@ -560,7 +563,7 @@ _PEERS: dict[str, dict[str, Formula]] = {
             )
         ),
         "torch-fused": lambda hidden, weight, target: F.linear_cross_entropy(
-            hidden, weight, target
+            hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions()
         ),
         "cce": lambda hidden, weight, target: importlib.import_module(
             "cut_cross_entropy"

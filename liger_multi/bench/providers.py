@@ -72,7 +72,7 @@ def _liger_moe(moe: Formula) -> Formula:
 # Losses of log-probabilities; tvd takes probabilities.
 
 
-def _given(loss: Formula, prepare: Formula) -> Formula:
+def _prepared(loss: Formula, prepare: Formula) -> Formula:
     def call(
         student: Tensor, teacher: Tensor, *, form: str = "log_prob", teacher_form: str = "log_prob"
     ) -> Tensor:
@@ -217,12 +217,14 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     ),
     "kl_div": (
         "liger_kl_div",
-        lambda f: _given(lambda q, p: f(q, p, reduction="batchmean", log_target=True), _given_logs),
+        lambda f: _prepared(
+            lambda q, p: f(q, p, reduction="batchmean", log_target=True), _given_logs
+        ),
     ),
-    "jsd": ("liger_jsd", lambda f: _given(lambda q, p: f(q, p), _given_logs)),
+    "jsd": ("liger_jsd", lambda f: _prepared(lambda q, p: f(q, p), _given_logs)),
     "tvd": (
         "liger_tvd",
-        lambda f: _given(lambda q, p: f(q, p, reduction="batchmean"), _given_probabilities),
+        lambda f: _prepared(lambda q, p: f(q, p, reduction="batchmean"), _given_probabilities),
     ),
     "fused_linear_jsd": (
         "liger_fused_linear_jsd",
@@ -292,8 +294,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     formula = TABLE.get(case.op, {}).get("torch" if name == "compile" else name)
     if formula is None:
         return "has no such operator"
-    if name == "torch-fused" and not hasattr(F, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has no linear_cross_entropy"
+    if name == "torch-fused" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return f"torch {torch.__version__} has no chunked linear_cross_entropy"
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         return f"{PACKAGES[name]} is not installed"
     if name == "transformers" and (function := missing(case.op)):

@@ -21,6 +21,7 @@ from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
 from liger_multi.memory.breakdown import estimate_page
+from liger_multi.memory.compress import FORMATS as FORMATS_OF_ACTIVATIONS
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.cost import DEFAULT_HOST_MEMORY
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
@@ -75,7 +76,18 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="optimizer states stand there (default: on the device)",
     )
     parser.add_argument("--offload-parameters", action="store_true", help="parameters too")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="devices that share the tokens of every sequence"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="keep inputs of layers only")
+    parser.add_argument(
+        "--offload-activations", action="store_true", help="what layers keep waits on the host"
+    )
+    parser.add_argument(
+        "--compress",
+        choices=FORMATS_OF_ACTIVATIONS,
+        help="what layers pass on waits in a byte (default: as it is)",
+    )
     parser.add_argument("--patched", action="store_true", help="with the operators of this library")
     parser.add_argument("--attention", default="sdpa", help="sdpa, flash_attention_2 or eager")
     parser.add_argument("--device", default="cuda", help="device type to predict")

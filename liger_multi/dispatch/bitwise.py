@@ -220,12 +220,14 @@ def follows_torch() -> str:
 
 
 ALIGNED = 16  # bytes; what a thread loads at a time, and with it the order of a sum, follows them
+STEP = 16  # elements; Triton compiles another kernel for strides that are no multiples of it
 
 
 def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on tensors that lie as an allocator places them; the others are copied."""
     tensors = {i: args[i] for i in prim.tensor_indices if args[i] is not None}
-    moved = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t)}
+    has_rows = {i for i in tensors if prim.op.bitwise.axis(prim.params[i]) is not None}
+    moved = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t, i in has_rows)}
     result = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
     for name in prim.mutates:
         place = prim.params.index(name)
@@ -238,10 +240,12 @@ def _fresh(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _is_aligned(x: Tensor) -> bool:
+def _is_aligned(x: Tensor, has_rows: bool = False) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
 
-    Axes of size 1 count as well: a row that was sliced out keeps the stride of its tensor.
+    Axes of size 1 count as well: a row that was sliced out keeps the stride of its tensor. Kernels
+    are compiled for steps that 16 divides, or for others. A tensor that ``has_rows`` must be of the
+    kind that it would be without gaps, so that the same rows with and without them have one kernel.
     """
     if x.data_ptr() % ALIGNED:
         return False
@@ -249,7 +253,12 @@ def _is_aligned(x: Tensor) -> bool:
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         is_dense = is_dense and stride == dense
         dense *= max(size, 1)
-    return is_dense or not any(s != 1 and s * x.element_size() % ALIGNED for s in x.stride())
+    if is_dense:
+        return True
+    if has_rows and x.stride(-1) == 1:
+        by_vectors = x.shape[-1] % STEP == 0
+        return all((stride % STEP == 0) == by_vectors for stride in x.stride()[:-1])
+    return not any(s != 1 and s * x.element_size() % ALIGNED for s in x.stride())
 
 
 def without_cache(prim: Primitive, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -614,13 +614,13 @@ def in_quarantine(ops: Iterable[str] | None = None) -> list[str]:
     Args:
         ops: The operators of interest; None for all. Quarantines of others are passed by.
     """
-    wanted, sentences = None if ops is None else set(ops), []
+    requested, sentences = None if ops is None else set(ops), []
     for source, quarantine in current().quarantined:
         sent = [
             f"{op} on {section} runs on {', '.join(order)}"
             for section, named in quarantine.ops.items()
             for op, order in named.items()
-            if wanted is None or op in wanted
+            if requested is None or op in requested
         ]
         if sent:
             made = f" (written for {quarantine.made_with})" if quarantine.made_with else ""

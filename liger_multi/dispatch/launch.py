@@ -29,7 +29,10 @@ _simulated: list[DeviceInfo] = []
 _forced: list[Mapping[str, Any]] = []
 _observers: list[set[tuple[str, int]]] = []
 any_rows: ContextVar[bool] = ContextVar("liger_multi_any_rows", default=False)
-"""Whether entries that hold for some numbers of rows are left out: they order a row's sums."""
+"""Whether entries that hold for some numbers of rows are left out: they order a row's sums.
+
+An entry stays that says ``equal_bits``: a device gave the bits of the entry for all other rows.
+"""
 
 
 @contextlib.contextmanager
@@ -53,12 +56,12 @@ def forced(
         when: Bounds of the shapes that get them; every shape gets them by default.
     """
     _forced.append({k: ({"when": when or {}, "config": dict(v)},) for k, v in entries.items()})
-    _found.clear()
+    _configs.clear()
     try:
         yield
     finally:
         _forced.pop()
-        _found.clear()
+        _configs.clear()
 
 
 @contextlib.contextmanager
@@ -69,7 +72,7 @@ def observed() -> Iterator[set[tuple[str, int]]]:
     """
     entries: set[tuple[str, int]] = set()
     _observers.append(entries)
-    _found.clear()
+    _configs.clear()
     try:
         yield entries
     finally:
@@ -106,7 +109,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     raise ConfigurationError(f"no available backend knows the limits of the device {device}")
 
 
-_found: dict[tuple[Any, ...], Any] = {}
+_configs: dict[tuple[Any, ...], Any] = {}
 _MOST = 16384  # most shapes of a program with that many do not come again
 
 
@@ -119,11 +122,11 @@ def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
     if _simulated:
         return make()
     key = (*question, any_rows.get())
-    answer: Config | None = _found.get(key)
+    answer: Config | None = _configs.get(key)
     if answer is None:
-        if len(_found) > _MOST:
-            _found.clear()
-        answer = _found[key] = make()
+        if len(_configs) > _MOST:
+            _configs.clear()
+        answer = _configs[key] = make()
     return answer
 
 
@@ -142,11 +145,11 @@ def launch_config(
         simulated: Config = _config(name, formula, _simulated[-1], shape)
         return simulated
     key = (name, device, any_rows.get(), *shape.values())
-    cached: Config | None = _found.get(key)
+    cached: Config | None = _configs.get(key)
     if cached is None:
-        if len(_found) > _MOST:
-            _found.clear()
-        cached = _found[key] = _config(name, formula, device_info(device), shape)
+        if len(_configs) > _MOST:
+            _configs.clear()
+        cached = _configs[key] = _config(name, formula, device_info(device), shape)
     return cached
 
 
@@ -171,12 +174,17 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     known = _known(info, shape)
     entries = _forced[-1] if _forced else table_of(info)
     for entry in entries.get(name, ()):
-        if any_rows.get() and "rows" in entry["when"]:
+        if any_rows.get() and _orders_sums(entry):
             continue
         if _holds(entry["when"], known):
             fields: dict[str, int] = entry["config"]
             return fields
     return {}
+
+
+def _orders_sums(entry: Mapping[str, Any]) -> bool:
+    """Whether the bits of a row may follow the number of rows by an entry."""
+    return "rows" in entry["when"] and not entry.get("equal_bits")
 
 
 def table_of(info: DeviceInfo) -> Mapping[str, Any]:
@@ -212,6 +220,7 @@ def _content(backend: str, arch: str) -> Mapping[str, Any]:
     return {**content, "file": str(file)}
 
 
+_ENTRY = ("when", "config", "equal_bits", "source")
 _SECTIONS = {"device": ("warp_size", "shared_bytes"), "proved": ("triton", "ptxas")}
 
 
@@ -234,7 +243,7 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
 
 @functools.cache
 def bounded_by_rows() -> frozenset[str]:
-    """Names of the kernels of which an entry of any table holds for some numbers of rows."""
+    """Kernels of which an entry of any table gives some numbers of rows other bits."""
     from liger_multi.dispatch.registry import packages
 
     names = set()
@@ -242,7 +251,7 @@ def bounded_by_rows() -> frozenset[str]:
         folder = importlib.resources.files(package) / "launch"
         for file in folder.iterdir() if folder.is_dir() else ():
             entries = table(backend, file.name.removesuffix(".yaml"))
-            names |= {n for n, each in entries.items() if any("rows" in e["when"] for e in each)}
+            names |= {n for n, each in entries.items() if any(map(_orders_sums, each))}
     return frozenset(names)
 
 
@@ -250,9 +259,8 @@ def _entry(
     entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     for key in entry:
-        if key not in ("when", "config", "source"):
-            raise ConfigurationError(
-                unknown(f"key of {name} in {file}", key, ("when", "config", "source"))
-            )
+        if key not in _ENTRY:
+            raise ConfigurationError(unknown(f"key of {name} in {file}", key, _ENTRY))
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
-    return {"when": {**when, **limits}, "config": dict(entry["config"])}
+    equal_bits = bool(entry.get("equal_bits", False))
+    return {"when": {**when, **limits}, "config": dict(entry["config"]), "equal_bits": equal_bits}

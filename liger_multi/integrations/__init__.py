@@ -10,25 +10,35 @@ from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
-    from liger_multi.integrations.mxfp4 import dequantize_weights, load_mxfp4, merge_mxfp4
+    from liger_multi.integrations.mxfp4 import (
+        dequantize_weights,
+        load_mxfp4,
+        merge_adapters_mxfp4,
+        merge_mxfp4,
+    )
     from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
+    from liger_multi.integrations.sequence import SequenceParallel
     from liger_multi.integrations.trainer import TrainerCallback
 
 __all__ = [
     "LightningCallback",
+    "SequenceParallel",
     "SharedPrefixes",
     "TrainerCallback",
     "dequantize_weights",
     "load_mxfp4",
+    "merge_adapters_mxfp4",
     "merge_mxfp4",
     "share_prefixes",
 ]
 _HOMES = {
     "LightningCallback": "lightning",
+    "SequenceParallel": "sequence",
     "SharedPrefixes": "prefixes",
     "TrainerCallback": "trainer",
     "dequantize_weights": "mxfp4",
     "load_mxfp4": "mxfp4",
+    "merge_adapters_mxfp4": "mxfp4",
     "merge_mxfp4": "mxfp4",
     "share_prefixes": "prefixes",
 }

@@ -214,6 +214,32 @@ def merge_mxfp4(weight: QuantizedWeight, delta: Tensor, path: str = "") -> Merge
     return MergeError(path, (lost / max(total, 1e-38)) ** 0.5, (lost / max(update, 1e-38)) ** 0.5)
 
 
+def merge_adapters_mxfp4(model: nn.Module) -> list[MergeError]:
+    """Add the active adapters of PEFT to stacks of experts in MXFP4, which stay in 4 bits.
+
+    PEFT counts them as merged then: its ``merge_and_unload`` merges the other layers, and removes
+    the wrappers of the stacks.
+
+    Args:
+        model: With adapters (``target_parameters``); changed in place; patched or not.
+
+    Returns:
+        What rounding lost, of every stack with an adapter.
+    """
+    errors = []
+    for path, wrapper in model.named_modules():
+        name = vars(wrapper).get("parameter_name")
+        weight = wrapper.get_base_layer()._parameters.get(name) if name else None
+        if not isinstance(weight, QuantizedWeight) or wrapper.merged_adapters:
+            continue
+        active = [a for a in wrapper.active_adapters if a in wrapper.lora_A]
+        if active:
+            delta = sum(wrapper.get_delta_weight(adapter) for adapter in active)
+            errors.append(merge_mxfp4(weight, delta, f"{path}.{name}"))
+            wrapper.merged_adapters += active
+    return errors
+
+
 def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes ``(..., K / 2)`` and scales ``(..., K / 32)`` of numbers, as OCP's MX 1.0 rounds them.
 

@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 
 from liger_multi.errors import PatchError
+from liger_multi.integrations import sequence
 from liger_multi.integrations.prefixes import share_prefixes, unshare_prefixes
 from liger_multi.patching import PatchReport
 from liger_multi.patching.held import HeldPatch
@@ -18,7 +19,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     The model is patched when the trainer is made, before it is moved, wrapped or compiled; a model
     of ``model_init`` when training begins. Resuming, evaluating, saving and pushing see the same
-    parameters under the same names as without it.
+    parameters under the same names as without it. With ``parallelism_config`` a
+    :class:`liger_multi.integrations.SequenceParallel`, rows are spread over ranks from the
+    beginning of training on.
 
     Args:
         strict: Raise when anything that was asked for is skipped.
@@ -31,7 +34,8 @@ class TrainerCallback(transformers.TrainerCallback):
 
     Raises:
         PatchError: An unknown operator or option; or, when the trainer is made, a trainer that
-            patches the model itself (``use_liger_kernel=True``).
+            patches the model itself (``use_liger_kernel=True``); or, when training begins, a
+            setting that rows over ranks do not serve.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class TrainerCallback(transformers.TrainerCallback):
         """Patch a model that ``model_init`` made, or one that was unpatched at the last end."""
         if model is not None:
             self._held.hold(model)
+        if model is not None:
+            sequence.spread(model, args, self.shared_prefixes)
         if model is not None and self.shared_prefixes:
             share_prefixes(model)
 
@@ -77,5 +83,6 @@ class TrainerCallback(transformers.TrainerCallback):
         """Take the patch back, where that was asked for."""
         if self.unpatch_at_end:
             if model is not None:
+                sequence.unspread(model)
                 unshare_prefixes(model)
             self._held.release()

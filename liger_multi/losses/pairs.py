@@ -171,7 +171,19 @@ def paired(
     c, r = ratio.chunk(2)
     (c_score, r_score), (c_own, r_own) = score(ratio).chunk(2), sums.chunk(2)
     (c_before, r_before), (c_length, r_length) = before.chunk(2), lengths(mask).chunk(2)
-    return Pairs(c, r, c_score, r_score, c_own, r_own, c_before, r_before, c_length, r_length, nll)
+    return Pairs(
+        c,
+        r,
+        c_score,
+        r_score,
+        c_own,
+        r_own,
+        c_before,
+        r_before,
+        chosen_length=c_length,
+        rejected_length=r_length,
+        nll=nll,
+    )
 
 
 def logit_means(

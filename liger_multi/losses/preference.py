@@ -78,7 +78,7 @@ def _discopop(p: Pairs, o: Any) -> Any:
 
 
 class Formula(NamedTuple):
-    """A loss type: its formula, what it reads beside beta, and where it comes from."""
+    """A loss type: its formula, what it reads in addition to beta, and where it comes from."""
 
     pairs: Callable[[Pairs, Any], Tensor]
     source: str

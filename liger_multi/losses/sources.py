@@ -319,7 +319,8 @@ class Head:
         temperature: Logits are divided by it, after the softcap.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         logit_scale: Factor of the logits, before the softcap.
-        chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
+        chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
+            and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).

@@ -6,7 +6,7 @@ from liger_multi.memory.breakdown import Profile
 from liger_multi.memory.choosing import adapt, choose, layer_stats
 from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.measure import format_bytes, measure, peak_memory
-from liger_multi.memory.offload import offload_activations
+from liger_multi.memory.offload import compress_activations, offload_activations
 from liger_multi.memory.planning import Settings, Space, TrainingPlan, apply, load, plan
 from liger_multi.memory.profiling import compare, profile
 from liger_multi.memory.recompute import POLICIES, Policy, apply_recompute, decoder_layers
@@ -26,6 +26,7 @@ __all__ = [
     "apply_recompute",
     "choose",
     "compare",
+    "compress_activations",
     "decoder_layers",
     "estimate",
     "format_bytes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from liger_multi.errors import shown
 from liger_multi.memory.breakdown import Profile, summarize
+from liger_multi.memory.offload import compress_activations, offload_activations
 from liger_multi.memory.recorder import (
     GRADIENTS,
     LOGITS,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # Bytes that the matrix library takes from the allocator: 32 MiB a handle on a Hopper card (torch
 # 2.11), one handle for the thread of forward and one for backward's.
 WORKSPACE = 2 * 32 * 2**20
+EXCHANGED = 4  # tensors of the hidden size that an all-to-all of a mixer moves, at most
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Estimate:
         title: What was asked.
         profile: A step over time, with this device's share of everything.
         parts: Static bytes on this device, by category.
-        host_bytes: Static bytes that stand in the host's memory instead (or on its disk).
+        host_bytes: Bytes that stand in the host's memory instead (or on its disk): static ones, and
+            activations.
         gathered_bytes: Parameters and gradients gathered from other devices' shards.
         workspace_bytes: What the matrix library takes from the allocator.
         trained: Parameters with gradients.
@@ -129,7 +132,7 @@ def estimate(
         config_or_model: A configuration of a Hugging Face model, or a causal language model (with
             adapters, frozen parts or patches as it is); nothing of it is changed.
         batch: Sequences of one device and one step.
-        sequence: Tokens of each.
+        sequence: Tokens of each, of all ranks that share it.
         setup: How it is trained; the defaults of :class:`TrainingSetup`, if not given.
         **options: Attributes of :class:`TrainingSetup`, which take the place of those in ``setup``.
 
@@ -148,12 +151,17 @@ def estimate(
     model.train()
     if setup.checkpointing:
         checkpoint(model)
+    away_bytes = waiting(model, setup)
+    tokens = -(-sequence // setup.ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
     states = state_bytes(trained, spec, copies)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-    simulation = Simulation(device, setup.capacity, model, vocabulary, sequence, autocast)
+    simulation = Simulation(device, setup.capacity, model, vocabulary, tokens, autocast)
     simulation.add(Block(states, role=STATES))
-    simulation.step(batch, sequence, temporary_bytes(trained, spec, copies))
+    if setup.ranks > 1:  # inputs and result of a mixer, before and after they are sent
+        hidden = batch * tokens * model.config.get_text_config().hidden_size
+        simulation.add(Block(EXCHANGED * hidden * (autocast or dtype).itemsize, role=TEMPORARY))
+    simulation.step(batch, tokens, temporary_bytes(trained, spec, copies))
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
     scale = dict.fromkeys(sharded.get(level, ()), 1 / setup.world)
     away = {STATES} if setup.offload else set()
@@ -177,7 +185,7 @@ def estimate(
         title,
         profile,
         {name: 0 if name in away else size for name, size in share.items()},
-        sum(size for name, size in share.items() if name in away),
+        sum(size for name, size in share.items() if name in away) + away_bytes(),
         gathered(model, level) if setup.world > 1 or away else 0,
         0 if device == "cpu" else WORKSPACE,
         sum(p.numel() for p in trained),
@@ -232,6 +240,16 @@ def checkpoint(model: Any) -> None:
     enable({"use_reentrant": False})
     if any(not p.requires_grad for p in model.parameters()):
         model.enable_input_require_grads()
+
+
+def waiting(model: Any, setup: TrainingSetup) -> Callable[[], int]:
+    """Apply what a setup says of kept activations; the result is what a step put on the host."""
+    if setup.offload_activations:
+        handle = offload_activations(model, compress=setup.compress)
+        return lambda: handle.offloaded_bytes
+    if setup.compress is not None:
+        compress_activations(model, setup.compress)
+    return lambda: 0
 
 
 def state_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import may_overwrite
+
 if TYPE_CHECKING:
     from liger_multi.reference.activations.gated_mlp import CodedGradients
     from liger_multi.reference.float8.rows import Float8Rows
@@ -196,6 +198,7 @@ def around_kernels(name: str) -> Directions:
 
 Arguments = Mapping[str, Any]
 FP32 = torch.float32
+WRITTEN_BYTES, WRITTEN_SHARE, PAIRS_BYTES = 2**26, 0.72, 2**27  # of experts
 CHUNK = 64  # tokens of a chunk of linear attention
 SPAN = 256  # tokens of a program of the selective scan
 CHANNELS, TOKENS = 32, 4  # of a program of the selective scan, and between states in memory
@@ -203,13 +206,24 @@ PROGRAMS = 32 * 132  # of backward of the selective scan that run at a time at l
 
 
 def _experts(args: Arguments) -> list[Tensor]:
-    """Rows gathered by expert, and the results of their GEMMs before these are summed."""
+    """Rows gathered by expert, or results of GEMMs before they are summed: the most at a time.
+
+    In backward, the gradient of the first weight is not there yet while rows of dy are; those of x
+    stand beside it, where they are large as far as a share reaches.
+    """
     index, second = args["index"], args["down_weight"]
-    widths = second.shape[1:]  # hidden and inner, or the other way round
-    inner = widths[0] if args["transposed"] else widths[1]
-    both, back = sum(widths), "dy" in args
-    columns = both + 2 * inner if back else both
-    return [index.new_empty(index.numel(), columns, dtype=second.dtype)]
+    hidden, inner = second.shape[1:][:: -1 if args["transposed"] else 1]
+    rows, size = index.numel(), second.dtype.itemsize
+    wide, thin = rows * hidden * size, rows * inner * size
+    if "dy" not in args:
+        return [index.new_empty(thin + wide, dtype=torch.uint8)]
+    trained = args.get("needs_gate_up_weight", False)
+    first = second.shape[0] * args["gate_up"].shape[1] * hidden * size if trained else 0
+    written = wide if wide <= WRITTEN_BYTES else int(wide * WRITTEN_SHARE)
+    summed = min(wide, PAIRS_BYTES) if "needs_gate_up_weight" in args else wide
+    most = max(wide + thin - first, written if trained else 0, summed if args["needs_x"] else 0)
+    beside = 0 if may_overwrite() else args["gate_up"].nbytes
+    return [index.new_empty(most + beside, dtype=torch.uint8)]
 
 
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:

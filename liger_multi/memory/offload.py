@@ -3,37 +3,62 @@
 What autograd saves inside the stack of layers goes through hooks. On an accelerator a tensor is
 copied to pinned memory on a stream of its own and leaves the device once that is done; backward
 fetches those that come next while it computes. Under a recompute policy or checkpointing what is
-saved are the inputs of layers, and these go.
+saved are the inputs of layers, and these go, with the results that a policy keeps.
+
+What layers pass to each other, and kept results of attention, may be rounded to a byte
+(:mod:`liger_multi.memory.compress`), on the host or on the device.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from liger_multi.memory.recompute import decoder_layers
+from liger_multi.errors import unknown
+from liger_multi.memory import compress as codes
+from liger_multi.memory.recompute import decoder_layers, store
 
 
 class _Parked:
-    """One stretch of memory that went to the host; all tensors of it share it."""
+    """One stretch of memory that went to the host; all tensors of it share it.
 
-    def __init__(self, number: int, source: Tensor) -> None:
-        self.number, self.nbytes = number, source.nbytes
-        self.source: Tensor | None = source  # until it has been copied
-        self.fetched: Tensor | None = None
+    Args:
+        number: In the order of forward.
+        tensors: What is copied: the stretch, or its codes and scales.
+        dtype: Of the stretch, if it has codes.
+    """
+
+    def __init__(
+        self, number: int, tensors: tuple[Tensor, ...], dtype: torch.dtype | None = None
+    ) -> None:
+        self.number, self.dtype = number, dtype
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self.source: tuple[Tensor, ...] | None = tensors  # until they have been copied
+        self.fetched: tuple[Tensor, ...] | None = None
+        self.flat: Tensor | None = None  # the stretch, on the device again
         self.host: Any = None
         self.ready: Any = None
+
+    def restore(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The stretch, of what was copied."""
+        if self.flat is None and self.dtype is None:
+            (self.flat,) = tensors
+        elif self.flat is None:
+            data, scales = tensors
+            self.flat = codes.decode(data, scales, cast(torch.dtype, self.dtype))
+        return self.flat
 
     def __del__(self) -> None:
         # nobody asked for what is on its way: its memory must not be used before it came
         if self.fetched is not None and self.ready is not None:
-            torch.accelerator.current_stream(self.fetched.device).wait_event(self.ready)
+            torch.accelerator.current_stream(self.fetched[0].device).wait_event(self.ready)
 
 
 class _View:
@@ -48,17 +73,33 @@ class _Plain:
 
     asynchronous = False
 
-    def out(self, parked: _Parked, source: Tensor) -> None:
+    def out(self, parked: _Parked, source: tuple[Tensor, ...]) -> None:
         """To the host."""
-        parked.host, parked.source = source.to("cpu", copy=True), None
+        parked.host, parked.source = [t.to("cpu", copy=True) for t in source], None
 
-    def back(self, parked: _Parked) -> Tensor:
+    def back(self, parked: _Parked) -> tuple[Tensor, ...]:
         """To the device."""
-        tensor: Tensor = parked.host.clone()
-        return tensor
+        return tuple(tensor.clone() for tensor in parked.host)
 
     def wait(self, parked: _Parked) -> None:
         """Wait until the last copy of this stretch is done."""
+
+    def exposed_seconds(self) -> float:
+        """How long the device waited for copies."""
+        return 0.0
+
+
+class _Stays(_Plain):
+    """No copies: codes stay on the device."""
+
+    def out(self, parked: _Parked, source: tuple[Tensor, ...]) -> None:
+        """Nothing to copy."""
+        parked.host, parked.source = source, None
+
+    def back(self, parked: _Parked) -> tuple[Tensor, ...]:
+        """What stayed."""
+        tensors: tuple[Tensor, ...] = parked.host
+        return tensors
 
 
 class _Shapes(_Plain):
@@ -66,14 +107,13 @@ class _Shapes(_Plain):
 
     asynchronous = True
 
-    def out(self, parked: _Parked, source: Tensor) -> None:
+    def out(self, parked: _Parked, source: tuple[Tensor, ...]) -> None:
         """Nothing to copy."""
-        parked.host = source.shape, source.dtype
+        parked.host = [(tensor.shape, tensor.dtype) for tensor in source]
 
-    def back(self, parked: _Parked) -> Tensor:
+    def back(self, parked: _Parked) -> tuple[Tensor, ...]:
         """What it takes."""
-        shape, dtype = parked.host
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parked.host)
 
 
 class _Streams(_Plain):
@@ -81,31 +121,50 @@ class _Streams(_Plain):
 
     asynchronous = True
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, timed: bool) -> None:
+        self.device, self._timed = device, timed
         self._out, self._back = torch.Stream(device), torch.Stream(device)
+        self._waits: list[tuple[Any, Any]] = []
 
-    def out(self, parked: _Parked, source: Tensor) -> None:
+    def out(self, parked: _Parked, source: tuple[Tensor, ...]) -> None:
         """Begin to copy a result of the stream that computes."""
         self._out.wait_stream(torch.accelerator.current_stream(self.device))
         with self._out:
-            parked.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            parked.host.copy_(source, non_blocking=True)
+            parked.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in source]
+            for host, tensor in zip(parked.host, source, strict=True):
+                host.copy_(tensor, non_blocking=True)
             parked.ready = self._out.record_event()
 
-    def back(self, parked: _Parked) -> Tensor:
+    def back(self, parked: _Parked) -> tuple[Tensor, ...]:
         """Begin to copy into memory that the stream that computes had before."""
-        tensor = torch.empty(parked.host.shape, dtype=parked.host.dtype, device=self.device)
+        tensors = tuple(
+            torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in parked.host
+        )
         self._back.wait_stream(torch.accelerator.current_stream(self.device))
         with self._back:
             self._back.wait_event(parked.ready)
-            tensor.copy_(parked.host, non_blocking=True)
+            for tensor, host in zip(tensors, parked.host, strict=True):
+                tensor.copy_(host, non_blocking=True)
             parked.ready = self._back.record_event()
-        return tensor
+        return tensors
 
     def wait(self, parked: _Parked) -> None:
         """Let the stream that computes wait for the copy."""
-        torch.accelerator.current_stream(self.device).wait_event(parked.ready)
+        stream = torch.accelerator.current_stream(self.device)
+        if self._timed:
+            start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+            stream.record_event(start)
+            stream.wait_event(parked.ready)
+            stream.record_event(end)
+            self._waits.append((start, end))
+        else:
+            stream.wait_event(parked.ready)
+
+    def exposed_seconds(self) -> float:
+        """How long the stream that computes waited for copies since the last call."""
+        torch.accelerator.synchronize(self.device)
+        waits, self._waits = self._waits, []
+        return float(sum(start.elapsed_time(end) for start, end in waits)) / 1e3
 
 
 class _Step:
@@ -115,34 +174,55 @@ class _Step:
         copies: How tensors are copied to the host and back.
         min_bytes: Smaller tensors stay.
         in_flight_bytes: Device memory of tensors on their way out, and of those on their way back.
+        compress: Whether what layers pass on, and kept results of attention, are rounded.
         parameters: Storages that stay.
     """
 
     def __init__(
-        self, copies: _Plain, min_bytes: int, in_flight_bytes: int, parameters: set[int]
+        self,
+        copies: _Plain,
+        min_bytes: int,
+        in_flight_bytes: int,
+        compress: bool,
+        parameters: set[int],
     ) -> None:
         self.copies, self.min_bytes, self.room = copies, min_bytes, in_flight_bytes
-        self.parameters = parameters
+        self.compress, self.parameters = compress, parameters
+        self.passed_on: set[int] = set()  # storages of the outputs of layers
         self.parked: list[weakref.ref[_Parked]] = []
         self.known: dict[Any, weakref.ref[_Parked]] = {}
         self.watched: dict[int, Any] = {}
         self.leaving: deque[tuple[int, weakref.ref[_Parked]]] = deque()
         self.leaving_bytes = self.offloaded = self.kept = 0
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pass_on(self, tensor: Tensor) -> None:
+        """Note the output of a layer, which another one takes."""
+        self.passed_on.add(self._mark(tensor))
+
+    def _mark(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        mark: int = storage._cdata
+        if mark not in self.watched:  # an address is used again once its storage is gone
+            self.watched[mark] = weakref.ref(storage, lambda _: self._forget(mark))
+        return mark
+
+    def pack(self, tensor: Tensor, compress: bool = False) -> Any:
         """Park a tensor, unless it is small, a parameter, elsewhere, or has gaps."""
         if not self._goes(tensor):
             self.kept += tensor.nbytes if isinstance(tensor, Tensor) else 0
             return tensor
-        storage = tensor.untyped_storage()
-        mark = storage._cdata
-        if mark not in self.watched:  # an address is used again once its storage is gone
-            self.watched[mark] = weakref.ref(storage, lambda _: self._forget(mark))
-        key = (mark, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
+        mark = self._mark(tensor)
+        coded = (
+            self.compress and (compress or mark in self.passed_on) and codes.compressible(tensor)
+        )
+        if isinstance(self.copies, _Stays) and not coded:
+            self.kept += tensor.nbytes
+            return tensor
+        key = (mark, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, coded)
         reference = self.known.get(key)
         parked = reference() if reference is not None else None
         if parked is None:
-            parked = self._park(tensor)
+            parked = self._park(tensor, coded)
             self.known[key] = weakref.ref(parked)
         return _View(parked, tensor)
 
@@ -157,17 +237,19 @@ class _Step:
 
     def _forget(self, mark: int) -> None:
         self.watched.pop(mark, None)
+        self.passed_on.discard(mark)
         self.known = {key: parked for key, parked in self.known.items() if key[0] != mark}
 
-    def _park(self, tensor: Tensor) -> _Parked:
-        source = _flat(tensor.detach())
-        parked = _Parked(len(self.parked), source)
+    def _park(self, tensor: Tensor, coded: bool) -> _Parked:
+        flat = _flat(tensor.detach())
+        source = codes.encode(flat, codes.row_length(tensor)) if coded else (flat,)
+        parked = _Parked(len(self.parked), source, flat.dtype if coded else None)
         self.parked.append(weakref.ref(parked))
-        self.offloaded += source.nbytes
+        self.offloaded += parked.nbytes
         self.copies.out(parked, source)
         if self.copies.asynchronous:
-            self.leaving.append((source.nbytes, weakref.ref(parked)))
-            self.leaving_bytes += source.nbytes
+            self.leaving.append((parked.nbytes, weakref.ref(parked)))
+            self.leaving_bytes += parked.nbytes
         while self.leaving_bytes > self.room:
             size, reference = self.leaving.popleft()
             self.leaving_bytes -= size
@@ -177,31 +259,36 @@ class _Step:
                 oldest.source = None
         return parked
 
-    def unpack(self, packed: Any) -> Tensor:
-        """The tensor again, with those of the layers before it on their way."""
-        if isinstance(packed, Tensor):
+    def unpack(self, packed: Any) -> Any:
+        """The tensor again, with those that are needed next on their way."""
+        if not isinstance(packed, _View):
             return packed
         parked = packed.parked
         self._fetch(parked)
         if self.copies.asynchronous:
             self._ahead(parked.number)
-        flat = parked.source
-        if flat is None:
+        tensors = parked.source
+        if tensors is None and parked.flat is None:
             self.copies.wait(parked)
-            flat = parked.fetched
+            tensors = parked.fetched
+        flat = parked.restore(tensors or ())
+        parked.fetched = None  # codes are not needed any more
         tensor: Tensor = flat.as_strided(packed.size, packed.stride)
         return tensor
 
     def _fetch(self, parked: _Parked) -> None:
-        if parked.source is None and parked.fetched is None:
+        if parked.source is None and parked.fetched is None and parked.flat is None:
             parked.fetched = self.copies.back(parked)
 
     def _ahead(self, number: int) -> None:
-        """Fetch the ones before, as many as may be in flight."""
+        """Fetch as many as may be in flight: the others of the same layer, then those before."""
+        while self.parked and self.parked[-1]() is None:
+            self.parked.pop()
         taken = 0
-        for place in range(number - 1, -1, -1):
+        later, earlier = range(number + 1, len(self.parked)), range(number - 1, -1, -1)
+        for place in itertools.chain(later, earlier):
             parked = self.parked[place]()
-            if parked is None:
+            if parked is None or parked.flat is not None:
                 continue
             taken += parked.nbytes
             if taken > self.room:
@@ -227,20 +314,41 @@ class Offload:
     offloaded_tensors = 0
     kept_bytes = 0
 
-    def __init__(self, stack: nn.Module, min_bytes: int, in_flight_bytes: int) -> None:
-        self._stack, self._options = stack, (min_bytes, in_flight_bytes)
-        self._open: list[tuple[_Step, Any] | None] = []
+    def __init__(self, model: nn.Module, min_bytes: int, in_flight_bytes: int, **options: Any):
+        layers = decoder_layers(model)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no list of layers (torch.nn.ModuleList)")
+        parents = {path.rpartition(".")[0].rpartition(".")[0] for path, _ in layers}
+        outermost = min(parents, key=len) if len(parents) == 1 else ""
+        stack = model.get_submodule(outermost)
+        self._stack, self._sizes = stack, (min_bytes, in_flight_bytes)
+        self._compress: str | None = options.get("compress")
+        self._stays, self._timed = options.get("stays", False), options.get("timed", False)
+        self._open: list[tuple[_Step, Any, Any] | None] = []
         self._streams: _Streams | None = None
         self._handles = [
             stack.register_forward_pre_hook(self._enter, prepend=True),
             stack.register_forward_hook(self._leave, always_call=True),
         ]
+        if self._compress:
+            hook = self._pass_on
+            self._handles += [layer.register_forward_hook(hook) for _, layer in layers[:-1]]
 
     def remove(self) -> None:
         """Let the model keep its activations on the device again; what is parked still returns."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def exposed_seconds(self) -> float:
+        """How long the device waited for copies since the last call; it waits for the device.
+
+        Raises:
+            ValueError: Without ``timed=True``.
+        """
+        if not self._timed:
+            raise ValueError("offload_activations(..., timed=True) measures waits, got timed=False")
+        return self._streams.exposed_seconds() if self._streams else 0.0
 
     def __enter__(self) -> Offload:
         return self
@@ -263,63 +371,114 @@ class Offload:
             for t in tensors
             if type(t) in (Tensor, nn.Parameter)
         }
-        step = _Step(self._how(module), *self._options, parameters)
+        step = _Step(self._how(module), *self._sizes, bool(self._compress), parameters)
         hooks = saved_tensors_hooks(step.pack, step.unpack)
-        self._open.append((step, hooks))
+        self._open.append((step, hooks, store.set(step)))
         hooks.__enter__()
+
+    def _pass_on(self, layer: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self._open and self._open[-1] is not None and isinstance(hidden, Tensor):
+            self._open[-1][0].pass_on(hidden)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         opened = self._open.pop()
         if opened is not None:
-            step, hooks = opened
+            step, hooks, token = opened
             hooks.__exit__()
+            store.reset(token)
             self.offloaded_bytes, self.kept_bytes = step.offloaded, step.kept
             self.offloaded_tensors = len(step.parked)
 
     def _how(self, module: nn.Module) -> _Plain:
         device = next(module.parameters()).device
+        if self._stays:
+            return _Stays()
         if device.type in ("cpu", "meta"):
             return _Plain() if device.type == "cpu" else _Shapes()
         if self._streams is None or self._streams.device != device:
-            self._streams = _Streams(device)
+            self._streams = _Streams(device, self._timed)
         return self._streams
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         """The same for a copy of the model, without what runs."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied._options, copied._open, copied._streams = self._options, [], None
+        copied._sizes, copied._open, copied._streams = self._sizes, [], None
+        copied._compress, copied._stays, copied._timed = self._compress, self._stays, self._timed
         copied._stack, copied._handles = copy.deepcopy(self._stack, memo), []
         return copied
 
 
 def offload_activations(
-    model: nn.Module, *, min_bytes: int = 2**20, in_flight_bytes: int = 2**30
+    model: nn.Module,
+    *,
+    min_bytes: int = 2**20,
+    in_flight_bytes: int = 2**30,
+    compress: str | None = None,
+    timed: bool = False,
 ) -> Offload:
     """Copy what layers keep for backward to the host, and back in time.
 
-    Loss and gradients are the same to the bit. On an accelerator copies run on streams of their
-    own, to and from pinned memory. The last tensors of forward, whose copies are still running
-    when backward asks for them, stay on the device.
+    Loss and gradients are the same to the bit, unless ``compress`` rounds them. On an accelerator
+    copies run on streams of their own, to and from pinned memory. The last tensors of forward,
+    whose copies are still running when backward asks for them, stay on the device.
+
+    Memory:
+        On the host what was copied; in ``compress="float8"`` a byte per element of what layers
+        pass on and of attention, and four bytes per row. On the device ``in_flight_bytes`` in
+        each direction.
 
     Args:
         model: With its layers in a ``ModuleList``; the module that holds it is watched, so heads
-            and losses are not. With a recompute policy or checkpointing, inputs of layers go.
+            and losses are not. With checkpointing, inputs of layers go; with a recompute policy,
+            also what it keeps.
         min_bytes: Tensors smaller than this stay; so do parameters.
-        in_flight_bytes: Of device memory for tensors on their way, in each direction.
+        in_flight_bytes: Of device memory for tensors on their way, in each direction. Backward
+            fetches a layer ahead if this holds what a layer keeps.
+        compress: ``"float8"`` rounds what layers pass to the next one, and results of attention
+            that a policy keeps, to E4M3 with a scale per row. The loss stays. With random weights,
+            gradients change by up to 5 %, those of query and key projections by up to 12 %.
+        timed: Measure how long the device waits for copies (:meth:`Offload.exposed_seconds`).
 
     Returns:
         A handle; ``remove()``, or the end of ``with``, undoes it.
 
     Raises:
-        ValueError: A model without layers, or a size that is negative.
+        ValueError: A model without layers, a size that is negative, an unknown ``compress``.
+
+    Source:
+        FP8 activations: COAT, arXiv:2410.19313 (groups in place of rows).
     """
     for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value!r}")
-    layers = decoder_layers(model)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no list of layers (torch.nn.ModuleList)")
-    parents = {path.rpartition(".")[0].rpartition(".")[0] for path, _ in layers}
-    outermost = min(parents, key=len) if len(parents) == 1 else ""
-    return Offload(model.get_submodule(outermost), min_bytes, in_flight_bytes)
+    if compress is not None and compress not in codes.FORMATS:
+        raise ValueError(unknown("format of activations", compress, codes.FORMATS))
+    return Offload(model, min_bytes, in_flight_bytes, compress=compress, timed=timed)
+
+
+def compress_activations(
+    model: nn.Module, format: str = "float8", *, min_bytes: int = 2**20
+) -> Offload:
+    """Keep what layers pass on, and kept results of attention, in a byte on the device.
+
+    As ``offload_activations(compress=...)``, without copies. It saves memory under checkpointing or
+    a recompute policy: without them, a layer keeps more than its input.
+
+    Args:
+        model: With its layers in a ``ModuleList``.
+        format: ``"float8"``: E4M3 with a scale per row.
+        min_bytes: Tensors smaller than this stay as they are.
+
+    Returns:
+        A handle; ``remove()``, or the end of ``with``, undoes it.
+
+    Raises:
+        ValueError: A model without layers, a negative size, an unknown format.
+    """
+    if min_bytes < 0:
+        raise ValueError(f"min_bytes must not be negative, got {min_bytes!r}")
+    if format not in codes.FORMATS:
+        raise ValueError(unknown("format of activations", format, codes.FORMATS))
+    return Offload(model, min_bytes, 0, compress=format, stays=True)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_multi import checks
+from liger_multi._torch_private import TorchDispatchMode, tree_map, tree_map_only
 from liger_multi.arguments import parameters_of, without_caches
 from liger_multi.errors import unknown
 
@@ -207,18 +210,21 @@ class Counted:
         """PyTorch asks here what to do with the result of one operator."""
         from torch.utils.checkpoint import CheckpointPolicy
 
-        again = int(context.is_recompute)
+        if self.keeps(bool(context.is_recompute), func, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def keeps(self, again: bool, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether the result of an operator is kept, or was kept if the layer runs again."""
         if not keeps(self._policy, func, args, kwargs):
             if not again and not _unread(func):
                 self.last = None
-            return CheckpointPolicy.PREFER_RECOMPUTE
+            return False
         number = self._counts[again]
         self._counts[again] += 1
         if not again:
             self.last = number if _is_product(func) else None
-        if number == self._skip:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+        return number != self._skip
 
 
 def traced(policy: Policy) -> Callable[..., Any]:
@@ -235,6 +241,64 @@ def traced(policy: Policy) -> Callable[..., Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return answer
+
+
+# --- results that are kept elsewhere ---
+
+store: ContextVar[Any] = ContextVar("liger_multi_store", default=None)
+"""What packs the results that policies keep, and unpacks them; None: they stay as they are."""
+
+
+@functools.cache
+def _is_attention(func: Any) -> bool:
+    return any(fnmatchcase(_name(func), pattern) for pattern in ATTENTION)
+
+
+class _Packed(TorchDispatchMode):
+    """Pack the results that a policy keeps, or unpack them in place of running their operators.
+
+    Args:
+        policy: Of the layer.
+        packer: Of :data:`store`.
+        results: Of operators that are kept, in order.
+        again: Whether the layer is recomputed.
+    """
+
+    def __init__(self, policy: Counted, packer: Any, results: deque[Any], again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy, self._packer, self._results, self._again = policy, packer, results, again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._policy.keeps(self._again, func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._again:
+            if not self._results:
+                raise RuntimeError(
+                    "a layer under a recompute policy with offload has one backward: what it kept "
+                    "is gone"
+                )
+            return tree_map(self._packer.unpack, self._results.popleft())
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, (tuple, list)) else result
+
+        def pack(tensor: Tensor) -> Any:
+            # the others are statistics, such as log-sum-exp, in which errors grow
+            return self._packer.pack(tensor.detach(), tensor is first and _is_attention(func))
+
+        self._results.append(tree_map_only(Tensor, pack, result))
+        return result
+
+
+def _contexts(policy: Counted, packer: Any) -> tuple[Any, Any]:
+    """Of a layer's first run and of its second."""
+    if packer is None:
+        first, second = create_selective_checkpoint_contexts(policy)
+        return first, second
+    results: deque[Any] = deque()
+    return _Packed(policy, packer, results, False), _Packed(policy, packer, results, True)
 
 
 # --- layers under a policy ---
@@ -319,7 +383,7 @@ class _Recomputed:
         key = (type(self.layer), self.policy.name)
         skip = self.skip if self.skip is not None else self.learned.get(key)
         counted = Counted(self.policy, skip)
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(counted)
+        options["context_fn"] = functools.partial(_contexts, counted, store.get())
         result = checkpoint(self._by_products, *args, **options, **kwargs)
         self.skip = self.learned[key] = counted.last
         return result

@@ -11,6 +11,7 @@ import torch
 from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import long_name
 from liger_multi.errors import shown, unknown
+from liger_multi.memory.compress import FORMATS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +76,12 @@ class TrainingSetup:
         world: Devices that shards are spread over.
         offload: ``"cpu"`` or ``"nvme"``: optimizer states (and fp32 copies) stand there.
         offload_parameters: Parameters too (ZeRO-3, FSDP2).
+        ranks: Devices that share the tokens of every sequence
+            (:func:`liger_multi.distributed.shard_sequence`); they are among ``world``, where
+            something is sharded.
         checkpointing: Keep the inputs of layers only.
+        offload_activations: What layers keep waits in the host's memory.
+        compress: ``"float8"``: what layers pass on waits in a byte, on the host or the device.
         patched: Whether the model is patched by :func:`liger_multi.patch`, or its options.
         attention: ``"sdpa"`` or ``"flash_attention_2"`` (nothing quadratic), or ``"eager"``.
         device: ``"cuda"`` or another accelerator, or ``"cpu"``, where the references run.
@@ -89,7 +95,10 @@ class TrainingSetup:
     world: int = 1
     offload: str | None = None
     offload_parameters: bool = False
+    ranks: int = 1
     checkpointing: bool = False
+    offload_activations: bool = False
+    compress: str | None = None
     patched: bool | Mapping[str, Any] = False
     attention: str = "sdpa"
     device: str = "cuda"
@@ -99,7 +108,7 @@ class TrainingSetup:
         object.__setattr__(self, "dtype", long_name(self.dtype))
         known("dtype", self.dtype, DTYPES)
         known("optimizer", self.optimizer, OPTIMIZERS)
-        positive(world=self.world)
+        positive(world=self.world, ranks=self.ranks)
         device_type(self.device)
         if self.capacity is not None:
             positive(2**63 - 1, capacity=self.capacity)
@@ -117,9 +126,12 @@ class TrainingSetup:
         """What a title says of it."""
         spread = ("FSDP2" if self.fsdp else f"ZeRO-{self.level}") if self.level else ""
         spread += f" on {self.world} devices" if self.world > 1 else ""
-        words = [self.dtype, self.optimizer, spread.strip()]
+        over = f"sequences over {self.ranks} ranks" if self.ranks > 1 else ""
+        words = [self.dtype, self.optimizer, spread.strip(), over]
         words += ["checkpointing"] * self.checkpointing + ["patched"] * bool(self.patched)
         words += [f"{self.offload} offload"] if self.offload else []
+        words += ["activations on the host"] * self.offload_activations
+        words += [f"activations in {self.compress}"] if self.compress else []
         return ", ".join(word for word in words if word)
 
 
@@ -133,7 +145,10 @@ class SetupOptions(TypedDict, total=False):
     world: int
     offload: str | None
     offload_parameters: bool
+    ranks: int
     checkpointing: bool
+    offload_activations: bool
+    compress: str | None
     patched: bool | Mapping[str, Any]
     attention: str
     device: str
@@ -156,6 +171,14 @@ REFUSED: tuple[tuple[Callable[[TrainingSetup], bool], str], ...] = (
     (
         lambda s: s.offload_parameters and s.level != 3,
         "offload_parameters needs parameters in shards: zero_stage=3 or fsdp=True",
+    ),
+    (
+        lambda s: s.compress is not None and s.compress not in FORMATS,
+        f"compress must be None or one of {FORMATS}, got {{0.compress!r}}",
+    ),
+    (
+        lambda s: bool(s.level) and s.world % s.ranks > 0,
+        "world must be a multiple of the {0.ranks} ranks that share sequences, got {0.world}",
     ),
 )
 

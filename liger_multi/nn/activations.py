@@ -46,7 +46,7 @@ class DyT(nn.Module):
     Args:
         hidden_size: Width of the last axis.
         init_alpha: What the factor inside of tanh starts at.
-        bias: Whether there is a bias beside the weight.
+        bias: Whether there is a bias in addition to the weight.
         device: Of the parameters.
         dtype: Of the parameters.
     """

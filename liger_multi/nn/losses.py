@@ -50,7 +50,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         inplace: Permit that the gradient is written over the logits.
         validate: Raise for targets out of range on a device too (a sync).
-        outputs: Names of what to return beside the loss, in a ``CrossEntropyOutput``.
+        outputs: Names of what to return with the loss, in a ``CrossEntropyOutput``.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class PolicyLoss(_Objective):
     def forward(
         self, policy: losses.Source, target: Tensor, advantages: Tensor, **kwargs: Any
     ) -> tuple[Tensor, losses.PolicyMetrics]:
-        """As :func:`~liger_multi.losses.policy_loss`, with what it takes beside options."""
+        """As :func:`~liger_multi.losses.policy_loss`, with its arguments that are no options."""
         return losses.policy_loss(
             policy, target, advantages, ignore_index=self.ignore_index, **kwargs, **self.options
         )
@@ -292,7 +292,7 @@ class SequenceLoss(_Objective):
         token_weight: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, losses.SequenceMetrics]:
-        """As :func:`~liger_multi.losses.sequence_loss`, with what it takes beside options."""
+        """As :func:`~liger_multi.losses.sequence_loss`, with its arguments that are no options."""
         return losses.sequence_loss(
             policy, target, token_weight, ignore_index=self.ignore_index, **kwargs, **self.options
         )
@@ -324,7 +324,7 @@ class MTPLoss(_Objective):
     def forward(
         self, heads: Sequence[losses.Source], target: Tensor, **kwargs: Any
     ) -> tuple[Tensor, losses.MTPMetrics]:
-        """As :func:`~liger_multi.losses.mtp_loss`, with what it takes beside options."""
+        """As :func:`~liger_multi.losses.mtp_loss`, with its arguments that are no options."""
         return losses.mtp_loss(
             heads,
             target,
@@ -354,7 +354,7 @@ class DistillationLoss(_Objective):
     def forward(
         self, student: losses.Source, teacher: losses.Teacher, target: Tensor, **kwargs: Any
     ) -> tuple[Tensor, losses.DistillationMetrics]:
-        """As :func:`~liger_multi.losses.distillation_loss`, with what it takes beside options."""
+        """As :func:`~liger_multi.losses.distillation_loss`, with arguments that are no options."""
         return losses.distillation_loss(
             student, teacher, target, ignore_index=self.ignore_index, **kwargs, **self.options
         )

@@ -163,7 +163,7 @@ class LayerNorm(nn.LayerNorm):
         normalized_shape: Width of the last axis, or a sequence with this one number.
         eps: Added to the variance.
         elementwise_affine: Whether there are a weight and a bias.
-        bias: Whether there is a bias beside the weight.
+        bias: Whether there is a bias in addition to the weight.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -220,7 +220,7 @@ class GroupNorm(nn.GroupNorm):
         affine: Whether there are a weight and a bias.
         device: Of the parameters.
         dtype: Of the parameters.
-        bias: Whether there is a bias beside the weight.
+        bias: Whether there is a bias in addition to the weight.
     """
 
     def __init__(

@@ -266,7 +266,8 @@ class FusedLinearKLDivLoss(OperatorLoss):
         vocabulary: equal, or common to compare the first classes that both have.
         ignore_index: Rows with this target are dropped.
         reduction: mean (over rows), sum or none (a number a row).
-        chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
+        chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
+            and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
@@ -351,7 +352,8 @@ class FusedLinearJSDLoss(OperatorLoss):
         vocabulary: equal, or common to compare the first classes that both have.
         ignore_index: Rows with this target are dropped.
         reduction: mean (over rows), sum or none (a number a row).
-        chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
+        chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
+            and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
@@ -439,7 +441,8 @@ class FusedLinearTVDLoss(OperatorLoss):
         vocabulary: equal, or common to compare the first classes that both have.
         ignore_index: Rows with this target are dropped.
         reduction: mean (over rows), sum or none (a number a row).
-        chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
+        chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
+            and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
@@ -525,11 +528,12 @@ class FusedLinearCrossEntropyLoss(OperatorLoss):
         z_loss: Factor of ``lse^2``.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         logit_scale: Factor of the logits, before the softcap.
-        chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
+        chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
+            and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).
-        outputs: Names of what to return beside the loss, in a ``CrossEntropyOutput``.
+        outputs: Names of what to return with the loss, in a ``CrossEntropyOutput``.
     """
 
     _names = CROSS_ENTROPY_OUTPUTS
@@ -623,7 +627,8 @@ class FusedLinearLogProb(OperatorLoss):
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         logit_scale: Factor of the logits, before the softcap.
         ignore_index: Targets whose rows are dropped.
-        chunk: Rows of logits at a time, a byte budget such as "512MiB", or auto.
+        chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
+            and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
         compact: Drop ignored rows before the product; on a device, of more than 512 rows.
         validate: Raise for targets out of range on a device too (a sync).

@@ -180,7 +180,7 @@ class _Part:
         self.target = torch.where(self.valid, torch.where(self.mine, here, 0), ignore_index)
 
 
-class _Found(NamedTuple):
+class _RowStatistics(NamedTuple):
     """What an operator finds in the classes of this process."""
 
     log_prob: Tensor
@@ -189,30 +189,32 @@ class _Found(NamedTuple):
     lse_low: Tensor
 
     @staticmethod
-    def of(results: tuple[Tensor, ...], rows: torch.Size) -> _Found:
+    def of(results: tuple[Tensor, ...], rows: torch.Size) -> _RowStatistics:
         """From all outputs of an operator."""
         log_prob, entropy, lse, _, low = results
         mixed = entropy.view(rows) if entropy.numel() == lse.numel() else None
-        return _Found(log_prob.view(rows), mixed, lse.view(rows), low.view(rows))
+        return _RowStatistics(log_prob.view(rows), mixed, lse.view(rows), low.view(rows))
 
     @staticmethod
-    def absent(rows: torch.Size, *unused: Tensor) -> _Found:
+    def absent(rows: torch.Size, *unused: Tensor) -> _RowStatistics:
         """What a process with no class at all contributes, connected to its inputs."""
         wide = torch.promote_types(unused[0].dtype, torch.float32)
         nothing = sum(x.to(wide).sum() for x in unused) * torch.zeros(rows, dtype=wide).to(
             unused[0]
         )
         nothing = nothing.to(wide)
-        return _Found(nothing, nothing, nothing - math.inf, torch.zeros_like(nothing))
+        return _RowStatistics(nothing, nothing, nothing - math.inf, torch.zeros_like(nothing))
 
 
-def _joined_rows(part: _Part, statistics: _Found, entropies: bool, group: Any) -> _Found:
+def _joined_rows(
+    part: _Part, statistics: _RowStatistics, entropies: bool, group: Any
+) -> _RowStatistics:
     """The target's log-probability, the entropy and the normalizer over all classes."""
     apply: Any = _Joined.apply
     lse = torch.where(part.valid, statistics.lse, 0)
     entropy = statistics.entropy if entropies else None
     low = torch.where(part.valid, statistics.lse_low, 0)
-    return _Found(*apply(statistics.log_prob, entropy, lse, low, part.mine, group))
+    return _RowStatistics(*apply(statistics.log_prob, entropy, lse, low, part.mine, group))
 
 
 def _loss(
@@ -302,9 +304,9 @@ def vocab_parallel_cross_entropy(
             ignore_index=ignore_index,
             outputs=("log_prob", "lse"),
         )
-        statistics = _Found.of(of_logits(*arguments), target.shape)
+        statistics = _RowStatistics.of(of_logits(*arguments), target.shape)
     else:
-        statistics = _Found.absent(target.shape, logits)
+        statistics = _RowStatistics.absent(target.shape, logits)
     joined = _joined_rows(part, statistics, False, group)
     spread, own = None, smoothed == "part"
     classes = max(1, logits.shape[-1]) if own else vocabulary
@@ -356,11 +358,11 @@ def vocab_parallel_fused_linear_cross_entropy(
         bias,
         target,
         group,
-        vocabulary,
-        start,
-        ignore_index,
-        reduce_hidden,
-        ("log_prob", "lse"),
+        vocabulary=vocabulary,
+        start=start,
+        ignore_index=ignore_index,
+        reduce_hidden=reduce_hidden,
+        outputs=("log_prob", "lse"),
         softcap=softcap,
         logit_scale=logit_scale,
         chunk=chunk,
@@ -408,11 +410,11 @@ def vocab_parallel_fused_linear_log_prob(
         bias,
         target,
         group,
-        vocabulary,
-        start,
-        ignore_index,
-        reduce_hidden,
-        asked,
+        vocabulary=vocabulary,
+        start=start,
+        ignore_index=ignore_index,
+        reduce_hidden=reduce_hidden,
+        outputs=asked,
         softcap=softcap,
         chunk=chunk,
         temperature=temperature,
@@ -436,7 +438,7 @@ def _linear(
     reduce_hidden: bool,
     outputs: tuple[str, ...],
     **options: Any,
-) -> tuple[_Part, Tensor, _Found]:
+) -> tuple[_Part, Tensor, _RowStatistics]:
     """This process's part, the hidden states as it uses them, and what its classes say."""
     part = _Part(name, weight.shape[0], target, vocabulary, start, group, ignore_index)
     shared = _shared(hidden, group) if reduce_hidden else hidden
@@ -444,7 +446,9 @@ def _linear(
         arguments = prepared_head(
             shared, weight, part.target, bias, ignore_index=ignore_index, outputs=outputs, **options
         )
-        statistics = _Found.of(of_head(*arguments), target.shape)
+        statistics = _RowStatistics.of(of_head(*arguments), target.shape)
     else:
-        statistics = _Found.absent(target.shape, shared, weight, *([] if bias is None else [bias]))
+        statistics = _RowStatistics.absent(
+            target.shape, shared, weight, *([] if bias is None else [bias])
+        )
     return part, shared, statistics

@@ -19,7 +19,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 def statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Room for numbers of rows, beside ``x``."""
+    """An empty tensor for numbers of rows, on the device of ``x``."""
     return x.new_empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 

@@ -1,6 +1,7 @@
 """What the divergences of two linear heads share: shape rules, checks and samples."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -10,6 +11,7 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import REDUCTIONS, statistics
+from liger_multi.ops._formulas import Rows, reduced_rows, rows_of_heads
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -129,6 +131,7 @@ def run(
     squared = checks.boolean(name, "square_temperature", square_temperature)
     dtype = head.compute_dtype(name, hidden, weight, bias)
     head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
+    _, accumulate = head.lean(chunk, accumulate, hidden, weight, dtype)
     classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
     # a slice of all classes would cost a copy of the gradient
     if classes < weight.shape[0]:
@@ -152,6 +155,37 @@ def run(
     )
     output = output.view(lead) if reduction == "none" else output
     return output * cool**2 if squared else output
+
+
+def formula_of(
+    public: Callable[..., Tensor], rows_of: Callable[[float], Rows]
+) -> Callable[..., Any]:
+    """The formula of a divergence of two heads, by that of one row; ``beta`` chooses among them."""
+
+    def formula(
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        target: Tensor | None = None,
+        bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        *,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        square_temperature: bool = False,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        **_chunks: Any,
+    ) -> Tensor:
+        """The divergence from all logits at once."""
+        states = (hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
+        rows = rows_of_heads(rows_of(beta), *states, temperature=temperature)
+        loss = reduced_rows(rows, target, ignore_index, reduction)
+        return loss * temperature**2 if square_temperature else loss
+
+    formula.accepts = public  # type: ignore[attr-defined]
+    return formula
 
 
 def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:

@@ -41,7 +41,7 @@ class QuantizedOutput(NamedTuple):
 def with_codes(plain: Op, **backward: Any) -> Op:
     """The operator that also rounds the first output of ``plain``.
 
-    Its forward takes whether that output is wanted too (else it is empty), and returns codes and
+    Its forward takes whether that output is needed too (else it is empty), and returns codes and
     scales after the visible outputs of ``plain``. Its backward is that of ``plain``.
 
     Args:
@@ -90,7 +90,7 @@ def _shapes(
 def quantized(
     op: Op, quantize: object, outputs: object, *args: Any
 ) -> tuple[Tensor | None, list[Tensor], Float8Rows]:
-    """Call an operator of :func:`with_codes`: y where it is wanted, what follows it, its codes."""
+    """Call an operator of :func:`with_codes`: y where it is needed, what follows it, its codes."""
     name = op.name.removesuffix("_quantized")
     checks.one_of(name, "quantize", quantize, QUANTIZE)
     requested = checks.names(name, outputs, OUTPUTS).split(",")
@@ -152,12 +152,12 @@ SHAPES = {
 
 
 def coded(y: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, Float8Rows]:
-    """A result where it is wanted, and its rows in FP8."""
+    """A result where it is needed, and its rows in FP8."""
     codes, scale = rounded(y.detach())
     rows = Float8Rows(codes.to(torch.float8_e4m3fn), scale.squeeze(-1).float())
     return y if "y" in outputs else None, rows
 
 
 def either(y: Tensor, quantize: str | None, outputs: tuple[str, ...]) -> Tensor | QuantizedOutput:
-    """A result, or with ``quantize`` beside its rows in FP8."""
+    """A result, or with ``quantize`` also its rows in FP8."""
     return y if quantize is None else QuantizedOutput(*coded(y, outputs))

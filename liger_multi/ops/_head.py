@@ -82,8 +82,35 @@ def _configured_budget() -> int:
     return current().chunk_bytes
 
 
+LEAN_BYTES = 2**27  # of a chunk's logits and gathered hidden states under chunk="lean"
+
+
+def lean(
+    chunk: int | str,
+    accumulate: torch.dtype,
+    hidden: Tensor,
+    weight: Tensor,
+    compute: torch.dtype | None,
+) -> tuple[int | str, torch.dtype]:
+    """The chunk and the dtype of sums that ``chunk="lean"`` stands for; others as they are.
+
+    A sum over rows leaves the range of float16, so that a weight of this dtype keeps its sums in
+    float32.
+    """
+    if chunk != "lean":
+        return chunk, accumulate
+    from liger_multi.reference.cross_entropy.float8 import logits_dtype
+
+    sums = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    size = logits_dtype(compute, hidden.dtype).itemsize
+    rows = LEAN_BYTES // ((weight.shape[0] + weight.shape[1]) * size)
+    return max(1, rows if rows < 8 else rows // 8 * 8), sums
+
+
 def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
     """Rows (0: from the budget) and the byte budget (0: from the free memory)."""
+    if chunk == "lean":
+        return 0, LEAN_BYTES
     if isinstance(chunk, str):
         return 0, _configured_budget() if chunk == "auto" else parse_bytes(
             chunk, f"chunk of {name}"
@@ -91,7 +118,8 @@ def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk < 2**63:
         checks.refuse(
             name,
-            "chunk must be 'auto', a positive number of rows or a byte budget such as '512MiB'",
+            "chunk must be 'auto', 'lean', a positive number of rows or a byte budget such as "
+            "'512MiB'",
             chunk,
         )
     return chunk, 0

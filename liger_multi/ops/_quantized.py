@@ -44,6 +44,8 @@ class QuantizedWeight(StoredWeight):
         divides: Whether the global scale divides.
         more: The other tensors of ``dequantize`` by name.
         turned: Whether the last two axes are exchanged: the weight is ``(..., K, N)``.
+        float8: Whether linear layers and LoRA operators round the numbers to FP8 rows and multiply
+            in FP8; grouped GEMMs do not.
         whole: Members of the stack (or rows of the matrix) that these are some of.
     """
 
@@ -54,6 +56,7 @@ class QuantizedWeight(StoredWeight):
     divides: bool
     more: dict[str, Tensor]
     turned: bool
+    float8: bool
     whole: int
     _versions: tuple[int, ...] | None = None
 
@@ -68,6 +71,7 @@ class QuantizedWeight(StoredWeight):
         group: int | None = None,
         divides: bool = False,
         turned: bool = False,
+        float8: bool = False,
         whole: int | None = None,
         **more: Tensor | None,
     ) -> QuantizedWeight:
@@ -89,6 +93,7 @@ class QuantizedWeight(StoredWeight):
         )
         weight.codes, weight.scales, weight.format = codes, scales, format
         weight.group, weight.divides, weight.turned = group, divides, turned
+        weight.float8 = float8
         weight.more = {name: t for name, t in more.items() if t is not None}
         weight.whole = codes.shape[0] if whole is None else whole
         return weight
@@ -124,6 +129,16 @@ class QuantizedWeight(StoredWeight):
         step = max(1, rows // (count * unit)) * unit
         plain = self._with_own_scales()
         return [plain._rows(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+    @torch.no_grad()
+    def numbers_at(self, ids: Tensor) -> Tensor:
+        """Rows of a matrix ``(N, K)`` by their places ``(n,)``: only these are dequantized."""
+        if self.turned or 2 * self.codes.shape[-1] % self.block:
+            return self.dequantized()[ids]
+        plain = self._with_own_scales()
+        zeros = {n: t[ids] for n, t in plain.more.items() if n == "zeros"}
+        part = plain.changed(codes=plain.codes[ids], scales=plain.scales[ids], **zeros)
+        return part.dequantized()
 
     @property
     def block(self) -> int:
@@ -196,6 +211,7 @@ class QuantizedWeight(StoredWeight):
             "group": self.group,
             "divides": self.divides,
             "turned": self.turned,
+            "float8": self.float8,
             "whole": self.whole,
             **self.more,
             **values,
@@ -245,7 +261,8 @@ class QuantizedWeight(StoredWeight):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For compilers: the tensors inside, and the rest."""
         rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
-        rest |= {"divides": self.divides, "turned": self.turned, "whole": self.whole}
+        rest |= {"divides": self.divides, "turned": self.turned, "float8": self.float8}
+        rest["whole"] = self.whole
         rest["more"] = tuple(self.more)
         for name, tensor in self.more.items():
             setattr(self, f"_{name}", tensor)

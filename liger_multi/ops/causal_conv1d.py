@@ -78,7 +78,7 @@ def causal_conv1d(
 
     Raises:
         TypeError: An argument has not the dtype that it must have.
-        ValueError: Shapes that do not fit together, cu_seqlens of several rows or beside seq_idx,
+        ValueError: Shapes that do not fit together, cu_seqlens of several rows or with seq_idx,
             mixed devices, an unknown activation.
 
     Source:

@@ -31,7 +31,7 @@ op = Op(
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Loss and, where asked for, what was computed beside it (detached; None where not asked)."""
+    """Loss and, where asked for, what was computed with it (detached; None where not asked)."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -304,7 +304,7 @@ def formula(
     validate: bool = False,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | CrossEntropyOutput:
-    """Cross entropy with a z-loss, and what may be reported beside it."""
+    """Cross entropy with a z-loss, and what may be reported with it."""
     shape, z, target = target.shape, logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     valid = target != ignore_index

@@ -344,12 +344,17 @@ def _narrow(format: str, dtype: torch.dtype, shape: tuple[int, ...] = (6, 128)) 
 
 
 _ONE = T((1,), torch.float32, positive=True, grad=False)
-_NESTED = {
-    "scales": T((600,), torch.uint8, classes=256),
-    "scale_levels": T((256,), torch.float32, grad=False),
-    "scale_absmax": T((3,), torch.float32, positive=True, grad=False),
-    "scale_offset": T((), torch.float32, positive=True, grad=False),
-}
+
+
+def _nested(blocks: int) -> dict[str, T]:
+    return {
+        "scales": T((blocks,), torch.uint8, classes=256),
+        "scale_levels": T((256,), torch.float32, grad=False),
+        "scale_absmax": T((-(-blocks // 256),), torch.float32, positive=True, grad=False),
+        "scale_offset": T((), torch.float32, positive=True, grad=False),
+    }
+
+
 SAMPLES = (
     *[Sample(f, _case((6, 128), f), _of(f)) for f in ("nf4", "fp4")],
     Sample("int4", _case((6, 128), "int4", 32), _of("int4")),
@@ -368,7 +373,10 @@ SAMPLES = (
     Sample("other-group", _case((2, 256), "nf4", 128), _of("nf4", group=128)),
     Sample("part-of-a-block", {"codes": _codes(45), "scales": T((2,), torch.float32)}, _of("fp4")),
     Sample(
-        "double-quantized", {"codes": _codes(19200), **_NESTED}, _of("nf4"), path="scales of scales"
+        "double-quantized",
+        {"codes": _codes(19200), **_nested(600)},
+        _of("nf4"),
+        path="scales of scales",
     ),
     *each_frozen(_case((4, 64), "nf4"), "scales", _of("nf4")),
     Sample("no-rows", _case((0, 64), "mxfp4"), _of("mxfp4")),
@@ -387,4 +395,10 @@ SAMPLES = (
             ("mxfp4", (32, 5760, 2880), 0),
         )
     ],
+    Sample(
+        "14336x4096-nf4-nested",
+        {"codes": _codes(14336, 2048), **_nested(14336 * 64)},
+        {"format": "nf4"},
+        "bench",
+    ),
 )

@@ -90,24 +90,24 @@ def formula(
 work = elementwise(2, 5)
 
 
-def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
+def _tensors(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
     tensors, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
     return tensors | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
 
 
 SAMPLES = (
-    Sample("affine", _given(2, 5, 64)),
-    *usual(_given, ROWS),
-    Sample("fp32-parameters", _given(7, 96, dtype=torch.float32)),
+    Sample("affine", _tensors(2, 5, 64)),
+    *usual(_tensors, ROWS),
+    Sample("fp32-parameters", _tensors(7, 96, dtype=torch.float32)),
     Sample("plain", {"x": T((4, 128)), "alpha": T((1,))}),
     Sample("scalar-alpha", {"x": T((4, 24)), "alpha": T(()), "weight": T((24,))}),
     Sample("without-weight", {"x": T((6, 72)), "alpha": T((1,)), "bias": T((72,))}),
-    Sample("no-columns", _given(3, 0)),
-    Sample("large-values", {**_given(4, 64), "x": T((4, 64), scale=40.0)}),
-    Sample("small-values", {**_given(4, 64), "x": T((4, 64), scale=1e-3)}),
-    Sample("frozen-alpha", {**_given(6, 64), "alpha": T((1,), grad=False)}),
-    *each_frozen(_given(6, 64), "weight x"),
-    Sample("frozen-parameters", _given(6, 64, grad=False)),
-    *bench(_given, "8192x4096 50432x768"),
+    Sample("no-columns", _tensors(3, 0)),
+    Sample("large-values", {**_tensors(4, 64), "x": T((4, 64), scale=40.0)}),
+    Sample("small-values", {**_tensors(4, 64), "x": T((4, 64), scale=1e-3)}),
+    Sample("frozen-alpha", {**_tensors(6, 64), "alpha": T((1,), grad=False)}),
+    *each_frozen(_tensors(6, 64), "weight x"),
+    Sample("frozen-parameters", _tensors(6, 64, grad=False)),
+    *bench(_tensors, "8192x4096 50432x768"),
 )
-COMPILE_SAMPLES = (*bench(_given, "65536x256 1024x65536"),)
+COMPILE_SAMPLES = (*bench(_tensors, "65536x256 1024x65536"),)

@@ -9,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._quantized import QuantizedWeight
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -86,10 +87,22 @@ def embedding(
         padding %= classes
     factor = checks.number(name, "scale", scale)
     ids = index.reshape(-1).to(torch.int64)
-    output: Tensor = op(
-        weight, ids, classes, padding, factor, checks.boolean(name, "validate", validate)
-    )
+    checks.boolean(name, "validate", validate)
+    if isinstance(weight, QuantizedWeight):
+        weight, ids = _rows_read(weight, ids, validate)
+        classes, padding = len(ids), NO_PADDING
+    output: Tensor = op(weight, ids, classes, padding, factor, validate)
     return output.view(*lead, width)
+
+
+def _rows_read(weight: QuantizedWeight, ids: Tensor, validate: bool) -> tuple[Tensor, Tensor]:
+    """The rows that ids name, in the order of ids, and the place of each; -1 for no row."""
+    from liger_multi.reference.cross_entropy.reduction import check_targets
+
+    check_targets(ids, weight.shape[0], None, validate, "index")
+    inside = (ids >= 0) & (ids < weight.shape[0])
+    places = torch.arange(len(ids), device=ids.device)
+    return weight.numbers_at(torch.where(inside, ids, 0)), torch.where(inside, places, -1)
 
 
 def formula(

@@ -157,14 +157,17 @@ def fused_linear_cross_entropy(
         the dtype of the GEMMs. Inside: GEMMs in that dtype (logits and gradient of hidden in
         FP8 where ``head_gemms`` of the configuration asks for them), statistics and loss
         fp32 (fp64 for fp64). The gradient of weight accumulates in ``accumulate`` and is rounded
-        once to the dtype of weight.
+        once to the dtype of weight; with ``chunk="lean"`` it accumulates in the dtype of weight
+        (fp32 for fp16) and is rounded once a chunk.
 
     Memory:
         A chunk of logits: ``chunk`` rows, a byte budget such as ``"512MiB"``, or ``"auto"``: all
         rows where their logits cost no more than the accumulator, else ``chunk_bytes`` of the
         configuration or an eighth of the free memory, at most 1.25 GiB. Kept for backward: the
         gradients of what needs one (accumulator: 4 V H bytes); for ``none`` hidden, weight and 8
-        bytes per row, and the logits are computed again.
+        bytes per row, and the logits are computed again. ``"lean"``: 128 MiB beyond inputs and
+        gradients for a weight in bf16 or fp32 outside of autocast, at least one row; a graph that
+        is retained, or FP8, takes more.
 
     Raises:
         TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.
@@ -287,6 +290,8 @@ def _results(
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
+    compute = head.compute_dtype(name, hidden, weight, bias)
+    chunk, accumulate = head.lean(chunk, accumulate, hidden, weight, compute)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
     if target.ndim != 1:  # a view costs the host a tensor and a node of the graph
         hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
@@ -305,7 +310,7 @@ def _results(
         rows_chunk,
         budget,
         accumulate,
-        head.compute_dtype(name, hidden, weight, bias),
+        compute,
         compact,
         validate,
         names,

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence_head import declare, heads_work, run, samples_of
-from liger_multi.ops._formulas import kl_rows, reduced_rows, rows_of_heads
+from liger_multi.ops._divergence_head import declare, formula_of, heads_work, run, samples_of
+from liger_multi.ops._formulas import kl_rows
 
 op = Op(
     "fused_linear_kl_div",
@@ -96,33 +96,6 @@ def fused_linear_kl_div(
     )
 
 
-def formula(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    square_temperature: bool = False,
-    vocabulary: str = "equal",
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    chunk: int | str = "auto",
-    accumulate: torch.dtype = torch.float32,
-    compact: bool = True,
-) -> Tensor:
-    """KL divergence of two heads' distributions."""
-    states = (hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
-    rows = rows_of_heads(kl_rows, *states, temperature=temperature)
-    loss = reduced_rows(rows, target, ignore_index, reduction)
-    return loss * temperature**2 if square_temperature else loss
-
-
-# both logits, and two products for the gradients of the student
-work = heads_work
-
-
+formula = formula_of(fused_linear_kl_div, lambda _beta: kl_rows)
+work = heads_work  # both logits, and two GEMMs for the gradients of the student
 SAMPLES = samples_of()

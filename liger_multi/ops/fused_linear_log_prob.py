@@ -257,6 +257,8 @@ def prepared(
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale)
+    compute = head.compute_dtype(name, hidden, weight, bias)
+    chunk, accumulate = head.lean(chunk, accumulate, hidden, weight, compute)
     return (
         hidden.reshape(target.numel(), hidden.shape[-1]),
         weight,
@@ -268,7 +270,7 @@ def prepared(
         scale / cool,
         *head.rows_and_budget(name, chunk),
         accumulate,
-        head.compute_dtype(name, hidden, weight, bias),
+        compute,
         checks.boolean(name, "compact", compact),
         checks.boolean(name, "validate", validate),
         # a compiled graph may be captured in parts, in which other rows are dropped

@@ -64,7 +64,7 @@ def gated_short_conv(
     Raises:
         TypeError: An argument has not the dtype that it must have.
         ValueError: Shapes that do not fit together, a last axis that is no multiple of 3,
-            cu_seqlens of several rows or beside seq_idx, mixed devices.
+            cu_seqlens of several rows or with seq_idx, mixed devices.
 
     Source:
         LFM2 Technical Report (arXiv:2511.23404); transformers ``Lfm2ShortConv`` between its

@@ -103,40 +103,40 @@ def formula(
 work = elementwise(2, 5)
 
 
-def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
+def _tensors(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
     tensors = T(shape[1:2], **parameters)  # type: ignore[arg-type]
     return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 
 TWO, FOUR = {"num_groups": 2}, {"num_groups": 4}
 SAMPLES = (
-    Sample("image", _given(2, 8, 5, 6), FOUR),
-    Sample("sequence", _given(3, 6, 7), TWO),
-    Sample("two-axes", _given(4, 12), FOUR),
-    Sample("five-axes", _given(2, 4, 2, 3, 3), TWO),
-    Sample("one-group", _given(2, 6, 10), {"num_groups": 1}),
-    Sample("every-channel", _given(2, 4, 33), FOUR),
-    Sample("fp32-parameters", _given(2, 8, 12, dtype=torch.float32), FOUR | {"eps": 1e-3}),
+    Sample("image", _tensors(2, 8, 5, 6), FOUR),
+    Sample("sequence", _tensors(3, 6, 7), TWO),
+    Sample("two-axes", _tensors(4, 12), FOUR),
+    Sample("five-axes", _tensors(2, 4, 2, 3, 3), TWO),
+    Sample("one-group", _tensors(2, 6, 10), {"num_groups": 1}),
+    Sample("every-channel", _tensors(2, 4, 33), FOUR),
+    Sample("fp32-parameters", _tensors(2, 8, 12, dtype=torch.float32), FOUR | {"eps": 1e-3}),
     Sample("plain", {"x": T((2, 6, 20))}, TWO),
     Sample("without-bias", {"x": T((2, 6, 20)), "weight": T((6,))}, TWO),
     Sample("without-weight", {"x": T((2, 6, 20)), "bias": T((6,))}, TWO),
-    Sample("odd-channels", _given(2, 15, 7), {"num_groups": 5}),
-    Sample("wide-groups", _given(1, 3, 6000), {"num_groups": 1}, path="parts of a group"),
-    Sample("many-channels", _given(1, 20000, 1), {"num_groups": 1}),
-    Sample("one-sample", _given(1, 4, 30), TWO),
-    Sample("one-value", _given(5, 2, 1), TWO | {"eps": 0.5}),
-    Sample("no-samples", _given(0, 4, 6), TWO),
-    Sample("no-positions", _given(2, 4, 0), TWO),
-    Sample("sliced", _given(2, 4, 12, layout="sliced"), TWO),
-    Sample("channels-inside", _given(2, 4, 10, layout="transposed"), TWO),
-    Sample("row-gaps", _given(2, 4, 12, layout="rows"), TWO),
-    Sample("expanded", _given(3, 4, 12, layout="expanded"), TWO),
-    *each_frozen(_given(2, 4, 12), "weight bias x", TWO),
-    Sample("frozen-parameters", _given(2, 4, 12, grad=False), TWO),
-    Sample("past-65535-rows", _given(65537, 2, 1), {"num_groups": 1, "eps": 0.1}, size="thin"),
-    Sample("past-65536-values", _given(2, 2, 33000), {"num_groups": 1}, size="thin"),
-    Sample("8x320x64x64", _given(8, 320, 64, 64), {"num_groups": 32}, size="bench"),
-    Sample("8x1280x16x16", _given(8, 1280, 16, 16), {"num_groups": 32}, size="bench"),
-    Sample("2x128x512x512", _given(2, 128, 512, 512), {"num_groups": 32}, size="bench"),
-    Sample("128x2048x512", _given(128, 2048, 512), {"num_groups": 128}, size="bench"),
+    Sample("odd-channels", _tensors(2, 15, 7), {"num_groups": 5}),
+    Sample("wide-groups", _tensors(1, 3, 6000), {"num_groups": 1}, path="parts of a group"),
+    Sample("many-channels", _tensors(1, 20000, 1), {"num_groups": 1}),
+    Sample("one-sample", _tensors(1, 4, 30), TWO),
+    Sample("one-value", _tensors(5, 2, 1), TWO | {"eps": 0.5}),
+    Sample("no-samples", _tensors(0, 4, 6), TWO),
+    Sample("no-positions", _tensors(2, 4, 0), TWO),
+    Sample("sliced", _tensors(2, 4, 12, layout="sliced"), TWO),
+    Sample("channels-inside", _tensors(2, 4, 10, layout="transposed"), TWO),
+    Sample("row-gaps", _tensors(2, 4, 12, layout="rows"), TWO),
+    Sample("expanded", _tensors(3, 4, 12, layout="expanded"), TWO),
+    *each_frozen(_tensors(2, 4, 12), "weight bias x", TWO),
+    Sample("frozen-parameters", _tensors(2, 4, 12, grad=False), TWO),
+    Sample("past-65535-rows", _tensors(65537, 2, 1), {"num_groups": 1, "eps": 0.1}, size="thin"),
+    Sample("past-65536-values", _tensors(2, 2, 33000), {"num_groups": 1}, size="thin"),
+    Sample("8x320x64x64", _tensors(8, 320, 64, 64), {"num_groups": 32}, size="bench"),
+    Sample("8x1280x16x16", _tensors(8, 1280, 16, 16), {"num_groups": 32}, size="bench"),
+    Sample("2x128x512x512", _tensors(2, 128, 512, 512), {"num_groups": 32}, size="bench"),
+    Sample("128x2048x512", _tensors(128, 2048, 512), {"num_groups": 128}, size="bench"),
 )

@@ -96,13 +96,13 @@ def jsd(
         student,
         teacher,
         target,
-        share,
-        form,
-        teacher_form,
-        temperature,
-        ignore_index,
-        reduction,
-        inplace,
+        beta=share,
+        form=form,
+        teacher_form=teacher_form,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        inplace=inplace,
     )
 
 

@@ -91,13 +91,13 @@ def kl_div(
         student,
         teacher,
         target,
-        0.0,
-        form,
-        teacher_form,
-        temperature,
-        ignore_index,
-        reduction,
-        inplace,
+        beta=0.0,
+        form=form,
+        teacher_form=teacher_form,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        inplace=inplace,
     )
 
 

@@ -134,23 +134,23 @@ work = elementwise(2, 5)
 quantized_work = with_code_bytes(work)
 
 
-def _given(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
+def _tensors(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
     sliced = "sliced" if layout == "sliced" else "contiguous"
     tensors = T(shape[-1:], layout=sliced, **both)
     return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 
 SAMPLES = (
-    Sample("affine", _given(2, 5, 64)),
-    *usual(_given, ROWS, but=EPS | {"past-65535-rows": {"eps": 0.1}}),
-    Sample("fp32-parameters", _given(7, 96, dtype=torch.float32), {"eps": 1e-6}),
+    Sample("affine", _tensors(2, 5, 64)),
+    *usual(_tensors, ROWS, but=EPS | {"past-65535-rows": {"eps": 0.1}}),
+    Sample("fp32-parameters", _tensors(7, 96, dtype=torch.float32), {"eps": 1e-6}),
     Sample("plain", {"x": T((4, 128))}),
     Sample("without-bias", {"x": T((6, 72)), "weight": T((72,))}),
     Sample("without-weight", {"x": T((6, 72)), "bias": T((72,))}),
-    Sample("no-columns", _given(3, 0)),
-    *each_frozen(_given(6, 64), "weight bias x"),
-    Sample("frozen-parameters", _given(6, 64, grad=False)),
-    *bench(_given, "8192x4096 32768x1024"),
+    Sample("no-columns", _tensors(3, 0)),
+    *each_frozen(_tensors(6, 64), "weight bias x"),
+    Sample("frozen-parameters", _tensors(6, 64, grad=False)),
+    *bench(_tensors, "8192x4096 32768x1024"),
 )
-QUANTIZED_SAMPLES = coded_samples(_given, SHAPES, "8192x4096")
-COMPILE_SAMPLES = (*bench(_given, "2048x16384 1024x65536"),)
+QUANTIZED_SAMPLES = coded_samples(_tensors, SHAPES, "8192x4096")
+COMPILE_SAMPLES = (*bench(_tensors, "2048x16384 1024x65536"),)

@@ -22,6 +22,7 @@ op = Op(
     compile="trace",
     rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y", 1),
+    opens=True,
 )
 
 
@@ -56,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer whose rows can be independent of each other.
 
     By default this is PyTorch's linear layer, to the bit, for inputs without gaps. Under
-    ``deterministic="rows"`` the GEMMs of y and of the gradient of x have one tile size, so that
+    ``deterministic="rows"`` the tiles of the GEMMs of y and of the gradient of x have equal bits:
     the result of a row does not depend on the number, content or order of other rows.
 
     Math:

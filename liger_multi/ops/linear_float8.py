@@ -329,8 +329,8 @@ class _LinearFloat8(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given_weight: Tensor | None
     ) -> Tensor:
-        held = weight if given_weight is None else given_weight
-        codes, own = rounded(weight) if scale is None else (held.to(x.dtype), scale[:, None])
+        stored = weight if given_weight is None else given_weight
+        codes, own = rounded(weight) if scale is None else (stored.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
         rows, rows_scale = rounded(x)
         return F.linear(rows, codes) * rows_scale * own.squeeze(1)

@@ -85,19 +85,19 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 
 work = elementwise(2, 5)
 
 
-def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
+def _tensors(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
     tensors = {"x": T(shape, layout=layout)}
     return tensors | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
 
 
 SAMPLES = (
-    Sample("rows", _given(2, 5, 64)),
-    *usual(_given, ROWS, but=EPS | {"past-65535-rows": {"eps": 0.1}}),
-    Sample("fp32-parameters", _given(7, 96, dtype=torch.float32), {"eps": 1e-5}),
+    Sample("rows", _tensors(2, 5, 64)),
+    *usual(_tensors, ROWS, but=EPS | {"past-65535-rows": {"eps": 0.1}}),
+    Sample("fp32-parameters", _tensors(7, 96, dtype=torch.float32), {"eps": 1e-5}),
     Sample("without-bias", {"x": T((6, 72)), "weight": T((3,))}),
-    Sample("large-values", {**_given(4, 64), "x": T((4, 64), scale=60.0)}),
-    *each_frozen(_given(6, 64), "weight bias x"),
-    Sample("frozen-parameters", _given(6, 64, grad=False)),
-    *bench(_given, "8192x4096 8192x11264"),
+    Sample("large-values", {**_tensors(4, 64), "x": T((4, 64), scale=60.0)}),
+    *each_frozen(_tensors(6, 64), "weight bias x"),
+    Sample("frozen-parameters", _tensors(6, 64, grad=False)),
+    *bench(_tensors, "8192x4096 8192x11264"),
 )
-COMPILE_SAMPLES = (*bench(_given, "65536x256 1024x65536"),)
+COMPILE_SAMPLES = (*bench(_tensors, "65536x256 1024x65536"),)

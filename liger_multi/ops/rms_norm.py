@@ -153,31 +153,31 @@ def numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
     )
 
 
-def _given(*shape: int, layout: str = "contiguous", **weight: Any) -> dict[str, T]:
+def _tensors(*shape: int, layout: str = "contiguous", **weight: Any) -> dict[str, T]:
     sliced = "sliced" if layout == "sliced" else "contiguous"
     return {"x": T(shape, layout=layout), "weight": T(shape[-1:], layout=sliced, **weight)}
 
 
 EPS, GEMMA = {"one-column": {"eps": 0.5}}, {"casting": "gemma", "offset": 1.0}
 SAMPLES = (
-    Sample("llama", _given(2, 5, 64)),
-    *usual(_given, ROWS, but=EPS),
-    Sample("llama-fp32-weight", _given(7, 96, dtype=torch.float32), {"eps": 1e-5}),
-    Sample("olmo", _given(3, 3, 40), {"casting": "olmo"}),
-    Sample("gemma", _given(6, 72, scale=0.2), GEMMA),
-    Sample("llama-offset", _given(6, 33), {"offset": 1.0}),
+    Sample("llama", _tensors(2, 5, 64)),
+    *usual(_tensors, ROWS, but=EPS),
+    Sample("llama-fp32-weight", _tensors(7, 96, dtype=torch.float32), {"eps": 1e-5}),
+    Sample("olmo", _tensors(3, 3, 40), {"casting": "olmo"}),
+    Sample("gemma", _tensors(6, 72, scale=0.2), GEMMA),
+    Sample("llama-offset", _tensors(6, 33), {"offset": 1.0}),
     Sample("weightless", {"x": T((4, 128))}),
     Sample("factor", {"x": T((5, 72))}, {"casting": FACTOR}),
-    *each_frozen(_given(6, 64), "weight x"),
-    *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
+    *each_frozen(_tensors(6, 64), "weight x"),
+    *bench(_tensors, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )
 QUANTIZED_SAMPLES = coded_samples(
-    _given,
+    _tensors,
     SHAPES,
     "8192x4096 16384x2048",
     {"odd-width": GEMMA, "one-row": {"casting": "olmo"}},
 )
 COMPILE_SAMPLES = (
-    *bench(_given, "2048x16384 1024x65536"),
-    Sample("16384x2048 gemma", _given(16384, 2048), GEMMA),
+    *bench(_tensors, "2048x16384 1024x65536"),
+    Sample("16384x2048 gemma", _tensors(16384, 2048), GEMMA),
 )

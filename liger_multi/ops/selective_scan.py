@@ -98,7 +98,7 @@ def selective_scan(
 
     Raises:
         TypeError: An argument has not the dtype that it must have.
-        ValueError: Shapes that do not fit together, cu_seqlens of several rows or beside seq_idx,
+        ValueError: Shapes that do not fit together, cu_seqlens of several rows or with seq_idx,
             mixed devices.
 
     Source:

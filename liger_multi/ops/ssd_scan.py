@@ -103,7 +103,7 @@ def ssd_scan(
 
     Raises:
         TypeError: An argument has not the dtype that it must have.
-        ValueError: Shapes that do not fit together, cu_seqlens of several rows or beside seq_idx,
+        ValueError: Shapes that do not fit together, cu_seqlens of several rows or with seq_idx,
             mixed devices, an empty dt_limit, a chunk below 1.
 
     Source:
@@ -336,7 +336,7 @@ def _limits(limits: object) -> tuple[float, float]:
 def shapes_are(
     name: str, tensors: dict[str, Tensor | None], expected: dict[str, tuple[int, ...]]
 ) -> None:
-    """Tensors have the wanted shapes, where they are given."""
+    """Given tensors have the required shapes."""
     for argument, x in tensors.items():
         if x is not None and tuple(x.shape) != expected[argument]:
             checks.refuse(name, f"{argument} must have shape {expected[argument]}", x)

@@ -88,13 +88,13 @@ def tvd(
         student,
         teacher,
         target,
-        0.0,
-        form,
-        teacher_form,
-        temperature,
-        ignore_index,
-        reduction,
-        inplace,
+        beta=0.0,
+        form=form,
+        teacher_form=teacher_form,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        inplace=inplace,
     )
 
 

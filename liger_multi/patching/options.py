@@ -84,8 +84,9 @@ class FusedOptions(LossOptions):
     """Options of the fused linear cross entropy.
 
     Attributes:
-        chunk: Rows whose logits exist at a time, a byte budget such as "512MiB", or "auto" for the
-            byte budget of the configuration.
+        chunk: Rows whose logits exist at a time, a byte budget such as "512MiB", "auto" for the
+            byte budget of the configuration, or "lean" for 128 MiB and sums of the weight gradient
+            in the dtype of the weight.
         accumulate: Dtype in which the weight gradient is summed over chunks.
         compact: Drop ignored rows before the product.
         materialize_bytes: Logits larger than this warn once a line when something needs them whole.
@@ -119,6 +120,20 @@ class Float8Options(Options):
     cache: bool = False
 
 
+@dataclass(frozen=True)
+class FourBitOptions(Options):
+    """Options of frozen weights in 4 bits.
+
+    Attributes:
+        compute: "bfloat16" for GEMMs in the dtype that a weight is dequantized to; "float8": its
+            numbers and the inputs are rounded to FP8 rows, but for stacks of experts.
+        smallest: Weights with fewer elements are not rounded to FP8.
+    """
+
+    compute: str = "bfloat16"
+    smallest: int = SMALLEST
+
+
 ROTATED = "rms_norm_rope"
 """The patch key of norms of queries and keys that are computed with their rotation."""
 PACKING = "packing"
@@ -134,12 +149,12 @@ _OPTIONS: dict[str, type[Options]] = {
             "rope",
             "lora",
             "linear",
-            "four_bits",
             PACKING,
             ROTATED,
         ),
         Options,
     ),
+    "four_bits": FourBitOptions,
     **dict.fromkeys((spec.op for spec in MLP_KINDS if spec.activation), MlpOptions),
     "linear_float8": Float8Options,
     "cross_entropy": LossOptions,
@@ -304,13 +319,17 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "z_loss": ("a number >= 0", lambda v: _is_number(v) and v >= 0),
     "validate": _BOOLEAN,
     "whole": _BOOLEAN,
+    "compute": ("'bfloat16' or 'float8'", lambda v: v in ("bfloat16", "float8")),
     "frozen": _BOOLEAN,
     "originals": _BOOLEAN,
     "gather": _BOOLEAN,
     "cache": _BOOLEAN,
     "smallest": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
     "compact": _BOOLEAN,
-    "chunk": ("'auto', a number of rows >= 1 or a byte budget such as '512MiB'", _is_chunk),
+    "chunk": (
+        "'auto', 'lean', a number of rows >= 1 or a byte budget such as '512MiB'",
+        _is_chunk,
+    ),
     "accumulate": (
         f"one of {', '.join(map(str, ACCUMULATE))}",
         lambda v: isinstance(v, torch.dtype) and v in ACCUMULATE,

@@ -136,13 +136,30 @@ def is_suspended() -> bool:
 # --- all-to-all ---
 
 
+def _sent(parts: Tensor, ranks: Ranks) -> Tensor:
+    """What the ranks sent to this one, of parts by rank.
+
+    Raises:
+        RuntimeError: A rank has ended, or is late beyond the time limit of the group.
+    """
+    received = torch.empty_like(parts)
+    try:
+        dist.all_to_all_single(received, parts, group=ranks.group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"shard_sequence: rank {ranks.rank} of {ranks.size} got no tokens from another rank, "
+            "which has ended or is late beyond the time limit of its process group; its own "
+            f"output has the reason ({error})"
+        ) from error
+    return received
+
+
 def _to_heads(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T / P, H, ...)`` to ``(B, T, H / P, ...)``."""
     batch, share, heads = x.shape[:3]
     parts = x.reshape(batch, share, ranks.size, heads // ranks.size, *x.shape[3:])
     parts = parts.movedim(2, 0).contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=ranks.group)
+    received = _sent(parts, ranks)
     return received.movedim(0, 1).reshape(batch, ranks.size * share, *parts.shape[3:])
 
 
@@ -151,8 +168,7 @@ def _to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     batch, tokens = x.shape[:2]
     parts = x.reshape(batch, ranks.size, tokens // ranks.size, *x.shape[2:])
     parts = parts.movedim(1, 0).contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=ranks.group)
+    received = _sent(parts, ranks)
     received = received.movedim(0, 2)
     # a reshape may leave strides with which modeling files cannot call view
     return received.reshape(*received.shape[:2], -1, *received.shape[4:]).contiguous()
@@ -182,12 +198,12 @@ def _exchange(x: Tensor, ranks: Ranks, tokens: int, heads: int, to_heads: bool) 
 class _Gather(torch.autograd.Function):
     """The tokens of all ranks, for what every rank then computes alike.
 
-    So every rank has the gradient of all tokens, and its own are a part of that.
+    So every rank has the gradient of all tokens, and its own are a part of that, times a factor.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, factor: int) -> Tensor:
+        ctx.ranks, ctx.factor = ranks, factor
         parts = [torch.empty_like(x) for _ in range(ranks.size)]
         dist.all_gather(parts, x.contiguous(), group=ranks.group)
         return torch.cat(parts, 1)
@@ -195,12 +211,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.share(dy, 1), None
+        return ctx.ranks.share(dy, 1) * ctx.factor, None, None
 
 
-def gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """``(B, T / P, ...)`` of every rank as ``(B, T, ...)`` on all of them."""
-    whole: Tensor = _Gather.apply(x, ranks)  # type: ignore[no-untyped-call]
+def gather(x: Tensor, ranks: Ranks, factor: int = 1) -> Tensor:
+    """``(B, T / P, ...)`` of every rank as ``(B, T, ...)`` on all of them.
+
+    A factor of P is for what a loss outside of the model is computed of: averaged over the ranks,
+    gradients of weights are then those of one process.
+    """
+    whole: Tensor = _Gather.apply(x, ranks, factor)  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -81,7 +81,7 @@ class Call:
 
     def uncached(self) -> Call:
         """The same call without what only saves work, and belongs to these rows alone."""
-        return Call(self.prim, without_cache(self.prim, self.args), self.order)
+        return type(self)(self.prim, without_cache(self.prim, self.args), self.order)
 
     def promise(self, mode: str) -> frozenset[str]:
         """The properties that its backend promises; empty where no backend takes the call."""

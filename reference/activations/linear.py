@@ -5,7 +5,8 @@ from typing import Optional
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows, statistics_dtype
-from liger_multi.reference.common.strict import linear, matmul
+from liger_multi.reference.common.stored import gradient_of, linear_of, opened, pieces
+from liger_multi.reference.common.strict import linear
 
 
 def dense(x: Tensor) -> Tensor:
@@ -29,7 +30,9 @@ def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
 ) -> Tensor:
     """X weight' + bias."""
-    return dense(linear(x, weight, bias))
+    if len(pieces(weight)) > 1:
+        return linear_of(as_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return dense(linear(x, opened(weight), bias))
 
 
 def backward(
@@ -43,5 +46,5 @@ def backward(
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     dy2d, dx = as_rows(dy), dy.new_empty(0)
     if needs_x and weight is not None:
-        dx = matmul(dy2d, weight).view(*dy.shape[:-1], weight.shape[1])
+        dx = gradient_of(dy2d, weight).view(*dy.shape[:-1], weight.shape[1])
     return dx, weight_gradient(dy2d, x, needs_weight), bias_gradient(dy2d, needs_bias)

@@ -61,7 +61,7 @@ def _forward_of(thin: LowRank) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x2d, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
-        wide = _held((q_weight, k_weight, v_weight), own)
+        wide = _wide_weights((q_weight, k_weight, v_weight), own, thin)
         left = shared_rows(x, codes, codes_scale, thin.to, *wide)
         factors = [t for t in a if t is not None] or [x2d.new_empty(0, x2d.shape[1])]
         low = thin.narrow(x2d, torch.cat(factors).t())
@@ -132,8 +132,9 @@ def _backward_of(thin: LowRank) -> Callable[..., Any]:
             for a, b, scale, own, dy in parts
         ]
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
-        dx, weights = x.new_empty(0), _held((q_weight, k_weight, v_weight), own)
+        dx = x.new_empty(0)
         if needs_x:
+            weights = _wide_weights((q_weight, k_weight, v_weight), own, thin)
             dx = _common_input_gradient(thin, upstream, weights, [a for a in adapters if a]).view(
                 x.shape
             )
@@ -186,11 +187,11 @@ def _first_gradients(thin: LowRank, rows: Tensor, adapters: Sequence[Reached]) -
     return [part * one.scale for part, one in zip(own, adapters, strict=True)]
 
 
-def _held(
-    weights: Sequence[Optional[Tensor]], scales: Sequence[Optional[Tensor]]
+def _wide_weights(
+    weights: Sequence[Optional[Tensor]], scales: Sequence[Optional[Tensor]], thin: LowRank
 ) -> list[Optional[Weight]]:
     pairs = zip(weights, scales, strict=True)
-    return [None if weight is None else held(weight, scale) for weight, scale in pairs]
+    return [None if weight is None else held(weight, scale, thin.to) for weight, scale in pairs]
 
 
 def _columns(low: Tensor, a: Sequence[Optional[Tensor]]) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from liger_multi.reference.common.strict import by_rows
 
 # --- blocks, and what a block of queries sees ---
 
-Seen = tuple[slice, Optional[Tensor]]
+VisibleKeys = tuple[slice, Optional[Tensor]]
 
 
 def blocks(length: int, step: int) -> Iterator[slice]:
@@ -35,7 +35,7 @@ def block_size(heads: int, itemsize: int) -> int:
 
 def seen_keys(
     q: Tensor, k: Tensor, ranges: Tensor | None, causal: bool, rows: slice, step: int
-) -> Iterator[Seen]:
+) -> Iterator[VisibleKeys]:
     """Blocks of keys, and which of them the rows see, (B or 1, 1, 1, rows, cols); None for all.
 
     On a CPU blocks that no row sees are left out; elsewhere that would wait for the device.

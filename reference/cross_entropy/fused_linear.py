@@ -315,13 +315,16 @@ class Accumulator:
         return self.sums
 
     def add(self, place: slice, where: Tensor | slice, h: Tensor, graw: Tensor) -> None:
-        """Add one chunk, whose logits were overwritten by their gradient."""
+        """Add one chunk, whose logits were overwritten by their gradient.
+
+        Hidden states that were gathered are overwritten by theirs.
+        """
+        if self.needs[1]:
+            add_product_(self.sums.weight, graw.t(), h, first=place.start == 0)
         if self.needs[0] and isinstance(where, slice):
             self._hidden(graw, self.sums.hidden[where])
         elif self.needs[0] and isinstance(where, Tensor):
-            self.sums.hidden.index_copy_(0, where, self._hidden(graw, torch.empty_like(h)))
-        if self.needs[1]:
-            add_product_(self.sums.weight, graw.t(), h, first=place.start == 0)
+            self.sums.hidden.index_copy_(0, where, self._hidden(graw, h))
         if self.needs[2]:
             self.sums.bias.add_(graw.sum(0, dtype=self.sums.bias.dtype))
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn import functional as F
 
 from liger_multi.reference.activations import gated
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
@@ -114,10 +114,10 @@ def forward(
             continue
         place = order[start:stop].long()
         bias, other = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
-        inner = linear(x[place // index.shape[1]], first[e], bias)
+        inner = F.linear(x[place // index.shape[1]], first[e], bias)
         if keep:
             gate_up[start:stop] = inner
-        pairs[place] = linear(product(inner, how), second[e], other)
+        pairs[place] = F.linear(product(inner, how), second[e], other)
     return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows
-from liger_multi.reference.common.stored import opened
+from liger_multi.reference.common.stored import gradient_of, linear_of, opened
 from liger_multi.reference.common.strict import apart, linear, matmul
 from liger_multi.reference.float8.rows import (
     Float8Rows,
@@ -28,9 +28,16 @@ Weight = Tensor | Float8Rows
 """A weight (N, K) as it is, or codes and scales of its rows."""
 
 
-def held(weight: Tensor, scale: Optional[Tensor]) -> Weight:
-    """A weight as contracts hand it over: codes where there are scales."""
-    return weight if scale is None else Float8Rows(weight, scale)
+def held(weight: Tensor, scale: Optional[Tensor], to: Quantizer) -> Weight:
+    """A weight as contracts hand it over: codes where there are scales.
+
+    One that is stored in 4 bits and says ``float8`` is rounded to rows in FP8.
+    """
+    if scale is not None:
+        return Float8Rows(weight, scale)
+    if not getattr(weight, "float8", False):
+        return weight
+    return to.rows(opened(weight), None, format_of(weight.device))
 
 
 def coded_weight(
@@ -73,7 +80,7 @@ def frozen_linear(
 ) -> Tensor:
     """``rows @ weight.T + bias``; ``left`` are the rows in FP8, for a weight that is."""
     if isinstance(weight, Tensor):
-        return linear(rows, opened(weight), bias)
+        return linear_of(rows, weight, bias)
     assert left is not None
     return coded_linear(left, weight, bias, rows.dtype)
 
@@ -113,6 +120,6 @@ def frozen_gradient(
 ) -> Tensor:
     """``dy @ weight``, added to ``onto`` in its buffer; ``left`` are its rows in FP8, if known."""
     if isinstance(weight, Tensor):
-        return matmul(dy, opened(weight), onto)
+        return gradient_of(dy, weight, onto)
     left = rows_of(dy, weight.scale, to) if left is None else left
     return coded_gradient(left, weight.codes, None, to, dy.dtype, onto)

@@ -528,7 +528,7 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         output_final_state: bool,
     ) -> tuple[Tensor, Tensor]:
         """Span after span."""
-        inputs = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+        inputs = Inputs(q, k, v, g, beta, initial_state, first, scale=scale, qk_l2norm=qk_l2norm)
         return run_forward(rule, inputs, output_final_state)
 
     def backward(
@@ -551,7 +551,7 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         needs_initial_state: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The spans in reverse."""
-        inputs = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+        inputs = Inputs(q, k, v, g, beta, initial_state, first, scale=scale, qk_l2norm=qk_l2norm)
         needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)
         return run_backward(rule, inputs, dy, dfinal_state, needs)
 

@@ -78,13 +78,13 @@ class ChannelSpan(Span):
             rest[..., 0, :, :] += until[..., 1, -1:, :]
             until[..., 1, :, :] += until[..., 0, -1:, :]
             size *= 2
-        self.scores, self.inner = kept(pairs, self._seen()).unbind(-3)
+        self.scores, self.inner = kept(pairs, self._visible_pairs()).unbind(-3)
         self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
         self.z = g[..., -1, :].exp().unsqueeze(-1)
         self.e, self.r = self.sight.of_state(g.exp_()), self.sight.of_last(after.exp_())
         self.z = self.sight.over(self.z)
 
-    def _seen(self) -> Optional[Tensor]:
+    def _visible_pairs(self) -> Optional[Tensor]:
         """Pairs of one segment, where there are several."""
         return None if self.starts is None else self.sight.visible.unsqueeze(-3)
 

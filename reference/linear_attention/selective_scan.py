@@ -197,7 +197,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some channels at a time, span after span."""
     sizes = StepSizes(delta_softplus)
-    inputs = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
+    inputs = Inputs(
+        u, delta, A, B, C, D, z, delta_bias, initial_state=initial_state, first=first, sizes=sizes
+    )
     y = u.new_empty(u.shape)
     shape = (u.shape[0], *A.shape) if output_final_state else (0,)
     final_state = u.new_empty(shape, dtype=inputs.acc_dtype)
@@ -291,7 +293,9 @@ def backward(
     Its spans are others than those whose ``states`` forward kept.
     """
     sizes = StepSizes(delta_softplus)
-    inputs = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
+    inputs = Inputs(
+        u, delta, A, B, C, D, z, delta_bias, initial_state=initial_state, first=first, sizes=sizes
+    )
     needs = {
         "u": needs_u,
         "delta": needs_delta,

@@ -285,26 +285,6 @@ class Span:
 # --- the operator ---
 
 
-def _inputs(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    dt_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    chunk: int,
-) -> Inputs:
-    sizes = StepSizes(dt_softplus, dt_min, dt_max)
-    return Inputs(x, dt, A, B, C, D, z, dt_bias, initial_state, first, sizes, chunk)
-
-
 def _before_gate(inputs: Inputs, span: Span, heads: Heads, part: slice, states: Tensor) -> Tensor:
     y = span.tokens(span.outputs(states))
     if inputs.D is not None:
@@ -419,9 +399,10 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         output_final_state: bool,
     ) -> tuple[Tensor, Tensor]:
         """Span after span."""
-        inputs = _inputs(
-            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max, chunk
-        )
+        inputs = Inputs(
+            x, dt, A, B, C, D, z, dt_bias, initial_state=initial_state, first=first,
+            sizes=StepSizes(dt_softplus, dt_min, dt_max), most=chunk,
+        )  # fmt: skip
         return run_forward(rule, inputs, output_final_state)
 
     def backward(
@@ -452,9 +433,10 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         needs_initial_state: bool,
     ) -> Nine:
         """The spans in reverse."""
-        inputs = _inputs(
-            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max, chunk
-        )
+        inputs = Inputs(
+            x, dt, A, B, C, D, z, dt_bias, initial_state=initial_state, first=first,
+            sizes=StepSizes(dt_softplus, dt_min, dt_max), most=chunk,
+        )  # fmt: skip
         needs = {
             "x": needs_x,
             "dt": needs_dt,

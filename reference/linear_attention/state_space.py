@@ -31,8 +31,8 @@ class StepSizes(NamedTuple):
     def gradient(self, dsteps: Tensor, raw: Tensor) -> Tensor:
         """Gradient of ``raw``."""
         steps = self.unclamped(raw)
-        held = above(steps, self.high) | above(-steps, -self.low)
-        dsteps = dsteps.masked_fill(held, 0)
+        clamped = above(steps, self.high) | above(-steps, -self.low)
+        dsteps = dsteps.masked_fill(clamped, 0)
         return dsteps * torch.sigmoid(raw) if self.softplus else dsteps
 
 

@@ -39,7 +39,15 @@ def backward(
     s, needs_sum = new_residual, needs_x or needs_residual
     if dy is not None:
         return rms_norm.gradients(
-            dy, dnew_residual, s, weight, rstd, offset, casting, needs_sum, needs_weight
+            dy,
+            dnew_residual,
+            s,
+            weight,
+            rstd,
+            offset=offset,
+            casting=casting,
+            needs_x=needs_sum,
+            needs_weight=needs_weight,
         )
     ds = s.new_empty(s.shape if needs_sum else (0,))
     if needs_sum and dnew_residual is not None:

@@ -54,7 +54,7 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """``dx = rstd * (g - n * mean(g * n))``, ``g = dy * w``; ``dw`` sums ``dy * n`` over rows."""
-    return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
+    return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight=needs_weight)
 
 
 def gradients(

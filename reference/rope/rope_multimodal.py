@@ -32,7 +32,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
     cos, sin = _merged(cos, sin, sections, chunked, style, q_order)
-    return rope.forward(q, k, cos, sin, style, head_axis, rotary_dim, casting, q_order, k_order)
+    return rope.forward(
+        q, k, cos, sin, style, head_axis, rotary_dim, casting, q_order=q_order, k_order=k_order
+    )
 
 
 def backward(

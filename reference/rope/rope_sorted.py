@@ -33,7 +33,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Sort the channels, then rotate halves."""
     q, k = _halves(q, rotary_dim), _halves(k, rotary_dim)
-    return rope.forward(q, k, cos, sin, "half", head_axis, rotary_dim, casting, q_order, k_order)
+    return rope.forward(
+        q, k, cos, sin, "half", head_axis, rotary_dim, casting, q_order=q_order, k_order=k_order
+    )
 
 
 def backward(

@@ -22,6 +22,7 @@ from liger_multi.reference.norms import rms_norm
 from liger_multi.testing import bitwise as checks
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call
+from tests.comparing import recorded
 
 
 @pytest.fixture
@@ -77,14 +78,8 @@ def test_pytorch_s_own_switch_is_followed(torch_strict):
 
 
 def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
-    observed = []
-    original = liger_multi.dispatch.torch_ops.resolve
-
-    def watched(prim, args):
-        observed.append((prim.direction, mode_in_force()))
-        return original(prim, args)
-
-    monkeypatch.setattr(liger_multi.dispatch.torch_ops, "resolve", watched)
+    note = lambda prim, args: (prim.direction, mode_in_force())  # noqa: E731
+    observed = recorded(monkeypatch, liger_multi.dispatch.torch_ops, "resolve", note)
     x = torch.randn(3, 8, requires_grad=True)
     with liger_multi.use(deterministic="rows"):
         y = ops.rms_norm(x, torch.ones(8))
@@ -160,13 +155,8 @@ def test_log_probs_of_packed_batch(chunk):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
     """The norm runs for every row in its own memory; the modulation is elementwise."""
-    original, alone = rms_norm.forward, []
-
-    def watched(x, *rest):
-        alone.append((x.shape, x.storage_offset(), x.stride()))
-        return original(x, *rest)
-
-    monkeypatch.setattr(rms_norm, "forward", watched)
+    note = lambda x, *_: (x.shape, x.storage_offset(), x.stride())  # noqa: E731
+    alone = recorded(monkeypatch, rms_norm, "forward", note)
     generator = torch.Generator().manual_seed(0)
     x, scale, shift = (
         torch.randn(size, generator=generator).to(dtype) for size in ((2, 67, 9), by, by)
@@ -296,7 +286,7 @@ def test_operators_leave_the_process_as_it_was():
 # --- where tensors lie ---
 
 BUFFER = torch.arange(0.0, 4096.0)
-PLACED = {  # rows of 64 and 67 elements, and whether they are copied
+PLACED = {  # rows of 64, 67 and 72 elements, and whether they are copied
     "whole": (BUFFER[:512].view(8, 64), False),
     "some rows": (BUFFER[:512].view(8, 64)[3:5], False),
     "odd rows": (BUFFER[:536].view(8, 67), False),
@@ -308,6 +298,11 @@ PLACED = {  # rows of 64 and 67 elements, and whether they are copied
     "odd gaps": (BUFFER[:536].view(8, 67)[:, :64], True),
     "a row with an odd gap": (BUFFER[:536].view(8, 67)[4:5, :64], True),
     "expanded": (BUFFER[:64].expand(8, 64), False),
+    "gaps of half a step": (BUFFER[:576].view(8, 72)[:, :64], True),
+    "rows of half a step": (BUFFER[:576].view(8, 72), False),
+    "rows of half a step with gaps": (BUFFER[:640].view(8, 80)[:, :72], True),
+    "their last ones": (BUFFER[:1152].view(4, 4, 72)[:, -1], True),
+    "with gaps of half a step": (BUFFER[:704].view(8, 88)[:, :72], False),
     "nothing": (BUFFER[:0].view(0, 64), False),
 }
 

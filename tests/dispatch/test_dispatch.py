@@ -32,6 +32,7 @@ from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
 from liger_multi.testing.samples import of
 from liger_multi.testing.tolerance import excess
+from tests.comparing import recorded
 
 
 def chosen(op="rms_norm", direction="forward", device="cpu"):
@@ -293,28 +294,17 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
 # --- autograd ---
 
 
-def spy_backends(monkeypatch, op):
-    """The configuration source that each direction was resolved under."""
-    observed = []
-
-    def call(prim, *args):
-        if prim.op.name == op:
-            observed.append((prim.direction, current().choice_in(op, ("cpu", "")).source))
-        return original(prim, *args)
-
-    # of the class: monkeypatch would leave the bound method on an instance, past all recorders
-    original = Primitive.call
-    monkeypatch.setattr(Primitive, "call", call)
-    return observed
-
-
 def test_backward_uses_the_configuration_of_its_forward(monkeypatch):
-    observed = spy_backends(monkeypatch, "rms_norm")
+    source = lambda: current().choice_in("rms_norm", ("cpu", "")).source  # noqa: E731
+    # of the class: monkeypatch would leave the bound method on an instance, past all recorders
+    observed = recorded(
+        monkeypatch, Primitive, "call", lambda prim, *_: (prim.op.name, prim.direction, source())
+    )
     x = torch.randn(3, 8, requires_grad=True)
     with liger_multi.use(rms_norm="reference"):
         y = ops.rms_norm(x)
     y.sum().backward()
-    assert observed == [("forward", "use()"), ("backward", "use()")]
+    assert observed == [("rms_norm", way, "use()") for way in ("forward", "backward")]
 
 
 class Nested(torch.autograd.Function):
@@ -660,7 +650,4 @@ def test_generated_code_equals_slow_path(op, owners, device, monkeypatch):
         prim.run = prim.slow_path
         prim.run_configured = lambda _, *args, prim=prim: prim.slow_path(*args)
     slow = results(op, sample, device, default="auto")  # of another configuration than backward
-    assert generated.keys() == slow.keys()
-    for name, y in generated.items():
-        assert (y is None) == (slow[name] is None), name
-        assert y is None or torch.equal(y.nan_to_num(), slow[name].nan_to_num()), name
+    torch.testing.assert_close(generated, slow, rtol=0, atol=0, equal_nan=True)

@@ -51,10 +51,12 @@ from ci.static.table import (
 )
 from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.common.rows import add_dot
+from liger_multi.backends.triton.rope import rms_norm_rope
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
 from liger_multi.patching.attention import tiles
+from liger_multi.reference.common.strict import within
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
 from liger_multi.testing.verify.cases import Target, cases
@@ -585,18 +587,43 @@ REDUCES = re.compile(
     r"tl\.(sum|max|min|argmax|dot|reduce|cumsum|associative_scan|sort|atomic_\w+)\b"
 )
 """What a kernel has whose numbers meet others of their row."""
-FREE_TILES = {
+FREE = {
     "_dyt_forward": "elementwise; the sums of its helpers are for backward",
     "_embedding": "copies rows, or adds those of a list in its order",
     "_cross_entropy_reduce_kernel": "a sum over rows",
     "_sum_partials_kernel": "a sum over rows",
+    **dict.fromkeys(
+        ("_rms_norm_backward", "_layer_norm_backward", "_group_norm_moments"),
+        "their number masks whole rows alone; without the masks, the compiler saves registers",
+    ),
+    "_selective_scan_backward": "a tuple has the number of sequences, which the last loop is over",
 }
-"""Kernels that reduce, whose tiles may follow the number of rows though the bits do not."""
+"""Kernels that reduce, and are compiled by the number of rows though the bits do not follow it."""
+STEPS = re.compile(r"stride|step|^begin$|^each$|^sizes\.0$")
+"""What leads to another sequence, block or part. In odd samples, 16 divides some multiples."""
+
+
+def _compiled(run, args):
+    """The kernels that reduce, with what a compiler is told of each beside dtypes and steps."""
+    inputs = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+    cases = static_cases(TARGETS["sm90"].info, {"": partial(run, *inputs)})
+
+    def rest(names):
+        return [n for n in names if not STEPS.search(str(n))]
+
+    return {
+        str((c.name, [(n, c.constants[n]) for n in rest(c.constants)], rest(c.aligned), c.options))
+        for c in cases
+        if REDUCES.search(text_of(c.kernel)) and not c.name.startswith(tuple(FREE))
+    }
 
 
 @pytest.mark.parametrize("op", [op for op in operators() if module("triton", op) is not None])
-def test_tiles_of_promised_rows_do_not_follow_their_number(op):
-    """Another tile or number of warps adds the numbers of a row in another order."""
+def test_kernels_of_promised_rows_do_not_follow_their_number(op):
+    """Another tile or number of warps adds the numbers of a row in another order.
+
+    So may a number of rows that the compiler knows to be 1, or a multiple of 16.
+    """
     served = module("triton", op)
     for sample in (s for s in samples.of(op) if s.size == "small"):
         for prim, args in recorded(op, sample, torch.device("cpu")):
@@ -604,29 +631,13 @@ def test_tiles_of_promised_rows_do_not_follow_their_number(op):
             run = getattr(served, prim.direction, None)
             if run is None or not axes.count or "rows" not in promised("triton", prim).always:
                 continue
-            launched = []
-            for rows in (1, 67):
-                index = torch.zeros(rows, dtype=torch.long)
-                chosen = [
-                    a.detach().to("meta") if isinstance(a, torch.Tensor) else a
-                    for a in selected(axes, Call(prim, args, "triton"), index)
-                ]
-                cases = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *chosen)})
-                launched.append(
-                    {
-                        str(
-                            (
-                                c.name,
-                                {n: v for n, v in c.constants.items() if str(n).isupper()},
-                                c.options,
-                            )
-                        )
-                        for c in cases
-                        if REDUCES.search(text_of(c.kernel))
-                        and not c.name.startswith(tuple(FREE_TILES))
-                    }
-                )
-            assert launched[0] == launched[1], (sample.name, prim.direction)
+            call = Call(prim, args, "triton")
+            launched = [
+                _compiled(run, selected(axes, call, torch.zeros(rows, dtype=torch.long)))
+                for rows in (1, 2, 16, 67)
+            ]
+            for one in launched:  # many rows may run in parts, of which one begins anywhere
+                assert one <= launched[-1], (sample.name, prim.direction)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -650,6 +661,24 @@ def test_tiles_of_keys_follow_neither_the_mask_nor_the_queries(dim, item, arch):
             ]
         assert len({(k.block_m, k.block_n, k.num_warps) for k in configs}) == 1, configs
         assert tiles.TILE % configs[0].block_n == 0
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_decoded_token_is_normalized_and_rotated_by_the_kernel_of_a_sequence(width):
+    """The sum over a head follows the tile, which a short sequence would not fill."""
+    forward = rms_norm_rope.forward
+    weight, more = torch.empty(width, device="meta"), (1e-6, 0.0, "llama", "llama", 1, "0213")
+
+    def tile(seq):
+        x = torch.empty(1, seq, 4, width, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+        angles = torch.empty(2, 1, seq, width, device="meta", dtype=torch.bfloat16)
+        run = partial(forward, x, weight.bfloat16(), *angles, *more)
+        (case,) = static_cases(TARGETS["sm90"].info, {"": run})
+        return {n: v for n, v in case.constants.items() if str(n).isupper()}, case.options
+
+    assert tile(1) != tile(200)
+    with within("rows", None):
+        assert all(tile(seq) == tile(200) for seq in (1, 2, 16))
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ("sm90", "gfx942") if arch in ARCHS])

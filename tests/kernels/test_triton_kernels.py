@@ -60,8 +60,7 @@ from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 from liger_multi.reference.float8 import rows as float8_rows
 from liger_multi.reference.linear_attention import selective_scan as scan_reference
-from tests import harness
-from tests.comparing import assert_equal
+from tests.comparing import assert_equal, recorded
 
 # --- multi_token_attention ---
 
@@ -277,12 +276,39 @@ def test_products_of_uneven_groups(library, gather):
         assert torch.equal(turned[e], gradient[e].T)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.72, 1.0])
+@pytest.mark.parametrize("sizes", [(37, 0, 1, 16, 0), (0, 5, 5, 0, 40, 3), (60,), (0, 0, 9)])
+def test_rows_of_some_groups_are_gathered_for_the_library(sizes, share, monkeypatch):
+    monkeypatch.setattr(grouped, "WRITTEN_BYTES", 0)
+    monkeypatch.setattr(grouped, "WRITTEN_SHARE", share)
+    groups = groups_of(sizes, spare=6 - sum(sizes) % 2)
+    generator = torch.Generator().manual_seed(0)
+    x, other = (
+        torch.randn(rows, cols, generator=generator).to(DEVICE, torch.bfloat16)
+        for rows, cols in ((groups.rows // 2, 24), (groups.rows, 40))
+    )
+    written, stops = x[groups.order.long() // 2], groups.offsets.tolist()
+    with grouped.products_by(True):
+        sides = (RowOperand(other), RowOperand(x, gather=True))
+        gradient = grouped.weight_gradient("test", *sides, groups, False)
+        turned = grouped.weight_gradient("test", *sides, groups, True)
+    for e, (start, stop) in enumerate(itertools.pairwise(stops)):
+        right = other[start:stop].double().T @ written[start:stop].double()
+        assert excess(gradient[e], right, torch.bfloat16) <= 1
+        assert torch.equal(turned[e], gradient[e].T)
+
+
 @pytest.mark.parametrize("step", ["whole", "pieces"])
 @pytest.mark.parametrize("name", ["gpt-oss", "sentinels", "unused-experts", "wider"])
 def test_the_library_s_products_serve_the_operator(name, step, monkeypatch):
     """The composition that launch tables may choose, on rows that were gathered before."""
     if step == "pieces":
-        monkeypatch.setattr(fused_moe, "PAIRS_BYTES", 1)
+        for module, name_of_limit in (
+            (fused_moe, "PAIRS_BYTES"),
+            (fused_moe, "FORWARD_PAIRS_BYTES"),
+            (grouped, "WRITTEN_BYTES"),
+        ):
+            monkeypatch.setattr(module, name_of_limit, 1)
         monkeypatch.setattr(fused_moe, "LEAST_COLS", 16)
     sample = next(s for s in samples.of("fused_moe") if s.name == name)
     tensors = sample.make(DEVICE, torch.bfloat16)
@@ -728,13 +754,9 @@ def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
 @pytest.mark.parametrize("mode", [None, True, "rows"])
 def test_launches_with_and_without_gradient_are_equal(monkeypatch, mode):
     """A log-probability that no gradient was asked of is that of a training step."""
-    asked = []
-
-    def recorded(name, formula, device, **shape):
-        asked.append(shape.get("gradient"))
-        return launch.launch_config(name, formula, device, **shape)
-
-    monkeypatch.setattr(row_kernels, "launch_config", recorded)
+    asked = recorded(
+        monkeypatch, row_kernels, "launch_config", lambda *_, **shape: shape.get("gradient")
+    )
     raw, target = torch.randn(4, 300, device=DEVICE), torch.arange(4, device=DEVICE)
     objective = Objective(-100, 0.0, 0.0, None)
     with within("" if mode is None else "rows" if mode == "rows" else "deterministic", None):

@@ -69,7 +69,7 @@ def plug(monkeypatch, name, wave, lds, cores):
     )
     monkeypatch.setattr(registry, "unavailable", UNAVAILABLE)
     monkeypatch.setattr(launch, "_device_info", DEVICE_INFO)
-    monkeypatch.setattr(launch, "_found", {})
+    monkeypatch.setattr(launch, "_configs", {})
     return name.partition(":")[0]
 
 

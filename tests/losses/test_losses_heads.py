@@ -13,15 +13,18 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import liger_multi
 from liger_multi import losses, ops
-from liger_multi.dispatch.op import inline_ops
 from liger_multi.testing.tolerance import excess
 from tests import harness, processes
-from tests.comparing import assert_equal, assert_same_gradients, assert_same_loss, gradients
+from tests.comparing import (
+    Operations,
+    assert_equal,
+    assert_same_gradients,
+    assert_same_loss,
+    gradients,
+)
 from tests.models import batch, build
 
 # --- heads ---
@@ -339,10 +342,7 @@ OPS = (
 @pytest.fixture
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(**{key: ["triton", "reference"] for key in OPS}):
-            yield
-    else:
+    with harness.kernels_of(request.config, OPS):
         yield
 
 
@@ -395,21 +395,6 @@ def loss_inputs(loss_type, device):
     return leaves, target.to(device), extra
 
 
-class Widest(TorchDispatchMode):
-    """The largest tensor that an operation makes, in elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return out
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", LOSSES)
 def test_never_rows_by_vocabulary(device, name):
@@ -420,11 +405,12 @@ def test_never_rows_by_vocabulary(device, name):
     teacher, few = extra["teacher"], extra["few"]
     extra["teacher"] = losses.Head(teacher.hidden.repeat(1, 2, 1), teacher.weight)
     extra["few"] = losses.TopK(few.ids.repeat(1, 2, 1), few.log_prob.repeat(1, 2, 1))
-    with inline_ops(), Widest() as widest:
+    with Operations() as operations:
         loss, _ = LOSSES[name](losses.Head(*leaves, chunk=5), target, extra)
         torch.autograd.grad(loss, leaves)
-    assert widest.elements <= max(70 * 24, 48 * 24)  # the teacher's weight and hidden states
-    assert widest.elements < 48 * 70
+    # the teacher's weight and hidden states
+    most = max(70 * 24, 48 * 24)
+    assert max(t.numel() for t in operations.tensors()) <= most < 48 * 70
 
 
 @pytest.mark.usefixtures("kernels")

@@ -1,5 +1,6 @@
 """Policy losses: TRL's own implementation, one pass and two, ranks, and the papers' formulas."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -169,10 +170,13 @@ CASES = {
     "vespo-shape": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 3.0},
 }
 GIVEN = {"on-policy": (), "old": ("old",), "sampler": ("old", "ratios"), "tools": ("old", "tools")}
+CALLS = [
+    *itertools.product(CASES.values(), GIVEN.values()),
+    (CASES["off-policy"], ("old", "sampled")),  # without scores for some tokens
+]
 
 
-@pytest.mark.parametrize("columns", GIVEN.values(), ids=GIVEN)
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("options", "columns"), CALLS, ids=str)
 def test_policy_is_trl(options, columns):
     b = Batch()
     if "tools" in columns and "loss_type" not in options:
@@ -224,14 +228,6 @@ def test_policy_edges(loss_type):
         expected, _ = trl_policy(b, KINDS[loss_type], columns=("old",))
         ours, _ = ours_policy(b, KINDS[loss_type], ("old",), num_items=b.mask.sum() * 1.0)
         assert_same_loss(ours, expected, b.leaves)
-
-
-def test_sampler_without_scores_for_some_tokens():
-    b = Batch()
-    options = {"off_policy_threshold": 0.05}
-    expected, _ = trl_policy(b, options, columns=("old", "sampled"))
-    ours, _ = ours_policy(b, options, ("old", "sampled"))
-    assert_same_loss(ours, expected, b.leaves)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "luspo"])
@@ -383,13 +379,12 @@ def test_any_formula_in_one_pass():
     def formula(tokens, c):
         return c["w"] * (tokens.log_prob.sin() + tokens.entropy * tokens.lse.cos())
 
-    w, results = torch.rand(b.ids.shape), []
-    for passes in ("one", "two"):
-        loss, _ = one_pass.token_sum(
-            b.head(4), b.target, formula, {"w": w}, ("log_prob", "entropy", "lse"), passes=passes
-        )
-        results.append((loss.detach(), *torch.autograd.grad(loss, b.leaves)))
-    assert_within(*results, dtype=WIDE)
+    columns, names = {"w": torch.rand(b.ids.shape)}, ("log_prob", "entropy", "lse")
+    one, two = (
+        one_pass.token_sum(b.head(4), b.target, formula, columns, names, passes=passes)[0]
+        for passes in ("one", "two")
+    )
+    assert_same_loss(one, two, b.leaves)
 
 
 # --- options ---
@@ -416,17 +411,19 @@ def test_options_that_do_not_fit_are_errors(options, message):
         ours_policy(Batch(), options)
 
 
-def test_arguments_that_do_not_fit_are_errors():
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (lambda b: {"beta": 0.1}, ValueError, "beta needs a reference"),
+        (lambda b: {"reference": b.reference}, ValueError, "no effect"),
+        (lambda b: {"sampled": b.sampled}, ValueError, "off_policy_threshold only"),
+        (lambda b: {"epsilon_lo": 0.1}, TypeError, "epsilon_low"),
+        (lambda b: {"ratios": torch.rand(2, 2)}, ValueError, "ratios must have the shape"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_errors(options, error, message):
     b = Batch()
-    with pytest.raises(ValueError, match="beta needs a reference"):
-        losses.policy_loss(b.head(), b.target, b.advantages, beta=0.1)
-    with pytest.raises(ValueError, match="no effect"):
-        losses.policy_loss(b.head(), b.target, b.advantages, reference=b.reference)
-    with pytest.raises(ValueError, match="off_policy_threshold only"):
-        losses.policy_loss(b.head(), b.target, b.advantages, sampled=b.sampled)
     with pytest.raises(ValueError, match="advantages must have the shape"):
         losses.policy_loss(b.head(), b.target, b.advantages[:2])
-    with pytest.raises(TypeError, match="epsilon_low"):
-        losses.policy_loss(b.head(), b.target, b.advantages, epsilon_lo=0.1)
-    with pytest.raises(ValueError, match="ratios must have the shape"):
-        losses.policy_loss(b.head(), b.target, b.advantages, ratios=torch.rand(2, 2))
+    with pytest.raises(error, match=message):
+        losses.policy_loss(b.head(), b.target, b.advantages, **options(b))

@@ -564,20 +564,23 @@ def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
     torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-6)
 
 
-def test_forms_that_do_not_fit_are_errors():
+@pytest.mark.parametrize(
+    ("forms", "options", "error", "message"),
+    [
+        (lambda s, t, p: (losses.tokens(s, p.target), t), {}, TypeError, "numbers"),
+        (lambda s, t, p: (F.linear(*p.leaves), t), {}, TypeError, "do not"),
+        (lambda s, t, p: (s, losses.tokens(t, p.target)), {}, TypeError, "teacher must be"),
+        (lambda s, t, p: (s, losses.TopK(p.target, p.target.float())), {}, ValueError, "K"),
+        (
+            lambda s, t, p: (s, few(p)),
+            {"divergence": "cosine"},
+            ValueError,
+            "of a top-k teacher is not defined",
+        ),
+        (lambda s, t, p: (s, t), {"temperatur": 2.0}, TypeError, "temperature"),
+    ],
+)
+def test_forms_that_do_not_fit_are_errors(forms, options, error, message):
     pair = Pair()
-    student, teacher = pair.sources()
-    with pytest.raises(TypeError, match="numbers"):
-        losses.distillation_loss(losses.tokens(student, pair.target), teacher, pair.target)
-    with pytest.raises(TypeError, match="do not"):
-        losses.distillation_loss(F.linear(*pair.leaves), teacher, pair.target)
-    with pytest.raises(TypeError, match="teacher must be"):
-        losses.distillation_loss(student, losses.tokens(teacher, pair.target), pair.target)
-    with pytest.raises(ValueError, match="of a top-k teacher is not defined"):
-        losses.distillation_loss(student, few(pair), pair.target, divergence="cosine")
-    with pytest.raises(ValueError, match="K"):
-        losses.distillation_loss(
-            student, losses.TopK(pair.target, pair.target.float()), pair.target
-        )
-    with pytest.raises(TypeError, match="temperature"):
-        losses.distillation_loss(student, teacher, pair.target, temperatur=2.0)
+    with pytest.raises(error, match=message):
+        losses.distillation_loss(*forms(*pair.sources(), pair), pair.target, **options)

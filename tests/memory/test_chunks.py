@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_multi import nn, ops
 from liger_multi.memory import measure
+from liger_multi.ops import _head
 from liger_multi.reference.common import chunking, retry
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -183,6 +184,34 @@ def test_results_independent_of_chunk_budget(monkeypatch):
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def trained(hidden, weight, target, **options):
+    loss = ops.fused_linear_cross_entropy(hidden, weight, target, **options)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lean_bounds_rows_and_sums_in_the_dtype_of_the_weight(monkeypatch, dtype):
+    size, sums = dtype.itemsize, torch.float32 if dtype == torch.float16 else dtype
+    monkeypatch.setattr(_head, "LEAN_BYTES", 17 * (VOCABULARY + HIDDEN) * size)  # 16 rows
+    hidden, weight, target = inputs(dtype=dtype)
+    target[::5] = -100  # rows that are gathered
+    with Full(16) as full:
+        lean = trained(hidden, weight, target, chunk="lean")
+    assert (full.refused, full.widest) == (0, 16)
+    right = trained(hidden, weight, target, chunk=16, accumulate=sums)
+    assert all(map(torch.equal, lean, right))
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    exact = trained(*wide, target)
+    assert all(excess(a, b, dtype) <= 1 for a, b in zip(lean, exact, strict=True))
+    # the other losses on a head take it too
+    tokens = ops.fused_linear_log_prob(hidden, weight, target, chunk="lean")
+    near = ops.fused_linear_log_prob(hidden, weight, target, chunk=16)
+    assert torch.equal(tokens.log_prob, near.log_prob)
+    teacher = (hidden.detach() * 2, weight.detach())
+    assert ops.fused_linear_jsd(hidden, weight, *teacher, target, chunk="lean") > 0
 
 
 # --- TiledMLP ---

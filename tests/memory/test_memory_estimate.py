@@ -16,11 +16,17 @@ from benchmarks import store
 from benchmarks.memory import CPU, STORIES, Case
 from liger_multi.cli.main import main
 from liger_multi.dispatch.op import OPS
-from liger_multi.memory import estimate, measure
+from liger_multi.memory import (
+    compress_activations,
+    estimate,
+    measure,
+    offload_activations,
+)
 from liger_multi.memory.recorder import Recorder, stored
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
 from liger_multi.memory.simulation import MetaImplementations, Simulation, on_meta
 from liger_multi.memory.sizes import SIZES, config_of
+from tests.models import build
 
 
 def small(model_name="dense"):
@@ -106,6 +112,38 @@ def test_float8_estimate_near_measured_step(name):
         assert len(coded) > 7
         plain = case.build("cpu").parameters()
         assert estimated.parts["parameters"] == sum(p.nbytes for p in plain) - saved
+
+
+@pytest.mark.parametrize("compress", [None, "float8"])
+@pytest.mark.parametrize("away", [False, True])
+def test_activations_that_wait_elsewhere(away, compress):
+    """On a CPU the host's copies are measured with the rest."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "head_dim": 64}
+    sizes |= {"max_position_embeddings": 2048, "tied": False}
+    model = build(**sizes).train()
+    model.set_attn_implementation("sdpa")
+    options = {"device": "cpu", "dtype": "float32", "optimizer": "none", "checkpointing": True}
+    options |= {"offload_activations": away, "compress": compress, "patched": True}
+    estimated = estimate(model, 1, 2048, **options)
+    plain = estimate(model, 1, 2048, **{**options, "compress": None})
+    assert (estimated.host_bytes > 0) == away
+    if compress:
+        inputs = 7 * 2048 * 256 * 4  # of layers, but for the first one
+        expected = plain.host_bytes - inputs + (inputs // 4) * (1 + 4 / 256)
+        assert not away or estimated.host_bytes == expected
+        assert estimated.peak_bytes < plain.peak_bytes
+    liger_multi.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if away:
+        offload_activations(model, compress=compress)
+    elif compress:
+        compress_activations(model, compress)
+    ids = torch.arange(2048)[None] % 200
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with measure("cpu", known=[*model.parameters(), *model.buffers()]) as peak:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert estimated.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.04 if away else 0.01)
 
 
 def test_float8_layers_saved_bytes():
@@ -544,6 +582,23 @@ KERNELS = {
         "weight": _meta(4096, 4),
         "bias": _meta(4096),
         "activation": "silu",
+    },
+    "fused_moe": {
+        "x": _meta(8192, 2048),
+        "gate_up_weight": _meta(128, 1536, 2048),
+        "down_weight": _meta(128, 2048, 768),
+        "index": torch.empty(8192, 8, dtype=torch.int64, device="meta"),
+        "routing": _meta(8192, 8),
+        "gate_up": _meta(65536, 1536),
+        "order": torch.empty(65536, dtype=torch.int32, device="meta"),
+        "offsets": torch.empty(129, dtype=torch.int32, device="meta"),
+        "activation": "silu",
+        "limit": 7.0,
+        "alpha": 1.702,
+        "up_offset": 1.0,
+        "interleaved": False,
+        "transposed": False,
+        "y_dtype": torch.bfloat16,
     },
     "gated_delta_rule": _delta(),
     "gated_short_conv": {"x": _meta(2, 8192, 6144), "weight": _meta(2048, 3)},

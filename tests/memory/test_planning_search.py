@@ -563,6 +563,45 @@ def test_a_large_model_is_sharded():
     assert {c.settings.spread for c in training_plan.fitting} >= {"zero1", "zero3"}
 
 
+def test_tokens_over_ranks(tmp_path):
+    """A rank has its share of tokens and of shards; attention costs as much as in one process."""
+    shapes = Shapes(config_of(), LENGTH)
+    predictor = Predictor(shapes, CARDS["h100"], host=2**40)
+    base = Settings(sequence=LENGTH, attention="sdpa", spread="fsdp2", data=1, recompute="none")
+    some = {ranks: predictor.predict(replace(base, ranks=ranks)) for ranks in (2, 4)}
+    one = predictor.predict(replace(base, spread="none", sequence=LENGTH // 4))
+    sharded = replace(base, data=4, sequence=LENGTH // 4)
+    peers = predictor.predict(sharded)
+    assert some[4].parts["parameters"] == peers.parts["parameters"]
+    assert some[4].parts["optimizer states"] == one.parts["optimizer states"] / 4
+    hidden = LENGTH // 4 * shapes.facts.hidden * 2
+    assert some[4].peak_bytes - peers.peak_bytes <= 4 * hidden
+    assert some[2].peak_bytes > some[4].peak_bytes
+    assert some[4].seconds > peers.seconds, "its heads see whole rows, and rows are sent"
+    space = replace(SMALL, ranks=(1, 4), patched=(True, False))
+    options = {"sequence": LENGTH, "precision": "bf16", "limits": False}
+    result = plan(config_of(), "80MiB", 8, batch=2, space=space, **options)
+    ways = {(c.settings.ranks, c.settings.data, c.settings.patched) for c in result.candidates}
+    assert ways == {(4, 2, True)}, "8 devices take no 2 sequences otherwise"
+    assert "sequences over 4 ranks x DP 2" in str(result.best.settings)
+    assert any("shard_sequence(model, mesh['sp'])" in note for note in result.notes)
+    assert "accelerate.yaml" not in {path.name for path in result.write(tmp_path)}
+    with pytest.raises(ValueError, match="ranks must be"):
+        plan(config_of(), "80MiB", 8, batch=2, space=replace(SMALL, ranks=(0,)), **options)
+
+
+def test_plans_of_a_thousand_cards():
+    """Peaks fall and then stay, from 1 to 1,024 cards, and the host's memory is a limit."""
+    space = replace(SMALL, ranks=(1, 8), spreads=("fsdp2",), patched=(True,))
+    peaks = []
+    for cards in (1, 8, 64, 1024):
+        options = {"batch": max(1, cards // 8), "sequence": LENGTH, "limits": False}
+        result = plan(config_of(), "80MiB", cards, space=space, **options)
+        assert result.best.settings.data * result.best.settings.ranks == cards
+        peaks.append(min(candidate.peak_bytes for candidate in result.candidates))
+    assert peaks == sorted(peaks, reverse=True)
+
+
 def test_page_without_offloading():
     space = replace(SPACE, offload=False, offload_states=(None,))
     training_plan = plan(limited_config(), "1GiB", 1, 4, 512, space=space, limits=False)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -15,20 +16,24 @@ pytest.importorskip("transformers")
 
 import liger_multi
 from benchmarks.memory import Case
+from liger_multi._torch_private import TorchDispatchMode
 from liger_multi.memory import (
     POLICIES,
     Policy,
     adapt,
     apply_recompute,
     choose,
+    compress_activations,
     decoder_layers,
     estimate,
     layer_stats,
     offload_activations,
     profile,
 )
+from liger_multi.memory import compress as codes
 from liger_multi.memory.choosing import Cost, Stats
-from liger_multi.memory.recompute import keeps
+from liger_multi.memory.offload import Offload, _Plain
+from liger_multi.memory.recompute import ATTENTION, keeps
 from liger_multi.memory.recorder import SAVED
 from liger_multi.ops import rms_norm
 
@@ -420,7 +425,17 @@ def test_adapt_to_free_memory():
     assert "forward" not in model.model.layers[0].__dict__
 
 
-@pytest.mark.parametrize(("patched", "policy"), [(True, "none"), (False, "narrow"), (True, "full")])
+@pytest.mark.parametrize(
+    ("patched", "policy"),
+    [
+        (True, "none"),
+        (False, "narrow"),
+        (True, "norms_and_mlp"),
+        (True, "keep_attention"),
+        (False, "keep_attention"),
+        (True, "full"),
+    ],
+)
 def test_offloaded_to_the_bit(patched, policy):
     model = case("gqa", patched).build("cpu")
     with apply_recompute(model, policy):
@@ -504,9 +519,136 @@ def test_offload_estimate():
     assert peaks[10**9] <= peaks[None] * 1.01
 
 
+class Attends(TorchDispatchMode):
+    """Counts calls of attention."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func.name()).partition(".")[0]
+        self.calls += "backward" not in name and any(fnmatch(name, p) for p in ATTENTION)
+        return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_attention_is_not_computed_again():
+    """Its result and log-sum-exp go to the host; a layer has one backward then."""
+    model, sent = case("gqa", patched=True).build("cpu"), {}
+    ids, config = ids_of(model), model.config
+    for policy, again in (("full", 1), ("keep_attention", 0)):
+        with (
+            apply_recompute(model, policy),
+            offload_activations(model, min_bytes=1) as handle,
+            Attends() as counts,
+        ):
+            loss = model(input_ids=ids, labels=ids).loss
+            forward, sent[policy] = counts.calls, handle.offloaded_bytes
+            loss.backward(retain_graph=True)
+            assert (forward, counts.calls - forward) == (3, 3 * again)
+            if not again:
+                with pytest.raises(RuntimeError, match="has one backward"):
+                    loss.backward()
+    width = config.num_attention_heads * (config.hidden_size // config.num_attention_heads + 1)
+    assert sent["keep_attention"] - sent["full"] == 3 * ids.numel() * 4 * width
+
+
+QUERY_ERROR, GRADIENT_ERROR = 0.12, 0.05
+"""Of the norm of a tensor, in FP8: of projections before the softmax, whose gradients are
+differences of nearly equal numbers in this model of random weights, and of all others."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_compressed_gradients(dtype, checkpointing):
+    """The loss is that without; gradients differ by rounding, on the device as on the host."""
+    model = case("gqa", patched=True).build("cpu").to(dtype)
+    handle = None if checkpointing else apply_recompute(model, "keep_attention")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    exact, sent = trained(model), {}
+    with offload_activations(model, min_bytes=512) as plain:
+        trained(model)
+        sent["plain"] = plain.offloaded_bytes
+    with offload_activations(model, min_bytes=512, compress="float8") as one:
+        rounded = trained(model)
+        sent["float8"] = one.offloaded_bytes
+    with compress_activations(model, min_bytes=512):
+        assert equal(trained(model), rounded)
+    assert equal(trained(model), exact)
+    assert torch.equal(rounded[0], exact[0])
+    assert sent["float8"] < (0.7 if dtype == torch.float32 else 0.85) * sent["plain"]
+    errors = {}
+    for (name, _), a, b in zip(model.named_parameters(), rounded[1:], exact[1:], strict=True):
+        errors[name] = float((a - b).float().norm() / b.float().norm())
+        limit = QUERY_ERROR if "q_proj" in name or "k_proj" in name else GRADIENT_ERROR
+        assert errors[name] < limit, name
+    assert max(errors.values()) > 1e-3
+    assert errors["lm_head.weight"] == errors["model.norm.weight"] == 0
+    assert handle is None or set(handle.policies.values()) == {"keep_attention"}
+
+
+def test_codes_of_rows():
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn(5, 48, generator=generator)
+        * torch.tensor([1e-30, 1e-3, 1.0, 1e4, 0.0])[:, None]
+    )
+    for tensor in (x, x.bfloat16(), x.double(), x.T):
+        assert codes.compressible(tensor)
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        again = codes.decode(*codes.encode(flat, codes.row_length(tensor)), flat.dtype)
+        rows, actual = flat.view(5, 48), again.view(5, 48)
+        limit = rows.abs() / 16 + rows.abs().amax(1, keepdim=True) * 2**-18
+        assert bool(((actual - rows).abs() <= limit).all())
+        assert torch.equal(rows.abs().amax(1) > 0, actual.abs().amax(1) > 0)
+    assert not codes.compressible(torch.zeros(64, 8))
+    assert not codes.compressible(torch.zeros(8, 64, dtype=torch.int64))
+    assert not bool(codes.decode(*codes.encode(x.flatten() / 0, 48), x.dtype).isfinite().any())
+
+
+def test_fetched_a_layer_ahead(monkeypatch):
+    """Nothing is fetched when it is needed: a layer's kept results come with its input."""
+    order = []
+
+    class Later(_Plain):
+        asynchronous = True
+
+        def out(self, parked, source):
+            parked.host = source
+
+        def back(self, parked):
+            order.append(("fetch", parked.number))
+            return parked.host
+
+        def wait(self, parked):
+            order.append(("left" if parked.fetched is None else "need", parked.number))
+
+    monkeypatch.setattr(Offload, "_how", lambda self, module: Later())
+    model = case("gqa", patched=True).build("cpu")
+    layer_bytes = 2 * 32 * 64 * 4 * 2 + 2 * 32 * 4 * 4  # input, attention, log-sum-exp
+    with apply_recompute(model, "keep_attention"):
+        here = trained(model)
+        with offload_activations(model, min_bytes=512, in_flight_bytes=layer_bytes):
+            assert equal(trained(model), here)
+    fetched = [number for what, number in order if what == "fetch"]
+    assert len(fetched) == len(set(fetched)) >= 7
+    for number in fetched:
+        if ("need", number) in order:
+            assert order.index(("need", number)) > order.index(("fetch", number)) + 1
+
+
 def test_offload_refuses():
     with pytest.raises(ValueError, match="no list of layers"):
         offload_activations(nn.Linear(2, 2))
+    for function in (
+        lambda model: offload_activations(model, compress="int3"),
+        lambda model: compress_activations(model, "int3"),
+    ):
+        with pytest.raises(ValueError, match="unknown format of activations 'int3'"):
+            function(case().build("meta"))
+    with pytest.raises(ValueError, match="min_bytes must not be negative, got -1"):
+        compress_activations(case().build("meta"), min_bytes=-1)
+    with pytest.raises(ValueError, match="timed=True"):
+        offload_activations(case().build("meta")).exposed_seconds()
     with pytest.raises(ValueError, match="min_bytes must not be negative, got -1"):
         offload_activations(case().build("meta"), min_bytes=-1)
 

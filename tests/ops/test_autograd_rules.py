@@ -128,10 +128,7 @@ def test_a_second_backward(op, sample):
         torch.autograd.grad(total * 2.5, inputs.values(), allow_unused=True, **graph)
         for graph in ({"retain_graph": True}, {"create_graph": True})
     ]
-    for plain, graph in zip(*actual, strict=True):
-        assert (plain is None) == (graph is None)
-        if plain is not None:
-            assert torch.equal(plain, graph)
+    torch.testing.assert_close(*actual, rtol=0, atol=0)
     for gradient in actual[1]:
         if gradient is not None and 0 not in gradient.stride():
             gradient.mul_(2)  # not a view that nobody may write to
@@ -253,6 +250,7 @@ def test_no_function_of_autograd_is_left_out():
         "compat/liger_kernel/chunked/bases.py:_EagerGradients",
         "dispatch/early_save.py:_Result",
         "patching/float8/shards.py:_Master",
+        "patching/head/log_probs.py:_Connected",
         "patching/head/storage.py:_Connect",
         "patching/head/storage.py:_Through",
         "patching/shards.py:_Exchange",

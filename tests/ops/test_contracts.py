@@ -195,8 +195,7 @@ def test_compiled_equals_eager_with_ignored_targets(device, op, ignored):
         loss.backward()
         assert (ignored == 1.0) == (loss.item() == 0.0)
         results.append((loss, x.grad, w.grad))
-    for eager, graph in zip(*results, strict=True):
-        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @every_form

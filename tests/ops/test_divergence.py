@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import liger_multi
 from liger_multi import ops
 from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
-from tests.comparing import Operations, assert_within
+from tests.comparing import Operations, assert_equal, assert_within
 
 NAMES = ("kl_div", "jsd", "tvd")
 INPLACE = tuple(f"{name}_inplace" for name in NAMES)
@@ -23,12 +22,7 @@ every = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture(autouse=True)
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(
-            **{n: ["triton", "reference"] for n in (*NAMES, *INPLACE, "fused_linear_*")}
-        ):
-            yield
-    else:
+    with harness.kernels_of(request.config, (*NAMES, *INPLACE, "fused_linear_*")):
         yield
 
 
@@ -231,8 +225,7 @@ def test_temperature_squared(device):
     squared = ops.fused_linear_jsd(x, w, y, v, t, temperature=3.0, square_temperature=True)
     torch.testing.assert_close(squared, 9 * plain)
     grads = [torch.autograd.grad(loss, (x, w)) for loss in (plain, squared)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(b, 9 * a)
+    torch.testing.assert_close(grads[1], tuple(9 * a for a in grads[0]))
 
 
 def test_autocast(device):
@@ -244,9 +237,8 @@ def test_autocast(device):
     assert loss.dtype == torch.float32
     assert torch.equal(loss, right)
     grads = torch.autograd.grad(loss, (x, w)), torch.autograd.grad(right, low[:2])
-    for a, b in zip(*grads, strict=True):
-        assert a.dtype == torch.float32
-        assert torch.equal(a.bfloat16(), b)
+    assert all(a.dtype == torch.float32 for a in grads[0])
+    assert_equal((a.bfloat16() for a in grads[0]), grads[1])
 
 
 # --- memory and the host ---
@@ -284,21 +276,12 @@ def test_the_host_waits_for_nothing(device, compact, monkeypatch):
 
 def test_past_two_to_the_31_elements(device):
     """Offsets of rows need 64 bits: the last row's result is that of the row alone."""
-    if device.type == "cpu":
-        pytest.skip("needs a device with room for 2^31 elements, twice")
+    harness.needs_memory(device, 16)
     rows, classes = 2**31 // 128000 + 8, 128000
-    if torch.get_device_module(device.type).mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB of free memory")
-    x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16).requires_grad_()
-    y = torch.randn(rows, classes, device=device, dtype=torch.bfloat16)
-    loss = ops.jsd(x, y, **LOGITS, reduction="none")
-    last = x.detach()[-3:].clone().requires_grad_()
-    right = ops.jsd(last, y[-3:], **LOGITS, reduction="none")
-    assert torch.equal(loss[-3:], right)
-    up = torch.zeros_like(loss)
-    up[-3:] = 1.0
-    (grad,) = torch.autograd.grad(loss, x, up)
-    assert torch.equal(grad[-3:], torch.autograd.grad(right.sum(), last)[0])
+    x, y = (torch.randn(rows, classes, device=device, dtype=torch.bfloat16) for _ in range(2))
+    harness.assert_last_rows_are_theirs_alone(
+        lambda z: ops.jsd(z, y[-len(z) :], **LOGITS, reduction="none"), x
+    )
 
 
 # --- bad input ---

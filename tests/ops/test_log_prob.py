@@ -492,7 +492,7 @@ BAD = [
     (lambda: log_prob(x, w[:0], t), ValueError, "ZeRO-3 shard"),
     (lambda: log_prob(x, w, t, torch.ones(3)), ValueError, r"bias must have shape \(9,\)"),
     (lambda: log_prob(x, w.bfloat16(), t), TypeError, "one dtype outside of autocast"),
-    (lambda: log_prob(x, w, t, chunk=0), ValueError, "chunk must be 'auto', a positive number"),
+    (lambda: log_prob(x, w, t, chunk=0), ValueError, "chunk must be 'auto', 'lean', a positive"),
     (lambda: log_prob(x, w, t, accumulate=torch.int8), TypeError, "accumulate must be a floating"),
 ]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import liger_multi
 from liger_multi import losses, nn, ops
-from tests.comparing import assert_equal, assert_same_gradients, saved
+from tests.comparing import assert_equal, assert_same_gradients, recorded, saved
 
 HALF, WIDE = torch.bfloat16, torch.float32
 
@@ -392,20 +392,14 @@ def test_every_module_is_here():
 def test_a_module_calls_its_operator_with_all_its_options(name, monkeypatch):
     """Options at other values than their defaults reach the operator under their names."""
     module, inputs = build(name)
-    observed = {}
-    real = getattr(ops, MODULES[name][2])
-
-    def spy(*args, **options):
-        observed.update(inspect.signature(real).bind(*args, **options).arguments)
-        return real(*args, **options)
-
-    monkeypatch.setattr(ops, MODULES[name][2], spy)
+    signature = inspect.signature(getattr(ops, MODULES[name][2]))
+    calls = recorded(monkeypatch, ops, MODULES[name][2], signature.bind)
     module(*inputs)
+    observed = calls[-1].arguments
     for option in inspect.signature(type(module)).parameters:
-        if hasattr(module, option) and option in inspect.signature(real).parameters:
+        if hasattr(module, option) and option in signature.parameters:
             value = getattr(module, option)
             assert observed[option] is value or observed[option] == value, option
-    assert observed, "the operator was not called"
 
 
 LOSS_OPTIONS = {

@@ -369,7 +369,7 @@ BAD = [
     (
         lambda: ops.fused_linear_cross_entropy(x, w, t, chunk=0),
         ValueError,
-        "chunk must be 'auto', a positive number",
+        "chunk must be 'auto', 'lean', a positive number",
     ),
     (lambda: ops.fused_linear_cross_entropy(x, w, t, chunk="big"), ValueError, "got 'big'"),
     (

@@ -18,10 +18,7 @@ NAMES = ("embedding", "softmax", "sparsemax", "selective_log_softmax")
 @pytest.fixture(autouse=True)
 def kernels(request):
     """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(**{n: ["triton", "reference"] for n in NAMES}):
-            yield
-    else:
+    with harness.kernels_of(request.config, NAMES):
         yield
 
 
@@ -126,10 +123,7 @@ def test_the_modules_refuse_what_the_operator_has_not():
 
 def test_past_two_to_the_31_elements(device):
     """Offsets into the table and into the result need 64 bits."""
-    if device.type == "cpu":
-        pytest.skip("needs a device with room for 2^31 elements, twice")
-    if torch.get_device_module(device.type).mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of free memory")
+    harness.needs_memory(device, 24)
     classes, width = 2**31 // 4096 + 100, 4096
     weight = torch.zeros(classes, width, device=device, dtype=torch.bfloat16)
     weight[-1] = torch.arange(width, device=device) % 100
@@ -144,20 +138,13 @@ def test_past_two_to_the_31_elements(device):
 @pytest.mark.parametrize("name", ["softmax", "sparsemax", "selective_log_softmax"])
 def test_rows_past_two_to_the_31_elements(device, name):
     """The last rows' results are those of the rows alone."""
-    if device.type == "cpu":
-        pytest.skip("needs a device with room for 2^31 elements, four times")
-    if torch.get_device_module(device.type).mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of free memory")
+    harness.needs_memory(device, 24)
     rows, classes = 2**31 // 128000 + 8, 128000
-    x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16).requires_grad_()
-    last, index = x.detach()[-3:].clone().requires_grad_(), torch.arange(rows, device=device)
-    indices = ((index,), (index[-3:],)) if name == "selective_log_softmax" else ((), ())
-    y, right = (getattr(ops, name)(z, *more) for z, more in zip((x, last), indices, strict=True))
-    assert torch.equal(y[-3:], right)
-    up = torch.zeros_like(y)
-    up[-3:] = torch.randn_like(right)
-    actual = torch.autograd.grad(y, x, up)[0][-3:]
-    assert torch.equal(actual, torch.autograd.grad(right, last, up[-3:])[0])
+    x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16)
+    index = [torch.arange(rows, device=device)] if name == "selective_log_softmax" else []
+    harness.assert_last_rows_are_theirs_alone(
+        lambda z: getattr(ops, name)(z, *(i[-len(z) :] for i in index)), x
+    )
 
 
 # --- probabilities of rows ---

@@ -214,18 +214,52 @@ def test_pieces_are_the_weight(make, turned, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["fused_moe", "lora_moe", "lora_moe transposed"])
-def test_experts_by_pieces(backend, name, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["fused_moe", "lora_moe", "lora_moe transposed", "linear", "lora_mlp", "lora_qkv"]
+)
+def test_by_pieces(backend, name, monkeypatch):
     if harness.device_of(backend).type != "cpu":
         pytest.skip("tensors of this test are on the CPU")
     torch.manual_seed(4)
     call, shapes = CALLS[name]
     weights = [quantized("mxfp4", *shape) for shape in shapes]
     expected = step(call, weights, backend)
-    monkeypatch.setattr(_quantized, "PIECE_BYTES", EXPERTS * INNER * HIDDEN)
+    size = weights[0].numel() * weights[0].itemsize
+    monkeypatch.setattr(_quantized, "PIECE_BYTES", size // 4)
     assert len(weights[0].pieces()) > 2
     for actual, one in zip(step(call, weights, backend), expected, strict=True):
         torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear", "lora_mlp", "lora_qkv"])
+def test_float8(name):
+    """The rounding of FP8 rows, 2^-4 of a number, in results and gradients; not that of bf16."""
+    torch.manual_seed(4)
+    call, shapes = CALLS[name]
+    weights = [quantized("mxfp4", *shape) for shape in shapes]
+    expected = step(call, weights, REFERENCE)
+    run = call if name != "linear" else lambda w, x: ops.linear_float8(x, w[0], torch.ones(INNER))
+    actual = step(run, [w.changed(float8=True) for w in weights], REFERENCE)
+    for one, right in zip(actual[:2], expected[:2], strict=True):
+        error = float((one - right).norm() / right.norm())
+        assert 2**-9 < error < 2**-4, error
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run([w.changed(float8=True) for w in weights], torch.randn(2, HIDDEN, requires_grad=True))
+    sizes = {w.numel() for w in weights}
+    assert all(t.numel() not in sizes for t in kept if type(t) is not QuantizedWeight)
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4", "int4"])
+def test_rows_of_a_table(format):
+    """Only rows that are read become numbers, with the bits of the whole table."""
+    torch.manual_seed(4)
+    weight, index = quantized(format, INNER, HIDDEN), torch.tensor([[3, 1], [INNER - 1, 3]])
+    expected = ops.embedding(index, weight.dequantized(), 3, scale=0.5)
+    assert same_bits(ops.embedding(index, weight, 3, scale=0.5), expected)
+    assert ops.embedding(index[:0], weight).shape == (0, 2, HIDDEN)
+    with pytest.raises(IndexError):
+        ops.embedding(index + 1, weight)
 
 
 def test_it_is_frozen():

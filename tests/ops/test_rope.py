@@ -188,9 +188,7 @@ def test_one_fp64_tensor_makes_the_call_fp64(device, wide, casting):
     for name, got, want in zip("qk", outs, right, strict=True):
         assert got.dtype == (torch.float64 if promoted or wide == name else torch.float32)
         assert torch.equal(got, want.to(got.dtype))
-    for leaf, got, want in zip(leaves, grads, exact_grads, strict=True):
-        assert got.dtype == leaf.dtype
-        assert torch.equal(got, want.to(got.dtype))
+    assert_equal(grads, (g.to(leaf.dtype) for leaf, g in zip(leaves, exact_grads, strict=True)))
 
 
 # --- compilers ---

@@ -48,7 +48,15 @@ from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.norms import find as find_norms
 from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
 from tests import models
-from tests.models import ARCHITECTURES, HEADLESS, KINDS, assert_same_training, batch, build
+from tests.models import (
+    ARCHITECTURES,
+    HEADLESS,
+    KINDS,
+    assert_same_training,
+    assert_unpatched,
+    batch,
+    build,
+)
 from tests.patching.test_norms_find import equal, patched_module
 
 
@@ -205,7 +213,8 @@ def test_model_type_patches_later_instances(tmp_path):
 def test_every_model_type_is_patched_as_its_instances_are(model_type):
     known = ARCHITECTURES[model_type]
     stock = build(model_type)
-    report = patch(model_type, strict=True)
+    with patched(model_type, strict=True) as report:
+        ours = build(model_type)
     assert {e.op for e in report.entries} == {
         *("rms_norm", "layer_norm", "gated_rms_norm", "poly_norm", "dyt", "relu_squared"),
         *("swiglu", "geglu", "swiglu_clamped", "fused_moe", "rope", "lora"),
@@ -223,17 +232,12 @@ def test_every_model_type_is_patched_as_its_instances_are(model_type):
         "packing",
         "rms_norm_rope",
     }
-    try:
-        ours = build(model_type)
-    finally:
-        unpatch(model_type)
     assert ours.config.model_type == model_type
     again = patch(ours, strict=True)
     assert {op: again.count(op) for op in known.every} == known.every
     assert {e.status for e in again.entries} == {"already patched"}
     assert [type(m) for m in build(model_type).modules()] == [type(m) for m in stock.modules()]
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
 
 
 def test_strict_model_types_raise_in_the_constructor(monkeypatch):
@@ -269,8 +273,7 @@ def test_a_forward_of_its_own_class_is_nobodys_replacement():
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     for module in ours.modules():
         module.forward = module.forward
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
     for module in ours.modules():
         held = vars(module).get("forward")
         assert held is None or held.__func__ is type(module).forward
@@ -497,8 +500,7 @@ def test_a_digest_sees_one_bit_and_the_order():
 
 def test_batches_are_the_same_in_every_run():
     first, second = (list(batches(50, "cpu", steps=4)) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_weights_change_the_digest():

@@ -18,14 +18,13 @@ from torch import nn
 
 from liger_multi import ops
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import VOCABULARY, pair
+from tests.models import VOCABULARY, assert_unpatched, pair
 
 transformers = pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from tests.models import (
-    FusedCalls,
     Graphs,
     adapters,
     assert_same_training,
@@ -34,11 +33,6 @@ from tests.models import (
     graph_batch,
     trainer,
 )
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
 
 
 @pytest.mark.slow
@@ -207,8 +201,7 @@ def test_adapters_train_as_without_a_patch(case, order, fused):
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     assert fused.count == count
     assert all(p.grad.any() for n, p in ours.named_parameters() if trained in n)
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
 
 
 def losses(trainer):

@@ -34,9 +34,11 @@ from tests.models import (
     adapters,
     assert_as_exact,
     assert_same_training,
+    assert_unpatched,
     batch,
     build,
     graph_batch,
+    patched_copy,
 )
 from tests.sweep.cases import build as build_pair
 from tests.sweep.cases import inputs, registered
@@ -151,8 +153,7 @@ def attentions_and_hidden_states(case):
 
     case.same_training((stock, ours), run)
     # transformers 5.0 leaves what captured outputs in the modules, which must not outlive the patch
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
     case.calls.clear()
     ours(**case.batch())
     assert not case.calls
@@ -505,12 +506,13 @@ def _broken(model_type):
     return ""
 
 
-def models(model_type):
-    """A model, an equal one, and a batch with everything that they take."""
+def models(model_type, patching=None):
+    """A model, an equal one, patched with options where given, and a batch with all they take."""
     model, batch = _model(model_type)
     if model_type == "llama4" and _broken(model_type):
         pytest.skip(f"unpatched, it raises: {_broken(model_type)}")
-    return copy.deepcopy(model), copy.deepcopy(model), batch
+    ours = copy.deepcopy(model) if patching is None else patched_copy(model, **patching)
+    return copy.deepcopy(model), ours, batch
 
 
 def in_tower(model_type, name):
@@ -544,8 +546,7 @@ def test_step_reaches_all_parameters(model_type):
 @every
 def test_evaluation_after_training_and_without_the_patch(model_type):
     """Then classes and the bits of a step are those of a model that was never patched."""
-    stock, ours, batch = models(model_type)
-    patch(ours)
+    stock, ours, batch = models(model_type, {})
     for model in (stock, ours):
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         for _ in range(2):
@@ -565,9 +566,7 @@ def test_evaluation_after_training_and_without_the_patch(model_type):
     for model in (stock.train(), ours.train()):
         model.zero_grad()
         model(**batch).loss.backward()
-    expected, actual = gradients(stock), gradients(ours)
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    torch.testing.assert_close(gradients(ours), gradients(stock), rtol=0, atol=0)
 
 
 # --- checkpointing ---
@@ -577,8 +576,7 @@ def test_evaluation_after_training_and_without_the_patch(model_type):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(model_type, reentrant):
     """Equal to unpatched with it; operators of the layers are called once more."""
-    stock, ours, batch = models(model_type)
-    patch(ours)
+    stock, ours, batch = models(model_type, {})
     before = calls(model_type, stock, ours, batch)
     for model in (stock, ours):
         checkpoint(model, reentrant)
@@ -651,8 +649,8 @@ def flops(model, batch):
 @pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
 def test_frozen_parts(model_type, tower):
     """No gradients, and none computed: as many products fewer as unpatched, or more."""
-    stock, ours, batch = models(model_type)
-    patch(ours, fused_linear_cross_entropy={"compact": False})
+    options = {"fused_linear_cross_entropy": {"compact": False}}
+    stock, ours, batch = models(model_type, options)
     whole = [flops(model, batch) for model in (stock, ours)]
     for model in (stock, ours):
         freeze(model_type, model, tower)
@@ -702,8 +700,7 @@ def test_lora(model_type, tower):
     actual = gradients(ours)
     assert actual
     assert all("lora_" in name and in_tower(model_type, name) == tower for name in actual)
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
 
 
 @every
@@ -737,8 +734,7 @@ def test_compiled(model_type):
     random, transformers 5.0), it compiles by themselves the forwards that the frame calls, but not
     those of PyTorch's own classes. A LayerNorm of ours is a graph of one operator there.
     """
-    stock, ours, batch = models(model_type)
-    patch(ours)
+    stock, ours, batch = models(model_type, {})
     counts, losses = [], []
     for model in (stock, ours):
         torch._dynamo.reset()

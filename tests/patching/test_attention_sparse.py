@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import liger_multi
-from tests.comparing import assert_same_gradients, gradients
+from tests.comparing import assert_same_gradients, gradients, recorded
 
 transformers = pytest.importorskip("transformers")
 from liger_multi.errors import ConfigurationError, PatchError  # noqa: E402
@@ -168,16 +168,14 @@ def test_it_can_be_turned_on_and_off(ops):
 
 def test_copies_and_pickles_are_patched(equal):
     stock = built()
-    model, inputs = copy.deepcopy(stock), batch(stock)
-    liger_multi.patch(model)
+    model, inputs = patched_copy(stock), batch(stock)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert equal(stock, copied, inputs) == CALLED
 
 
 def test_checkpointing_and_autocast(equal):
     stock = built()
-    model, inputs = copy.deepcopy(stock), batch(stock)
-    liger_multi.patch(model)
+    model, inputs = patched_copy(stock), batch(stock)
     for one in (stock, model):
         one.gradient_checkpointing_enable({"use_reentrant": False})
     assert equal(stock, model, inputs) == CALLED
@@ -193,15 +191,8 @@ def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal
     if reentrant is not None:
         stock.gradient_checkpointing_enable({"use_reentrant": reentrant})
         stock.enable_input_require_grads()
-    model, inputs = copy.deepcopy(stock), batch(stock)
-    liger_multi.patch(model)
-    observed, run = [], sparse._run
-
-    def counted(q, *rest):
-        observed.append(q.shape[2])
-        return run(q, *rest)
-
-    monkeypatch.setattr(sparse, "_run", counted)
+    model, inputs = patched_copy(stock), batch(stock)
+    observed = recorded(monkeypatch, sparse, "_run", lambda q, *_: q.shape[2])
     assert equal(stock, model, inputs) == CALLED
     whole = list(observed)
     config = stock.config
@@ -256,8 +247,7 @@ class Alone:
 @pytest.mark.parametrize("reason", ["eager", "dropout", "holes"])
 def test_other_calls_are_left_to_the_module(reason, equal):
     stock = built()
-    model, inputs = copy.deepcopy(stock), batch(stock)
-    liger_multi.patch(model)
+    model, inputs = patched_copy(stock), batch(stock)
     for one in (stock, model):
         getattr(Alone, reason)(one)
     if reason == "holes":
@@ -269,8 +259,7 @@ def test_other_calls_are_left_to_the_module(reason, equal):
 @pytest.mark.slow
 def test_compiled_graphs_run_the_module():
     stock = built().eval()
-    model, inputs = copy.deepcopy(stock), batch(stock)
-    liger_multi.patch(model, fused_linear_cross_entropy=False)
+    model, inputs = patched_copy(stock, fused_linear_cross_entropy=False), batch(stock)
     with torch.no_grad():
         actual = torch.compile(model, backend="eager")(**inputs).loss
         torch.testing.assert_close(actual, stock(**inputs).loss)

@@ -28,8 +28,8 @@ from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
-from tests.comparing import assert_same_gradients
-from tests.models import build, continued, recorded
+from tests.comparing import assert_same_gradients, gradients, recorded
+from tests.models import assert_same_training, build, continued
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
 
@@ -621,17 +621,8 @@ BATCHES = {
 
 
 def same(eager, other, **batch):
-    """Losses and all gradients are equal; those of the model with our attention."""
-    results = []
-    for model in (eager, other):
-        model.zero_grad()
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        results.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
-    (expected, grads), (loss, got) = results
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(got, grads)
-    return expected
+    """Losses and all gradients are equal; the loss of the model with eager attention."""
+    return assert_same_training(eager, other, lambda m: m(**batch, use_cache=False).loss)[0]
 
 
 @pytest.mark.parametrize(
@@ -673,8 +664,7 @@ def test_packed_rows_of_a_model_whose_masks_get_no_positions():
     expected = sum(sums) / (labels[:, 1:] != -100).sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (other, eager)]
-    assert_same_gradients(*grads)
+    assert_same_gradients(gradients(other), gradients(eager))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -17,6 +17,7 @@ from liger_multi.patching.evidence import signature
 from liger_multi.patching.linear import CallsLinear
 from tests.decoding import MODELS, all_ones, log_prob, model, prompt, roll_out, train
 from tests.models import VOCABULARY, build
+from tests.patching.test_mixers import by_package
 
 FUNCTION = F.linear
 
@@ -135,7 +136,10 @@ def test_the_report_names_layers_with_a_state():
         n_groups=1,
         num_hidden_layers=2,
     )
-    report = patch(transformers.Mamba2ForCausalLM(config).eval())
+    policy = transformers.Mamba2ForCausalLM(config).eval()
+    if by_package(policy):
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
+    report = patch(policy)
     skipped = [s for s in report.skipped if s.op == "linear"]
     assert [s.path for s in skipped] == [f"backbone.layers.{i}.mixer" for i in (0, 1)]
     assert all("state" in s.reason and not s.strict for s in skipped)

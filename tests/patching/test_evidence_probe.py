@@ -531,21 +531,16 @@ def test_a_cache_is_never_tried_with(form):
     hook = model.model.register_forward_pre_hook(stop, with_kwargs=True)
     hook_of_library = model.model._forward_pre_hooks[hook.id]
     hook_of_library.__module__ = "transformers.tests"  # or a trial would set it aside
-    call = {name: value}
+    args, kwargs = [], {**inputs, name: value}
     if form == "positional":
         names = arguments.parameters_of(type(model).forward)
-        args = [inputs.get(n) for n in names[: names.index(name)]]
-        with pytest.raises(InterruptedError):
-            model(*args, cache)
+        args, kwargs = [*map(inputs.get, names[: names.index(name)]), cache], {}
     elif form == "unknown":
-        with pytest.raises(InterruptedError):
-            model(**inputs, use_cache=False, something_else=value)
-        assert len(observed) > 1, "the model is tried, without the object"
-        return
-    else:
-        with pytest.raises(InterruptedError):
-            model(**inputs, **call)
-    assert len(observed) == 1, "a call that goes on from a cache is not tried"
+        kwargs = {**inputs, "use_cache": False, "something_else": value}
+    with pytest.raises(InterruptedError):
+        model(*args, **kwargs)
+    tried = len(observed) > 1
+    assert tried == (form == "unknown"), "from a cache, nothing is tried; else without the object"
 
 
 def test_an_unknown_object_makes_no_error_of_a_leak():

@@ -23,6 +23,7 @@ from liger_multi.patching import patch
 from liger_multi.patching.evidence import branches
 from liger_multi.patching.evidence.branches import Outcomes
 from tests.models import Mlp, Norm, assert_same_training, batch, build, pair, variant
+from tests.patching.test_norms_find import equal
 
 ALONE = {"fused_linear_cross_entropy": False}
 FACTOR = 1.0
@@ -63,16 +64,6 @@ def is_served(report):
 
 def reasons(report):
     return " ".join(s.reason for s in report.skipped)
-
-
-def assert_as_stock(module, stock, x):
-    """Outputs and gradients of both."""
-    results = []
-    for each in (module, stock):
-        inputs = x.clone().requires_grad_()
-        y = each(inputs)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [inputs, *each.parameters()])))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 # --- values that can be compared ---
@@ -122,16 +113,16 @@ def test_values_changed_after_the_patch(where, base):
     report = patch(model := nn.Sequential(module), **ALONE)
     try:
         with report.watch(model) as watched:
-            assert_as_stock(module, stock, x)
+            equal(stock, module, x, rtol=1e-4)
         assert bool(watched.served) == is_served(report)
         change(3.0)
-        assert_as_stock(module, stock, x)
+        equal(stock, module, x, rtol=1e-4)
         with report.watch(model) as watched:
             model(x)
         assert not watched.served
         change(float("1.0"))  # another object of the same value
         with report.watch(model) as watched:
-            assert_as_stock(module, stock, x)
+            equal(stock, module, x, rtol=1e-4)
         assert bool(watched.served) == is_served(report)
     finally:
         change(1.0)
@@ -148,7 +139,7 @@ def test_a_compiled_graph_does_not_keep_values(where):
     try:
         for value in (1.0, 2.0):
             change(value)
-            assert_as_stock(ours, theirs, x)
+            equal(theirs, ours, x, rtol=1e-4)
     finally:
         change(1.0)
         torch._dynamo.reset()
@@ -162,7 +153,7 @@ def test_cached_class_value_is_not_confused():
     of_globals("FACTOR")(2.0)
     try:
         assert not is_served(report_of(again))
-        assert_as_stock(again, copy.deepcopy(again), torch.randn(3, 12))
+        equal(copy.deepcopy(again), again, torch.randn(3, 12), rtol=1e-4)
     finally:
         of_globals("FACTOR")(1.0)
 
@@ -249,7 +240,7 @@ def test_replaced_functions_of_pytorch(owner, name, base, when, monkeypatch):
     report_of(module)
     if when == "after":
         replace()
-    assert_as_stock(module, stock, x)
+    equal(stock, module, x, rtol=1e-4)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

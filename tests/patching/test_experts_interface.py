@@ -16,7 +16,7 @@ from liger_multi.errors import ConfigurationError
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from liger_multi.patching.experts.find import experts_kind
 from tests.comparing import assert_same_gradients
-from tests.models import Calls, assert_same_training, batch, build
+from tests.models import Calls, assert_same_training, batch, build, patched_copy
 from tests.patching.test_apply_models import experts_of
 
 # --- experts ---
@@ -100,8 +100,7 @@ def test_a_routing_of_another_shape_is_for_the_stock_loop():
     """transformers 5.0 hands phimoe's experts that of all experts, which was an error."""
     layer = experts_of(build("mixtral"))[0]
     layer.config._experts_implementation = "eager"
-    patched = copy.deepcopy(layer)
-    patch(patched)
+    patched = patched_copy(layer)
     x, index = torch.randn(5, 32), torch.rand(5, 4).argsort(-1)[:, :2]
     routing = torch.rand(5, 4)
     torch.testing.assert_close(patched(x, index, routing), layer(x, index, routing))
@@ -113,8 +112,7 @@ def test_two_experts_a_token_are_the_eager_loop(model_type, dtype):
     """Of two terms the order of the sum is free, so a layer says what the loop says."""
     layer = experts_of(build(model_type).to(dtype))[0]
     layer.config._experts_implementation = "eager"
-    patched = copy.deepcopy(layer)
-    patch(patched)
+    patched = patched_copy(layer)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(
         12, layer.down_proj.shape[1 if model_type == "mixtral" else 2], generator=generator

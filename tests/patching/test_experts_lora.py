@@ -283,8 +283,7 @@ def test_compiled_as_one_graph(calls):
         y = y[0] if isinstance(y, tuple) else y
         thin = [p for p in owner.parameters() if p.requires_grad]
         results.append([y, *torch.autograd.grad(y.square().sum(), thin)])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(expected, got, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 # --- low precision ---

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_multi
 from liger_multi import ops
@@ -25,7 +24,7 @@ from liger_multi.patching.float8.linear import Float8Linear
 from liger_multi.patching.float8.shards import GatheredWeight
 from liger_multi.patching.float8.weight import Float8Weight
 from liger_multi.reference.float8.rows import PLAIN, dequantized
-from tests.comparing import gradients
+from tests.comparing import Operations, gradients
 from tests.models import VOCABULARY, build
 
 ALL = {"smallest": 0}
@@ -66,10 +65,11 @@ def step(llama, tokens=None):
 
 
 def equal(a, b):
+    """Whether losses and gradients have the same bits."""
     return (
         a[0] == b[0]
         and a[1].keys() == b[1].keys()
-        and all(torch.equal(g, b[1][n]) for n, g in a[1].items())
+        and all(map(torch.equal, a[1].values(), b[1].values()))
     )
 
 
@@ -571,19 +571,6 @@ def test_memory_is_codes_and_scales(originals):
     assert originals or all(torch.equal(m.weight, w) for m, w in pairs)
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor of at least 16 bits that an operation makes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        llama = func(*args, **(kwargs or {}))
-        for t in llama if isinstance(llama, (tuple, list)) else (llama,):
-            if isinstance(t, torch.Tensor) and t.itemsize > 1:
-                self.most = max(self.most, t.numel() * t.itemsize)
-        return llama
-
-
 def test_checkpoints_hold_the_original_weights_and_load():
     llama = model(torch.bfloat16, frozen=True)
     state = copy.deepcopy(llama.state_dict())
@@ -710,8 +697,9 @@ def test_a_step_dequantizes_no_frozen_weight(monkeypatch):
     from liger_multi.reference.float8 import frozen
 
     monkeypatch.setattr(frozen, "product", recorded)
-    with Largest() as mode:
+    with Operations() as operations:
         step(llama, ids(1, 4) % 31)
     assert {type_name for pair in shapes for type_name in pair} == {torch.float8_e4m3fn}
     assert len(shapes) == 2 * 14
-    assert mode.most < 64 * 256 * 2
+    sizes = [t.nbytes for t in operations.tensors() if t.itemsize > 1]
+    assert max(sizes) < 64 * 256 * 2

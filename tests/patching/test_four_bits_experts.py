@@ -13,7 +13,12 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.integrations import dequantize_weights, load_mxfp4, merge_mxfp4
+from liger_multi.integrations import (
+    dequantize_weights,
+    load_mxfp4,
+    merge_adapters_mxfp4,
+    merge_mxfp4,
+)
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops import _quantized as quantized
@@ -164,6 +169,25 @@ def test_merging_back_says_the_error(folder):
     assert error.of_update > error.relative
     with pytest.raises(ValueError, match="needs a weight in mxfp4"):
         merge_mxfp4(weight, delta[0])
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_merging_all_adapters_back(folder, patched):
+    """Stacks stay in 4 bits, and the loss moves by what rounding lost."""
+    model = with_lora(loaded(folder))
+    if patched:
+        patch(model, strict=True)
+    expected = float(loss_of(model).detach())
+    errors = merge_adapters_mxfp4(model)
+    assert len(errors) == 4
+    assert all(0 < e.relative < 0.2 < e.of_update / e.relative for e in errors)
+    assert sorted(e.path.rpartition(".")[2] for e in errors) == sorted(STACKS * 2)
+    assert merge_adapters_mxfp4(model) == []
+    merged = model.merge_and_unload()
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+    weights = [p for p in merged.parameters() if isinstance(p, QuantizedWeight)]
+    assert len(weights) == 4
+    assert float(loss_of(merged).detach()) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("patched", [False, True])

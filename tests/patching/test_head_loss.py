@@ -19,23 +19,16 @@ from liger_multi import ops
 from liger_multi.patching import patch, real_logits, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
-from tests.comparing import assert_same_gradients, gradients
+from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (
     KINDS,
     VOCABULARY,
-    FusedCalls,
     Widest,
     assert_same_training,
     batch,
     build,
     pair,
-    recorded,
 )
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
 
 
 @pytest.fixture(params=KINDS)
@@ -411,6 +404,118 @@ def test_a_resized_vocabulary_keeps_the_fused_head(tied):
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     unpatch(ours)
     assert type(ours.lm_head) is nn.Linear
+
+
+# --- PyTorch's loss of hidden states and a weight ---
+
+linear_loss = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no linear_cross_entropy"
+)
+
+
+def of_weight(model, options=None, detached=False, **how):
+    """The loss of a training loop that never calls the head."""
+    data = batch()
+    hidden = model.model(input_ids=data["input_ids"]).last_hidden_state
+    rows, target = hidden[:, :-1].flatten(0, 1), data["labels"][:, 1:].flatten()
+    target = target.masked_fill(target == -100, how.get("ignore_index", -100))
+    weight = model.lm_head.weight
+    return F.linear_cross_entropy(
+        rows, weight.detach() if detached else weight, target, options=options, **how
+    )
+
+
+@linear_loss
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"reduction": "sum"},
+        {"label_smoothing": 0.1},
+        {"weight": torch.arange(1.0, VOCABULARY + 1)},
+        {"ignore_index": -100},
+        {"ignore_index": 7},
+        {"chunks": True, "ignore_index": 7},
+    ],
+    ids=lambda how: "-".join(how) or "plain",
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_linear_cross_entropy_of_the_heads_weight(fused, how, tied):
+    stock, ours = pair(tied=tied, patching={"fused_linear_cross_entropy": {"chunk": 5}})
+    if how.pop("chunks", False):
+        how["options"] = nn.LinearCrossEntropyOptions()
+    assert_same_training(stock, ours, lambda m: of_weight(m, **how))
+    by_us = how.get("ignore_index") != 7 or "options" in how
+    assert fused.count == by_us
+    if by_us:
+        assert fused.keywords[0]["chunk"] == 5
+
+
+@linear_loss
+def test_linear_cross_entropy_of_copies_and_others(fused):
+    stock, ours = pair(patching={})
+    of_weight(stock)
+    of_weight(ours, detached=True)  # another tensor
+    assert fused.count == 0
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert_same_training(stock, copied, of_weight)
+    assert fused.count == 2
+    with torch.no_grad():
+        torch.testing.assert_close(of_weight(ours), of_weight(stock))
+        assert fused.count == 3
+    losses = [of_weight(m, reduction="none") for m in (stock, ours)]
+    torch.testing.assert_close(*losses)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert of_weight(ours).dtype == of_weight(stock).dtype == torch.float32
+    unpatch(ours)
+    fused.count = 0
+    of_weight(ours)
+    patch(ours, fused_linear_cross_entropy=False)
+    of_weight(ours)
+    assert fused.count == 0
+
+
+@linear_loss
+def test_linear_cross_entropy_under_compile(fused):
+    stock, ours = pair(patching={})
+    h, t = torch.randn(12, stock.config.hidden_size), torch.arange(12)
+    weight = ours.lm_head.weight
+    compiled = torch.compile(
+        lambda h, w: F.linear_cross_entropy(h, w, t), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(h, weight), F.linear_cross_entropy(h, weight.detach(), t))
+    assert fused.count == 0, "a graph keeps PyTorch's function"
+
+
+class OwnLoss(nn.Module):
+    """A model whose head is within PyTorch's loss module."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.body, self.loss = nn.Linear(6, 8), nn.LinearCrossEntropyLoss(8, 11, **options)
+
+    def forward(self, x, target):
+        return self.loss(self.body(x), target)
+
+
+@linear_loss
+@pytest.mark.parametrize("options", [{}, {"bias": True, "label_smoothing": 0.1}, {"deep": True}])
+def test_the_head_in_a_loss_module(fused, options):
+    deep = options.pop("deep", False)
+    stock = OwnLoss(**options, out_features=(3,) if deep else ())
+    ours = copy.deepcopy(stock)
+    assert "loss.linear" in str(patch(ours))
+    target = torch.randint(11, (5, 3) if deep else (5,))
+    assert_same_training(stock, ours, lambda m: m(torch.ones(5, 6) * torch.arange(6), target))
+    assert fused.count == (not deep)
+    unpatch(ours)
+    assert type(ours.loss.linear) is nn.Linear
+
+
+@linear_loss
+def test_linear_cross_entropy_by_pytorchs_own_backend():
+    stock, ours = pair(patching={"fused_linear_cross_entropy": {"backend": "pytorch"}})
+    assert_same_training(stock, ours, of_weight)
 
 
 # Heads whose vocabulary is sharded over processes: losses equal one process.

@@ -30,6 +30,7 @@ from tests.models import (
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+STRICT = {"strict": True}
 
 
 def lora(model, targets=(*ATTENTION, *MLP), **config):
@@ -48,11 +49,17 @@ def calls(monkeypatch):
     return counter
 
 
-def adapted(**config):
-    """A stock model and an equal one, both with adapters."""
+def adapted(patching=None, **config):
+    """A stock model and an equal one, both with adapters; patched with options where given."""
     options = {k: config.pop(k) for k in ("dtype", "num_hidden_layers") if k in config}
     stock = lora(pair("llama", **options)[0], **config)
-    return stock, copy.deepcopy(stock)
+    return stock, copy.deepcopy(stock) if patching is None else patched_copy(stock, **patching)
+
+
+def seeded(model):
+    """The loss of a batch, with the same random numbers each time."""
+    torch.manual_seed(7)
+    return model(**batch()).loss
 
 
 @pytest.mark.parametrize("order", ["adapters first", "patch first", "patched again"])
@@ -130,18 +137,12 @@ def test_other_adapters_run_as_pefts(config, reason, calls):
     reasons = [s.reason for s in report.skipped if s.op == "lora"]
     assert len(reasons) == 7
     assert all(reason in r for r in reasons)
-
-    def run(model):
-        torch.manual_seed(7)
-        return model(**batch()).loss
-
-    assert_same_training(stock, ours, run)
+    assert_same_training(stock, ours, seeded)
     assert calls == {"swiglu": 1}
 
 
 def test_disabled_merged_and_hooked_adapters(calls):
-    stock, ours = adapted(num_hidden_layers=1)
-    patch(ours, strict=True)
+    stock, ours = adapted(STRICT, num_hidden_layers=1)
     inputs = batch()
     with torch.no_grad():
         with stock.disable_adapter(), ours.disable_adapter():
@@ -229,8 +230,7 @@ def test_quantized_base_layers(quantization, operators, calls):
 
 
 def test_checkpointing_computes_no_product_of_the_mlp_again(calls):
-    stock, ours = adapted()
-    patch(ours, strict=True)
+    stock, ours = adapted(STRICT)
     for model in (stock, ours):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -241,16 +241,14 @@ def test_checkpointing_computes_no_product_of_the_mlp_again(calls):
 
 @pytest.mark.slow
 def test_compiled_whole():
-    stock, ours = adapted(num_hidden_layers=1)
-    patch(ours, strict=True)
+    stock, ours = adapted(STRICT, num_hidden_layers=1)
     inputs = batch()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
 
 
 def test_copies_and_saved_adapters(tmp_path):
-    stock, ours = adapted(num_hidden_layers=1)
-    patch(ours, strict=True)
+    stock, ours = adapted(STRICT, num_hidden_layers=1)
     twin = copy.deepcopy(ours)
     ours.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(build("llama", num_hidden_layers=1), tmp_path)
@@ -355,12 +353,7 @@ def test_other_adapters_on_the_head_have_real_logits(config):
     stock = lora(build("llama", num_hidden_layers=1), ["lm_head"], **config)
     ours = copy.deepcopy(stock)
     assert "so that the adapter trains" in patch(ours).skipped[-1].reason
-
-    def run(model):
-        torch.manual_seed(7)
-        return model(**batch()).loss
-
-    assert_same_training(stock, ours, run)
+    assert_same_training(stock, ours, seeded)
 
 
 @pytest.fixture

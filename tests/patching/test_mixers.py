@@ -159,6 +159,16 @@ def packed(lengths=LENGTHS, seed=0):
     return samples, torch.cat(samples, 1), hints
 
 
+def assert_kept_apart(model, run=None, lengths=LENGTHS, seed=0):
+    """What ``run``, or the model, gives for a row of samples is what the model gives for each."""
+    samples, row, hints = packed(lengths, seed)
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=s, use_cache=False)[0] for s in samples], 1)
+        run = model if run is None else run
+        together = run(input_ids=row, use_cache=False, **hints["position_ids"])[0]
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("model_type", SERVED)
 def test_equal_to_unpatched(model_type, monkeypatch):
     stock, model = built(model_type)
@@ -302,26 +312,14 @@ def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
 @pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
 def test_a_compiled_model_keeps_samples_apart(model_type):
     _, model = built_of_functions(model_type)
-    samples, row, hints = packed()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-        together = compiled(input_ids=row, use_cache=False, **hints["position_ids"]).logits
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+    assert_kept_apart(model, torch.compile(model, backend="aot_eager", fullgraph=True))
 
 
 def test_threads_with_other_samples():
     _, model = built_of_functions("qwen3_next")
-
-    def run(seed):
-        samples, row, hints = packed((5 + seed, 30 - seed), seed)
-        with torch.no_grad():
-            output = model(input_ids=row, use_cache=False, **hints["position_ids"]).logits
-            apart = [model(input_ids=s, use_cache=False).logits for s in samples]
-        torch.testing.assert_close(output, torch.cat(apart, 1), rtol=1e-4, atol=1e-4)
-
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(run, range(3)))
+        lengths = [(5 + seed, 30 - seed) for seed in range(3)]
+        list(pool.map(assert_kept_apart, [model] * 3, [None] * 3, lengths, range(3)))
 
 
 @pytest.mark.parametrize("model_type", REFUSING)
@@ -344,26 +342,19 @@ def test_mixed_samples_raise(model_type, monkeypatch):
 def test_backbone_alone_keeps_samples_apart():
     """Mamba2ForCausalLM hands it nothing by itself."""
     stock, _ = built_of_functions("mamba2")
-    model = stock.backbone
-    liger_multi.patch(model)
-    samples, row, hints = packed()
-    apart = torch.cat([model(input_ids=s, use_cache=False)[0] for s in samples], 1)
-    together = model(input_ids=row, use_cache=False, **hints["position_ids"])[0]
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+    liger_multi.patch(stock.backbone)
+    assert_kept_apart(stock.backbone)
 
 
 def test_head_without_keywords_passes_ids():
     """In threads, compiled, and where a forward does more than read its module."""
     stock, model = built_of_functions("mamba2")
     assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
-    samples, row, hints = packed()
+    torch._dynamo.reset()
+    assert_kept_apart(model, torch.compile(model, backend="eager", fullgraph=True))
+    _, row, hints = packed()
     with torch.no_grad():
-        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        together = compiled(input_ids=row, use_cache=False, **hints["position_ids"]).logits
         hidden = model(input_ids=row, use_cache=False, output_hidden_states=True, labels=row)
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
     assert len(hidden.hidden_states) == stock.config.num_hidden_layers + 1
 
     class Writing(type(stock)):
@@ -407,14 +398,10 @@ def test_optional_packages_are_not_called(monkeypatch):
     for name in names:
         monkeypatch.setattr(modeling, name, installed(name))
     stock, model = built("bamba")
-    samples, row, hints = packed()
     with pytest.raises(AssertionError, match="mamba2_split_conv1d_scan_combined was called"):
-        stock.train()(input_ids=row, use_cache=False)
+        stock.train()(input_ids=packed()[1], use_cache=False)
     for mode in ("train", "eval"):
-        getattr(model, mode)()
-        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-        together = model(input_ids=row, use_cache=False, **hints["position_ids"]).logits
-        torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+        assert_kept_apart(getattr(model, mode)())
 
 
 def test_other_functions_are_left():

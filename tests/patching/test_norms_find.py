@@ -20,8 +20,8 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
-from tests.comparing import assert_same_gradients, gradients
-from tests.models import HEADLESS, Holder, batch, build, patched_copy, recorded, variant
+from tests.comparing import assert_same_gradients, gradients, recorded
+from tests.models import HEADLESS, Holder, batch, build, patched_copy, variant
 
 
 def normalized(m, x):

@@ -16,7 +16,14 @@ from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.norms import rotated
-from tests.models import adapters, assert_same_training, batch, build, patched_copy
+from tests.models import (
+    adapters,
+    assert_same_training,
+    assert_unpatched,
+    batch,
+    build,
+    patched_copy,
+)
 from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
@@ -38,6 +45,13 @@ def pair(model_type="qwen3", **options):
 
 def loss_of(model):
     return model(**batch()).loss
+
+
+def calls_of(stock, ours, run=loss_of):
+    """The calls of operators in a step that equals the unpatched one."""
+    with executed(ours) as record:
+        assert_same_training(stock, ours, run)
+    return record.calls
 
 
 def attentions(model):
@@ -63,16 +77,13 @@ def test_the_classes_come_back(model_type):
     patch(ours, **{KEY: False})
     apart = [type(m) for m in attentions(ours)]
     assert all(a is not b for a, b in zip(patched, apart, strict=True))
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert not record.calls[KEY]
+    assert not calls_of(stock, ours)[KEY]
     report = patch(ours)
     assert [type(m) for m in attentions(ours)] == patched
     again = patch(ours)
     assert {e.status for e in again.entries if e.op == KEY} == {"already patched"}
     assert {e.status for e in report.entries if e.op == KEY} == {"options changed"}
-    unpatch(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_unpatched(ours, stock)
 
 
 @pytest.mark.parametrize("first", ["patch", "adapters"])
@@ -87,16 +98,14 @@ def test_adapters_on_the_projections(first):
     for _ in range(2):
         report = patch(ours)
         assert report.count(KEY) == 2
-        with executed(ours) as record:
-            assert_same_training(stock, ours, loss_of)
-        assert (record.calls[KEY], record.calls["lora_qkv"], record.calls["rope"]) == (4, 2, 0)
+        calls = calls_of(stock, ours)
+        assert (calls[KEY], calls["lora_qkv"], calls["rope"]) == (4, 2, 0)
     assert {e.status for e in report.entries if e.op == KEY} == {"already patched"}
-    for options, calls in (({KEY: False}, (0, 2)), ({"lora": False}, (4, 0))):
+    for options, counts in (({KEY: False}, (0, 2)), ({"lora": False}, (4, 0))):
         patch(ours)
         patch(ours, **options)
-        with executed(ours) as record:
-            assert_same_training(stock, ours, loss_of)
-        assert (record.calls[KEY], record.calls["lora_qkv"]) == calls
+        calls = calls_of(stock, ours)
+        assert (calls[KEY], calls["lora_qkv"]) == counts
     unpatch(ours)
     assert [type(m) for m in attentions(ours)] == kinds
 
@@ -116,9 +125,7 @@ def test_other_names_of_the_norms():
     )
     ours = copy.deepcopy(stock)
     assert patch(ours).count(KEY) == 1
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert record.calls[KEY] == 2
+    assert calls_of(stock, ours)[KEY] == 2
 
 
 def _in_rows(model):
@@ -141,10 +148,9 @@ def test_in_other_surroundings(model_type, run, frozen):
         for attention in attentions(model) if frozen else ():
             attention.q_norm.requires_grad_(False)
             attention.k_norm.requires_grad_(False)
-    with executed(ours) as record:
-        assert_same_training(stock, ours, run)
-    assert record.calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
-    assert not record.calls["rope"]
+    calls = calls_of(stock, ours, run)
+    assert calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
+    assert not calls["rope"]
 
 
 def test_sharded_queries_are_left_to_the_model(one_process):
@@ -180,9 +186,7 @@ def test_a_changed_norm_is_called_where_the_model_calls_it(change):
     stock, ours, _ = pair()
     for attention in (*attentions(stock), *attentions(ours)):
         CHANGES[change](attention)
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert not record.calls[KEY]
+    assert not calls_of(stock, ours)[KEY]
 
 
 @pytest.mark.parametrize(
@@ -192,9 +196,7 @@ def test_a_changed_norm_is_called_where_the_model_calls_it(change):
 def test_rotary_functions_replaced_later(name, other, monkeypatch):
     stock, ours, _ = pair()
     monkeypatch.setattr(modeling_qwen3, name, other)
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert not record.calls[KEY]
+    assert not calls_of(stock, ours)[KEY]
 
 
 @pytest.mark.parametrize("updated", [True, False])
@@ -313,9 +315,7 @@ def test_default_without_match_is_silent():
 def test_a_backend_named_for_one_of_both_operators_is_binding(op):
     stock, ours, report = pair("qwen3", **{op: "reference"})
     assert not report.count(KEY)
-    with executed(ours) as record:
-        assert_same_training(stock, ours, loss_of)
-    assert not record.calls[KEY]
+    assert not calls_of(stock, ours)[KEY]
     assert patch(ours, **{op: "reference", KEY: True}).count(KEY)
     assert not patch(ours, **{op: False}).count(KEY)
 

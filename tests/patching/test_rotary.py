@@ -20,8 +20,8 @@ from liger_multi.patching import patch, patched, rotary, unpatch
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.options import Options
 from liger_multi.patching.rotary import served_function
-from tests.comparing import assert_equal
-from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
+from tests.comparing import assert_equal, recorded
+from tests.models import Graphs, assert_same_training, batch, build, pair
 
 ONLY = {
     "packing": False,
@@ -30,11 +30,6 @@ ONLY = {
     "geglu": False,
     "fused_linear_cross_entropy": False,
 }
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return Calls(monkeypatch)
 
 
 def turn_half(x):
@@ -271,9 +266,7 @@ def test_unprobed_calls_run_the_function(calls, monkeypatch):
     ]
     assert calls["rope"] == 4
     assert observed == []
-    for a, b in plain[:3]:
-        assert torch.equal(a, plain[0][0])
-        assert torch.equal(b, plain[0][1])
+    torch.testing.assert_close(plain[:3], [plain[0]] * 3, rtol=0, atol=0)
     left = [
         ((q, k, cos, sin), {"position_ids": torch.arange(6)}),
         ((q, k, cos, sin), {"unsqueeze_dim": -3}),
@@ -381,15 +374,7 @@ def test_a_replaced_method_of_the_stock_class_is_followed(monkeypatch, calls):
 
     ours = build(patching={})
     unpatch(ours)
-    marks = []
-    stock = LlamaAttention.forward
-
-    @functools.wraps(stock)
-    def marked(self, *args, **kwargs):
-        marks.append(self)
-        return stock(self, *args, **kwargs)
-
-    monkeypatch.setattr(LlamaAttention, "forward", marked)
+    marks = recorded(monkeypatch, LlamaAttention, "forward")
     patch(ours)
     calls.clear()
     ours(**batch())

@@ -8,11 +8,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from liger_multi import routes, trees
+from liger_multi import ops, routes, trees
 from liger_multi.patching import patch, register_attention
 from liger_multi.routes import Routes, RoutesError
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import build
+from tests.models import build, recorded
 
 QUIET = {"output_router_logits": False}
 LENGTHS = (9, 6, 4)
@@ -197,6 +197,25 @@ def test_layers_that_run_again_choose_the_same(reentrant, inside):
         other.enable_input_require_grads()
     assert_same_gradients(gradients_of(inside), right)
     assert not any("forward" in vars(m) for m in other.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_recomputed_layers_route_as_in_forward(name, reentrant, dtype, monkeypatch):
+    """Without a replay, the router of a recomputed layer gives the bits of its forward."""
+    model = build(name, **QUIET).to(dtype).train()
+    patch(model, strict=True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    calls = recorded(monkeypatch, ops, "fused_moe")
+    batch = padded()
+    model(**batch, use_cache=False).logits.sin().sum().backward()
+    tokens = batch["input_ids"].numel()
+    chosen = [args[3] for args, _ in calls if len(args[3]) == tokens]  # no replica's of a probe
+    layers = {"qwen3_moe": 1, "mixtral": 2}[name]  # with experts
+    assert len(chosen) == 2 * layers
+    assert all(map(torch.equal, chosen[:layers], reversed(chosen[layers:])))
 
 
 def test_files_and_indices(tmp_path):

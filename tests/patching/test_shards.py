@@ -2,7 +2,13 @@
 
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
+import contextlib
 import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +18,11 @@ from packaging.version import Version
 from transformers import masking_utils
 
 from liger_multi.patching.attention import interface
-from tests import harness
+from tests import harness, shard_models
 
 OLDER = Version(transformers.__version__) < Version("5.24")
 BODY = """
+import datetime
 import sys
 import torch
 import torch.distributed as dist
@@ -23,7 +30,13 @@ from liger_multi.patching import register_attention
 from tests import shard_models
 
 rank, meeting = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{meeting}",
+    rank=rank,
+    world_size=RANKS,
+    timeout=datetime.timedelta(seconds=LIMIT),
+)
 register_attention()
 torch.set_num_threads(1)
 for name in NAMES:
@@ -33,12 +46,51 @@ print("done")
 """
 
 
+ROOT = Path(__file__).parents[2]
+CHECK = """for name in NAMES:
+    shard_models.check(name, CHECKPOINTING)"""
+BODY = BODY.replace("LIMIT", "1800")
+
+
 def run(folder, count, names, checkpointing=False):
     # gpt_oss and Kimi Linear are models of the sweep, the others of transformers
     names = tuple(n for n in names if not n.startswith("Qwen3_5") or hasattr(transformers, n))
     body = BODY.replace("RANKS", str(count)).replace("NAMES", repr(names))
     body = body.replace("CHECKPOINTING", str(checkpointing))
     harness.in_processes(folder, body, count)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLDER, reason="the committed list is of transformers 5.24")
+def test_types_as_on_the_page(tmp_path):
+    """Attention to later tokens sees padding, an indexer has masks of all tokens; as committed."""
+    names = ["bert/BertLM", "gemma3n_text", "deepseek_v32", "mamba/MambaForC", "llama/LlamaForC"]
+    command = [sys.executable, "-m", "tests.sweep", "--shards", *names, "--json"]
+    subprocess.run([*command, str(tmp_path / "out.json")], check=True, cwd=ROOT)
+    actual = json.loads((tmp_path / "out.json").read_text())
+    committed = json.loads((ROOT / "tests" / "sweep" / "shards.json").read_text())["pairs"]
+    expected = {one["cls"]: one["status"] for one in committed}
+    assert len(actual) == 5
+    for one in actual:
+        assert one["status"] == expected[one["cls"]], one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "count", "seconds"),
+    [
+        ("data_parallel()", 4, 1800),
+        ("restart(FOLDER)", 2, 1800),
+        ("measured(False)", 2, 1800),
+        ("measured(True)", 2, 1800),
+        ("ended()", 2, shard_models.SECONDS),
+    ],
+)
+def test_engines(call, count, seconds, tmp_path):
+    """FSDP2 on two axes, a restart from a checkpoint, estimated peaks, and a rank that ends."""
+    body = BODY.replace("RANKS", str(count)).replace("1800", str(seconds))
+    call = call.replace("FOLDER", repr(str(tmp_path / "checkpoint")))
+    harness.in_processes(tmp_path, body.replace(CHECK, f"shard_models.{call}"), count)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -93,3 +145,92 @@ def test_bisected_ranges_equal_dense_masks(window, lengths, monkeypatch):
         assert masks[1].plain
     else:
         assert torch.equal(masks[0].ranges, masks[1].ranges)
+
+
+# --- two hosts on one machine: namespaces with a cable between them, and no other network ---
+
+ADDRESSES = ("10.231.77.1", "10.231.77.2")
+HOSTS = BODY.replace("RANKS", "2").replace("file://{meeting}", "tcp://{meeting}")
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts():
+    """Names of two namespaces; the cable's ends are their only links besides loopback."""
+    names = [f"rows{os.getpid()}{end}" for end in "ab"]
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "delete", name)
+            # both ends are made inside, so that no other network ever has them
+            ip(
+                "-n",
+                names[0],
+                "link",
+                "add",
+                "cable",
+                "type",
+                "veth",
+                "peer",
+                "cable",
+                "netns",
+                names[1],
+            )
+            for name, address in zip(names, ADDRESSES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+                ip("-n", name, "link", "set", "cable", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+        yield names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "seconds"),
+    [
+        ("check('LlamaForCausalLM')", 1800),
+        ("restart(FOLDER)", 1800),
+        ("ended()", shard_models.SECONDS),
+        ("parted()", shard_models.SECONDS),
+    ],
+)
+def test_two_hosts(call, seconds, hosts, tmp_path):
+    """They meet by address; a host that ends, or a cable that is cut, is an error in time."""
+    folder = tmp_path / "checkpoint"
+    body = HOSTS.replace("1800", str(seconds))
+    call = call.replace("FOLDER", repr(str(folder)))
+    script = tmp_path / "rank.py"
+    script.write_text(body.replace(CHECK, f"shard_models.{call}"))
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    ranks = [
+        subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                script,
+                str(rank),
+                f"{ADDRESSES[0]}:29511",
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, name in enumerate(hosts)
+    ]
+    try:
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)
+    assert all("done" in text for text in said), "\n".join(said)

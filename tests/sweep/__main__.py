@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 RESULTS = Path(__file__).with_name("results.json")
 PACKED = RESULTS.with_name("packing.json")
 TREES = RESULTS.with_name("trees.json")
+SHARDS = RESULTS.with_name("shards.json")
 ELSEWHERE = RESULTS.with_name("elsewhere.json")
 
 
@@ -32,6 +33,7 @@ def main() -> int:
         "--packing", action="store_true", help="judge rows of several samples instead"
     )
     parser.add_argument("--trees", action="store_true", help="judge shared prefixes instead")
+    parser.add_argument("--shards", action="store_true", help="judge rows over two ranks instead")
     parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
     parser.add_argument("--device", help="device of the models; that of the backend by default")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
@@ -69,9 +71,10 @@ def main() -> int:
     if options.packing:
         file = PACKED if options.write else ELSEWHERE if options.generation else options.json
         return judged("packing", pairs[options.first :: options.every], options.jobs, file)
-    if options.trees:
-        file = TREES if options.write else options.json
-        return judged("trees", pairs[options.first :: options.every], options.jobs, file)
+    for what, kept in (("trees", TREES), ("shards", SHARDS)):
+        if getattr(options, what):
+            file = kept if options.write else options.json
+            return judged(what, pairs[options.first :: options.every], options.jobs, file)
     started, outcomes = time.monotonic(), []
     for outcome in sweep(pairs[options.first :: options.every], options.jobs, str(device)):
         outcomes.append(outcome)
@@ -107,7 +110,7 @@ def main() -> int:
 
 
 def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
-    """One line per pair: on our attention, on packed rows, or on shared prefixes."""
+    """One line per pair: on our attention, packed rows, shared prefixes or rows over ranks."""
     from tests.sweep.run import forked
 
     judging = importlib.import_module(f"tests.sweep.{what}")
@@ -119,7 +122,7 @@ def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
         outcomes.append(verdict)
         print(f"{verdict.status:10} {pair.name} {verdict.why}", flush=True)
     print(dict(Counter(v.status for v in outcomes)))
-    if file in (PACKED, TREES):
+    if file in (PACKED, TREES, SHARDS):
         import transformers
 
         lines = ",\n".join(json.dumps(vars(v)) for v in outcomes)

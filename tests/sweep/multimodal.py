@@ -41,9 +41,7 @@ class Shape:
         """The tensor for a model."""
         inner = within(config, self.part)
         sizes = [size if isinstance(size, int) else _size(inner, size) for size in self.sizes]
-        if self.fill is not None:
-            return torch.full(sizes, self.fill)
-        return normal(*sizes)
+        return torch.full(sizes, self.fill) if self.fill is not None else normal(*sizes)
 
 
 def _size(config: Any, text: str) -> int:
@@ -735,9 +733,7 @@ def _rows(model: Any, modality: str, verdict: Batch, maker: Maker) -> int:
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [x for one in value for x in _tensors(one)]
+    return [value] if isinstance(value, Tensor) else [x for one in value for x in _tensors(one)]
 
 
 def _placed(model: Any, batch: Batch, counts: Mapping[str, int]) -> Batch:

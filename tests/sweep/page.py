@@ -139,12 +139,33 @@ def _packed() -> list[str]:
     ]
 
 
-TREES = RESULTS.with_name("trees.json")
+TREES, SHARDS = RESULTS.with_name("trees.json"), RESULTS.with_name("shards.json")
 
 
 def shared_prefixes() -> list[str]:
     """Types of the sweep by what becomes of a row of trees, and why they are refused."""
-    data = json.loads(TREES.read_text(encoding="utf-8"))
+    return _served(
+        TREES,
+        "A tree of three levels and a second tree in one row, logits and every gradient in fp32, "
+        "equal to those of every path by itself: **{} model types**, transformers {}, on text "
+        "(`python -m tests.sweep --trees`).\n",
+    )
+
+
+def sharded_rows() -> list[str]:
+    """Types of the sweep by what becomes of a row that two ranks share."""
+    return _served(
+        SHARDS,
+        "A plain row, the same with another token, and a packed row on two ranks, logits and every "
+        "gradient in fp32, equal to one process: **{} model types**, transformers {}, causal "
+        "language models (`python -m tests.sweep --shards`). Models that refuse packed rows in one "
+        "process are compared without.\n",
+    )
+
+
+def _served(file: Path, said: str) -> list[str]:
+    """Types that are equal, and the reasons of the others."""
+    data = json.loads(file.read_text(encoding="utf-8"))
     built = [one for one in data["pairs"] if one["status"] != "not built"]
     types: dict[str, set[str]] = {}
     for one in built:
@@ -154,11 +175,7 @@ def shared_prefixes() -> list[str]:
     served = sorted(types.pop("", ()))
     others = sorted(types.items(), key=lambda item: (-len(item[1]), item[0]))
     return [
-        (
-            "A tree of three levels and a second tree in one row, logits and every gradient in "
-            f"fp32, equal to those of every path by itself: **{len(served)} model types**, "
-            f"transformers {data['transformers']}, on text (`python -m tests.sweep --trees`).\n"
-        ),
+        said.format(len(served), data["transformers"]),
         f"Served: {', '.join(served)}.\n",
         "| refused, why | types | |",
         "|---|---|---|",
@@ -167,6 +184,11 @@ def shared_prefixes() -> list[str]:
 
 
 _REASONS = (
+    (r"shard_sequence: nothing in .*", "attention that does not use transformers' interface"),
+    (r"shard_sequence needs attn_implementation.*", "our attention does not serve it"),
+    (r"shard_sequence: .* computes something else .*", "the trial finds another result"),
+    (r"shard_sequence: .* cannot run on rows .*?: (.{0,90}).*", r"the trial fails: \1"),
+    (r"shard_sequence needs one model .*", "no single stack of layers with an embedding"),
     (r"nothing keeps branches apart in (.*)", r"nothing keeps branches apart in \1"),
     (r".*reads the attention mask itself.*", "attention of its own reads the mask"),
     (r".*its attention is .*", "attention that does not use transformers' interface"),

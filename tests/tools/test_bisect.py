@@ -248,8 +248,7 @@ def test_nothing_of_the_caller_is_changed():
     assert stored.eq(1).all()
     assert x.grad is None
     assert all(p.grad is None for n, p in model.named_parameters() if n != "first.weight")
-    assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    torch.testing.assert_close({**model.state_dict()}, before, rtol=0, atol=0)
     assert model.training
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     assert not any(getattr(m, name) for m in model.modules() for name in hooks)
@@ -330,11 +329,14 @@ def test_the_estimated_difference_is_right_to_a_factor():
 
 
 def test_paths_have_no_prefixes_of_wrappers():
-    assert path_of("_orig_mod.model.norm") == "model.norm"
-    assert path_of("module.base_model.model.model.norm") == "model.norm"
-    assert path_of("layers.0._orig_mod.mlp") == "layers.0.mlp"
-    assert path_of("base_model.model") == "base_model.model"
-    assert path_of("_orig_mod") == ""
+    paths = {
+        "_orig_mod.model.norm": "model.norm",
+        "module.base_model.model.model.norm": "model.norm",
+        "layers.0._orig_mod.mlp": "layers.0.mlp",
+        "base_model.model": "base_model.model",
+        "_orig_mod": "",
+    }
+    assert {name: path_of(name) for name in paths} == paths
 
 
 # --- models ---

@@ -33,7 +33,6 @@ IMAGES = {
     p.name.removesuffix(".Dockerfile"): p for p in (ROOT / "ci" / "docker").glob("*.Dockerfile")
 }
 DEVICES = sorted(name for name, record in backends().items() if record.device_type)
-RUN_SH = ROOT / "ci" / "docker" / "run.sh"
 
 
 def read(path):

@@ -140,6 +140,10 @@ def test_a_page_has_at_most_200_lines(path):
     assert not long
 
 
+def test_the_readme_has_at_most_150_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 @pytest.mark.parametrize("path", EVERY, ids=NAMES)
 def test_files_that_are_named_exist(path):
     if path.name == "extending.md":

@@ -212,13 +212,13 @@ class Item:
         self.slow = True
 
 
-def test_first_and_every_thirteenth_case_are_fast():
-    many = [Item(f"test_many[{n}]") for n in range(20)]
+def test_first_and_every_few_cases_are_fast():
+    many = [Item(f"test_many[{n}]") for n in range(harness.EVERY + 3)]
     few = [Item("test_few[0]"), Item("test_few[1]", slow=True), Item("test_few[2]")]
     cases = Counter()
     for item in (*many, Item("test_alone"), *few):
         harness.mark_slow_case(item, cases)
-    assert [n for n, item in enumerate(many) if not item.slow] == [0, 13]
+    assert [n for n, item in enumerate(many) if not item.slow] == [0, harness.EVERY]
     assert [item.slow for item in few] == [False, True, True]
     assert cases["tests/test_a.py::test_alone"] == 1
 

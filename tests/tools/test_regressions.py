@@ -88,17 +88,8 @@ def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
 
 
 @pytest.mark.slow
-def test_logits_of_a_compiled_model_keep_their_autocast():
-    _, ours = patched_pair()
-    compiled = torch.compile(ours, backend="eager", fullgraph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = compiled(**models.graph_batch(labels=False)).logits
-    assert logits.dtype == torch.bfloat16
-    assert (logits + 0).dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_arithmetic_on_logits_of_a_compiled_model():
+def test_logits_of_a_compiled_model():
+    """Arithmetic on them, and under autocast the dtype of that."""
     stock, ours = patched_pair()
     inputs = models.graph_batch(labels=False)
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
@@ -107,6 +98,9 @@ def test_arithmetic_on_logits_of_a_compiled_model():
         torch.testing.assert_close(
             act(compiled(**inputs).logits) * 0, act(expected) * 0, rtol=0, atol=0
         )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = compiled(**inputs).logits
+    assert logits.dtype == (logits + 0).dtype == torch.bfloat16
 
 
 def test_real_logits_with_our_loss_can_be_formatted():

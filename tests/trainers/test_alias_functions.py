@@ -279,11 +279,7 @@ def test_functions_match_formulas(case):
     ours, wide = leaves(args, torch.float32), leaves(args, torch.float64)
     got = several(function(name).apply(*ours))
     expected = several(formula(*(x for x in wide if isinstance(x, torch.Tensor))))
-    assert len(got) == len(expected)
-    for x, y in zip(got, expected):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x.to(y.dtype), y, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6, check_dtype=False)
     constant = {id(ours[i]) for i in CONSTANT.get(name, ())}
     inputs = [x for x in ours if isinstance(x, torch.Tensor) and x.requires_grad]
     for x, mine, exact in zip(inputs, gradients(got, ours), gradients(expected, wide)):
@@ -365,10 +361,7 @@ def test_modules_and_classes_agree(name):
     with torch.no_grad():
         for parameter, place in zip(module.parameters(), places, strict=True):
             parameter.copy_(args[place])
-    for x, y in zip(several(call(module, *args)), expected, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y)
+    torch.testing.assert_close(several(call(module, *args)), expected)
 
 
 TRACED_FIRST = (
@@ -396,15 +389,8 @@ def test_functions_compile_to_one_graph(case):
         torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled)
     )
     expected = several(apply(*eager))
-    assert len(actual) == len(expected)
-    for x, y in zip(actual, expected):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y)
-    for x, y in zip(gradients(actual, compiled), gradients(expected, eager)):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, compiled), gradients(expected, eager))
 
 
 # --- what is not a formula ---

@@ -14,6 +14,7 @@ from tests.models import arguments, build, rows, tokenizer
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
+safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("datasets")
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -68,6 +69,8 @@ KINDS = {
 
 
 def losses(name, model, tmp_path):
+    if name == "plain":
+        return plain_losses(model, tmp_path)
     data, options, call = KINDS[name]
     options = {**options, "max_steps": 3, "gradient_checkpointing": name == "SFT"}
     config = getattr(trl, f"{name}Config")(**arguments(tmp_path, **options))
@@ -79,9 +82,24 @@ def losses(name, model, tmp_path):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+def plain_losses(model, tmp_path):
+    """Those of the Trainer of transformers, which saves the adapters and no codes."""
+    words = torch.randint(3, 20, (8, 16), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in words]
+    options = transformers.TrainingArguments(**arguments(tmp_path, max_steps=3))
+    trainer = transformers.Trainer(model, options, train_dataset=data)
+    torch.manual_seed(5)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = safetensors.load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert saved
+    assert all("lora_" in key for key in saved)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_trl(name, tmp_path):
+@pytest.mark.parametrize("name", [*KINDS, "plain"])
+def test_trainers(name, tmp_path):
     """The losses of every step are those of the numbers, unpatched."""
     ours, stock = (adapted(model) for model in model_of(tokenizer()))
     report = liger_multi.patch(ours)

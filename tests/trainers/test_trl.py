@@ -16,6 +16,7 @@ from liger_multi import losses, trees
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
 from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
+from tests.comparing import recorded
 from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -140,14 +141,8 @@ SHARED = {
 @pytest.fixture
 def tree_tokens(monkeypatch):
     """Tokens of every row of trees, and of the rows that it stands for."""
-    counts, scores = [], trees.scores
-
-    def counting(model, batch, **options):
-        counts.append((batch.tree.tokens, int(batch.unshared()[1].sum())))
-        return scores(model, batch, **options)
-
-    monkeypatch.setattr(trees, "scores", counting)
-    return counts
+    note = lambda model, batch, **_: (batch.tree.tokens, int(batch.unshared()[1].sum()))  # noqa: E731
+    return recorded(monkeypatch, trees, "scores", note)
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -76,13 +76,13 @@ def backward(
             ranges,
             y,
             lse,
-            causal,
-            scale,
-            softcap,
-            needs_q,
-            needs_k,
-            needs_v,
-            needs_sinks,
+            causal=causal,
+            scale=scale,
+            softcap=softcap,
+            needs_q=needs_q,
+            needs_k=needs_k,
+            needs_v=needs_v,
+            needs_sinks=needs_sinks,
         )
     top = lse.unsqueeze(-1).expand(*lse.shape, COPIES).contiguous()
     ours, theirs, values, up, out = _tokens(q, k, v, dy, y)

@@ -60,7 +60,7 @@ def block_of(name: str, x: Tensor, cols: int, least: int = 128) -> int:
     return max(least, min(block, power_of_2(cols)))
 
 
-def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
+def start(kernel: Any, pieces: int, /, *args: Any, **constants: Any) -> None:
     """Run a kernel whose programs share ``pieces`` of work; the first argument is a tensor."""
     if pieces > 0:
         kernel[(min(pieces, device_info(args[0].device).cores),)](*args, **constants)

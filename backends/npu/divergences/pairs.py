@@ -128,10 +128,10 @@ def _pair_sums_kernel(
                 s_low,
                 t_shift,
                 t_low,
-                beta,
-                KIND,
-                FORM,
-                TEACHER_FORM,
+                beta=beta,
+                KIND=KIND,
+                FORM=FORM,
+                TEACHER_FORM=TEACHER_FORM,
             )
             loss += tl.where(mask, part, 0.0)
             slope += tl.where(mask, weighted, 0.0)
@@ -191,10 +191,10 @@ def _pair_gradient_kernel(
                 s_low,
                 t_shift,
                 t_low,
-                beta,
-                KIND,
-                FORM,
-                TEACHER_FORM,
+                beta=beta,
+                KIND=KIND,
+                FORM=FORM,
+                TEACHER_FORM=TEACHER_FORM,
             )
             dz = r if FORM == 2 else weighted
             if FORM == 0:

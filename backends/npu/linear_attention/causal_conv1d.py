@@ -45,4 +45,4 @@ def backward(
     """One launch, and sums of what it leaves of weight and bias."""
     needs = (needs_x, needs_weight, needs_bias, needs_initial_state)
     silu = activation == "silu"
-    return gradients(dy, x, weight, bias, initial_state, segments, silu, False, needs)
+    return gradients(dy, x, weight, bias, initial_state, segments, silu, gated=False, needs=needs)

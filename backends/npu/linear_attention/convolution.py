@@ -88,7 +88,7 @@ def _reach(reach_ptr, at):
 
 
 @triton.jit
-def _seen(x, reach, reach_ptr, LAG: tl.constexpr, WIDTH: tl.constexpr):
+def _within_reach(x, reach, reach_ptr, LAG: tl.constexpr, WIDTH: tl.constexpr):
     """What a token, and those after it, see of the LAG-th one before it."""
     if LAG < WIDTH and reach_ptr is not None:
         x = tl.where(reach >= LAG, x, 0.0)
@@ -152,17 +152,17 @@ def _conv_forward_kernel(
         w1 = _weight(weight_ptr, cols, col, 1, WIDTH)
         w2 = _weight(weight_ptr, cols, col, 2, WIDTH)
         w3 = _weight(weight_ptr, cols, col, 3, WIDTH)
-        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH, GATED)
-        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH, GATED)
-        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH, GATED)
+        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH=WIDTH, GATED=GATED)
+        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH=WIDTH, GATED=GATED)
+        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH=WIDTH, GATED=GATED)
         for at in range(first, last, UNROLL):
             for i in tl.static_range(UNROLL):
                 t = tl.cast(at + i, tl.int64)
                 x0 = _read(row_ptr, t, 0, last, x_stride, cols, col, GATED)
                 reach = _reach(reach_ptr, batch * length + tl.minimum(t, length - 1))
-                x1 = _seen(x1, reach, reach_ptr, 1, WIDTH)
-                x2 = _seen(x2, reach, reach_ptr, 2, WIDTH)
-                x3 = _seen(x3, reach, reach_ptr, 3, WIDTH)
+                x1 = _within_reach(x1, reach, reach_ptr, 1, WIDTH)
+                x2 = _within_reach(x2, reach, reach_ptr, 2, WIDTH)
+                x3 = _within_reach(x3, reach, reach_ptr, 3, WIDTH)
                 u = _add(bias + w0 * x0, w1, x1, 1, WIDTH)
                 u = _add(_add(u, w2, x2, 2, WIDTH), w3, x3, 3, WIDTH)
                 x3, x2, x1 = x2, x1, x0
@@ -215,8 +215,8 @@ def _lag(done, w, x, p, d, du, mine, reach, reach_ptr, LAG: tl.constexpr, WIDTH:
     Returns what waits for the next token in its place, d, and the sum of the earliest token.
     """
     if LAG < WIDTH:
-        seen = _seen(du, reach, reach_ptr, LAG, WIDTH)
-        return done, d + mine * x, p + w * seen
+        reached = _within_reach(du, reach, reach_ptr, LAG, WIDTH)
+        return done, d + mine * x, p + w * reached
     else:
         return p, d, done
 
@@ -283,9 +283,9 @@ def _conv_backward_kernel(
         w1 = _weight(weight_ptr, cols, col, 1, WIDTH)
         w2 = _weight(weight_ptr, cols, col, 2, WIDTH)
         w3 = _weight(weight_ptr, cols, col, 3, WIDTH)
-        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH, GATED)
-        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH, GATED)
-        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH, GATED)
+        x1 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 1, WIDTH=WIDTH, GATED=GATED)
+        x2 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 2, WIDTH=WIDTH, GATED=GATED)
+        x3 = _before(row_ptr, before_ptr, first, x_stride, cols, col, 3, WIDTH=WIDTH, GATED=GATED)
         zeros = tl.zeros([BLOCK], tl.float32)
         p1, p2, p3 = zeros, zeros, zeros
         d0, d1, d2, d3, total = zeros, zeros, zeros, zeros, zeros
@@ -293,9 +293,9 @@ def _conv_backward_kernel(
             t = tl.cast(at, tl.int64)
             x0 = _read(row_ptr, t, 0, length, x_stride, cols, col, GATED)
             reach = _reach(reach_ptr, batch * length + tl.minimum(t, length - 1))
-            x1 = _seen(x1, reach, reach_ptr, 1, WIDTH)
-            x2 = _seen(x2, reach, reach_ptr, 2, WIDTH)
-            x3 = _seen(x3, reach, reach_ptr, 3, WIDTH)
+            x1 = _within_reach(x1, reach, reach_ptr, 1, WIDTH)
+            x2 = _within_reach(x2, reach, reach_ptr, 2, WIDTH)
+            x3 = _within_reach(x3, reach, reach_ptr, 3, WIDTH)
             u = _add(bias + w0 * x0, w1, x1, 1, WIDTH)
             u = _add(_add(u, w2, x2, 2, WIDTH), w3, x3, 3, WIDTH)
             own = col < tl.where(t < last, cols, 0)
@@ -311,9 +311,15 @@ def _conv_backward_kernel(
             mine = tl.where(own, du, 0.0)
             total += mine
             d0 += mine * x0
-            p1, d1, done = _lag(w0 * du, w1, x1, p1, d1, du, mine, reach, reach_ptr, 1, WIDTH)
-            p2, d2, done = _lag(done, w2, x2, p2, d2, du, mine, reach, reach_ptr, 2, WIDTH)
-            p3, d3, done = _lag(done, w3, x3, p3, d3, du, mine, reach, reach_ptr, 3, WIDTH)
+            p1, d1, done = _lag(
+                w0 * du, w1, x1, p1, d1, du, mine, reach, reach_ptr=reach_ptr, LAG=1, WIDTH=WIDTH
+            )
+            p2, d2, done = _lag(
+                done, w2, x2, p2, d2, du, mine, reach, reach_ptr=reach_ptr, LAG=2, WIDTH=WIDTH
+            )
+            p3, d3, done = _lag(
+                done, w3, x3, p3, d3, du, mine, reach, reach_ptr=reach_ptr, LAG=3, WIDTH=WIDTH
+            )
             x3, x2, x1 = x2, x1, x0
             _write(
                 done,
@@ -324,10 +330,10 @@ def _conv_backward_kernel(
                 first,
                 last,
                 x_stride,
-                cols,
-                col,
-                WIDTH,
-                GATED,
+                cols=cols,
+                col=col,
+                WIDTH=WIDTH,
+                GATED=GATED,
             )
         _partial(dweight_ptr, d0, part, cols, col, 0, WIDTH)
         _partial(dweight_ptr, d1, part, cols, col, 1, WIDTH)
@@ -377,7 +383,7 @@ def reach_of(ids: Optional[Tensor], width: int) -> Optional[Tensor]:
 
 
 class Arguments(NamedTuple):
-    """What the kernels read beside x, as they take it."""
+    """What the kernels read in addition to x, in the form that they take."""
 
     weight: Tensor
     bias: Optional[Tensor]
@@ -393,7 +399,7 @@ class Arguments(NamedTuple):
 def arguments(
     weight: Tensor, bias: Optional[Tensor], state: Optional[Tensor], ids: Optional[Tensor]
 ) -> Arguments:
-    """What the kernels read beside x, as they take it."""
+    """What the kernels read in addition to x, in the form that they take."""
     bias, state = (None if t is None else t.contiguous() for t in (bias, state))
     return Arguments(weight.t().contiguous(), bias, state, reach_of(ids, weight.shape[1]))
 

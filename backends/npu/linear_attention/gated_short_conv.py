@@ -35,4 +35,4 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, and sums of what it leaves of weight and bias."""
     needs = (needs_x, needs_weight, needs_bias, False)
-    return gradients(dy, x, weight, bias, None, segments, False, True, needs)[:3]
+    return gradients(dy, x, weight, bias, None, segments, silu=False, gated=True, needs=needs)[:3]

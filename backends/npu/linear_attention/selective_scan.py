@@ -300,7 +300,7 @@ def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
     return channels * states, states, -(-cols // channels)
 
 
-def _given(
+def _inputs_of(
     name: str,
     u: Tensor,
     delta: Tensor,
@@ -350,18 +350,18 @@ def _run(
         inputs.BC,
         inputs.channel,
         None if y is None else inputs.z,  # the gate belongs to no recurrence
-        inputs.first,
-        state,
-        y,
-        states,
-        0 if inputs.z is None else inputs.z.stride(1),
-        inputs.u.shape[1],
-        part.start,
-        part.stop,
-        each,
-        cols,
-        size,
-        pieces,
+        first_ptr=inputs.first,
+        state_ptr=state,
+        y_ptr=y,
+        states_ptr=states,
+        z_stride=0 if inputs.z is None else inputs.z.stride(1),
+        length=inputs.u.shape[1],
+        low=part.start,
+        high=part.stop,
+        each=each,
+        cols=cols,
+        size=size,
+        pieces=pieces,
         SOFT=inputs.soft,
         STATES=inputs.states,
         BLOCK=inputs.block,
@@ -400,7 +400,19 @@ def forward(
     kept = u.new_empty(reference.kept_shape(u, A), dtype=torch.float32)
     state = _across(initial_state, u, A.shape[1])
     if y.numel():
-        inputs = _given("scan_forward", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+        inputs = _inputs_of(
+            "scan_forward",
+            u,
+            delta,
+            A,
+            B,
+            C,
+            D,
+            z,
+            bias=delta_bias,
+            first=first,
+            soft=delta_softplus,
+        )
         each, states = (reference.SPAN, kept) if kept.numel() else (u.shape[1], None)
         _run(inputs, slice(0, u.shape[1]), each, state, y, states)
     return y, state.mT.contiguous() if output_final_state else state.new_empty(0), kept
@@ -431,21 +443,21 @@ def _reverse(
         inputs.A,
         inputs.BC,
         inputs.channel,
-        inputs.z,
-        inputs.first,
-        states,
-        carry,
-        rows.u,
-        rows.delta,
-        rows.z,
-        shares,
-        0 if inputs.z is None else inputs.z.stride(1),
-        inputs.u.shape[1],
-        part.start,
-        part.stop,
-        cols,
-        size,
-        pieces,
+        z_ptr=inputs.z,
+        first_ptr=inputs.first,
+        states_ptr=states,
+        carry_ptr=carry,
+        du_ptr=rows.u,
+        ddelta_ptr=rows.delta,
+        dz_ptr=rows.z,
+        dBC_ptr=shares,
+        z_stride=0 if inputs.z is None else inputs.z.stride(1),
+        length=inputs.u.shape[1],
+        low=part.start,
+        high=part.stop,
+        cols=cols,
+        size=size,
+        pieces=pieces,
         SOFT=inputs.soft,
         STATES=inputs.states,
         BLOCK=inputs.block,
@@ -496,7 +508,9 @@ def backward(
     needs_initial_state: bool,
 ) -> Nine:
     """Two launches for every span of tokens."""
-    inputs = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+    inputs = _inputs_of(
+        "scan_reverse", u, delta, A, B, C, D, z, bias=delta_bias, first=first, soft=delta_softplus
+    )
     batch, size, cols = inputs.sizes
     du, ddelta, dz = (
         x.new_empty(x.shape) if needed and x is not None else None

@@ -140,18 +140,18 @@ def run_forward(
         rows * steps,
         x,
         alpha,
-        _held(weight),
-        _held(bias),
+        _contiguous(weight),
+        _contiguous(bias),
         y,
         x.stride(0),
-        rows,
-        cols,
-        steps,
+        rows=rows,
+        cols=cols,
+        steps=steps,
         BLOCK=block,
     )
 
 
-def _held(t: Optional[Tensor]) -> Optional[Tensor]:
+def _contiguous(t: Optional[Tensor]) -> Optional[Tensor]:
     return None if t is None else t.contiguous()
 
 
@@ -178,7 +178,7 @@ def run_backward(
         dy,
         x,
         alpha,
-        _held(weight),
+        _contiguous(weight),
         dx,
         *parts,
         dy.stride(0),

@@ -43,4 +43,4 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; one that nobody needs is an empty tensor."""
-    return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
+    return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight=needs_weight)

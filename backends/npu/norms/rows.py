@@ -205,12 +205,12 @@ def normalize(
         y,
         s,
         rstd,
-        x2d.stride(0),
-        0 if others is None else others.stride(0),
-        rows,
-        cols,
-        eps,
-        offset,
+        x_stride=x2d.stride(0),
+        residual_stride=0 if others is None else others.stride(0),
+        rows=rows,
+        cols=cols,
+        eps=eps,
+        offset=offset,
         EXACT=casting == "gemma" or offset == 0.0,
         ROUND=casting == "llama",
         BLOCK=block_of("norm_forward", y, cols),
@@ -248,12 +248,12 @@ def kernel_gradients(
             None if weight is None else weight.contiguous(),
             rstd,
             dx,
-            dy.stride(0),
-            0 if ds is None else ds.stride(0),
-            x.stride(0),
-            rows,
-            cols,
-            offset,
+            dy_stride=dy.stride(0),
+            ds_stride=0 if ds is None else ds.stride(0),
+            x_stride=x.stride(0),
+            rows=rows,
+            cols=cols,
+            offset=offset,
             EXACT=casting == "gemma" or offset == 0.0,
             BLOCK=block_of("norm_backward", dx, cols),
         )
@@ -277,10 +277,10 @@ def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, rounds: bool) -> Tenso
         partial,
         dy.stride(0),
         x.stride(0),
-        rows,
-        cols,
-        steps,
-        groups,
+        rows=rows,
+        cols=cols,
+        steps=steps,
+        groups=groups,
         ROUND=rounds,
         BLOCK=block,
     )
@@ -305,7 +305,9 @@ def gradients(
     exact = ds is None or dy.dtype == torch.float32
     fits = exact and dy.dtype == x.dtype and norm(x, weight, offset) is None
     if weight is None or not fits or not (needs_x and needs_weight):
-        return kernel_gradients(dy, ds, x, weight, rstd, offset, casting, needs_x, needs_weight)
+        return kernel_gradients(
+            dy, ds, x, weight, rstd, offset, casting, needs_x=needs_x, needs_weight=needs_weight
+        )
     gamma = (weight + offset if offset else weight).contiguous()
     dx, dweight = torch.ops.npu.npu_rms_norm_backward(
         dy.contiguous(), x.contiguous(), gamma, rstd.reshape(*x.shape[:-1], 1)

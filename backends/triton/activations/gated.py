@@ -427,7 +427,7 @@ def _clamped_backward_kernel(
     """Gradients of gate and up of one piece of a row.
 
     Program: BLOCK columns of one row; reads dy, gate and up, writes dgate and dup where they are
-    wanted. INTERLEAVED: both are joined in registers and leave in one contiguous store.
+    needed. INTERLEAVED: both are joined in registers and leave in one contiguous store.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * BLOCK

@@ -55,15 +55,15 @@ class TritonActivation:
         first, second = rooms = [None if c is None else code_room(x, False) for x, c in pairs]
         gradients = gated_rows.backward(
             "gated_mlp",
-            activation,
-            dproduct,
-            gate,
-            up,
-            gated.NONE,
-            (first, second),
-            columns,
-            needs_output,
-            product,
+            activation=activation,
+            dy=dproduct,
+            gate=gate,
+            up=up,
+            by=gated.NONE,
+            rooms=(first, second),
+            columns=columns,
+            needs_output=needs_output,
+            product=product,
         )
         codes = [None if room is None else room.rows_of(format_of(gate.device)) for room in rooms]
         return CodedGradients(*gradients, dproduct, *codes)

@@ -42,7 +42,7 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.activations.gated_mlp import Columns
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_rows_forward_kernel(
     gate_ptr,
     up_ptr,
@@ -178,9 +178,9 @@ def _gated_rows_backward_kernel(
             col,
             mask,
             gate_multiplier,
-            down_multiplier,
-            ACTIVATION,
-            "evict_first" if BOTH else "evict_last",
+            down_multiplier=down_multiplier,
+            ACTIVATION=ACTIVATION,
+            POLICY="evict_first" if BOTH else "evict_last",
         )
         most_gate = tl.maximum(most_gate, gate_times.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         most_up = tl.maximum(most_up, up_times.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -212,9 +212,9 @@ def _gated_rows_backward_kernel(
                 col,
                 mask,
                 gate_multiplier,
-                down_multiplier,
-                ACTIVATION,
-                "evict_first",
+                down_multiplier=down_multiplier,
+                ACTIVATION=ACTIVATION,
+                POLICY="evict_first",
             )
             if PRODUCT:
                 tl.store(dy_ptr + col, round_to(product, dy_ptr.dtype.element_ty), mask=mask)
@@ -297,7 +297,9 @@ def backward(
     some = next((room for room in rooms if room is not None), None)
     if some is None or not gate.numel():
         needs = [w or r is not None or product for w, r in zip(needs_output, rooms, strict=True)]
-        gradients = gated.backward(op, activation, dy, gate, up, needs[0], needs[1], by, product)
+        gradients = gated.backward(
+            op, activation, dy, gate, up, needs[0], needs_up=needs[1], by=by, product=product
+        )
         for room, column, grad in zip(rooms, columns, gradients, strict=True):
             if room is not None:
                 room.fill(grad, column)

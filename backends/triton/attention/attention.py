@@ -409,7 +409,9 @@ def backward(
     """Queries first: that kernel writes the sums of ``dy y`` that keys and sinks need."""
     needs = (needs_q, needs_k, needs_v, needs_sinks)
     if ranges is not None and ranges.shape[2] > 4:
-        return _backward_by_pairs(dy, q, k, v, sinks, ranges, y, lse, scale, softcap, needs)
+        return _backward_by_pairs(
+            dy, q, k, v, sinks, ranges, y, lse, scale=scale, softcap=softcap, needs=needs
+        )
     gradients = [
         _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
         for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))

@@ -274,7 +274,7 @@ def forward_loop(
     )
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
-            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+            step, steps, begin, first, last, begin2, first2, last2, RANGES=RANGES, BLOCK=BLOCK
         )
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
@@ -288,10 +288,10 @@ def forward_loop(
                 ranges_ptr,
                 queries,
                 keys,
-                RANGES,
-                CAUSAL,
-                q.shape[0],
-                BLOCK,
+                RANGES=RANGES,
+                CAUSAL=CAUSAL,
+                ROWS=q.shape[0],
+                BLOCK=BLOCK,
             )
             s = tl.where(visible, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
@@ -342,7 +342,7 @@ def query_loop(
     )
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
-            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+            step, steps, begin, first, last, begin2, first2, last2, RANGES=RANGES, BLOCK=BLOCK
         )
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         v = load_rows(v_ptr, start, v_stride, keys, True, BLOCK, VALUE_DIM, VALUE_SIZE)
@@ -359,10 +359,10 @@ def query_loop(
                 ranges_ptr,
                 queries,
                 keys,
-                RANGES,
-                CAUSAL,
-                q.shape[0],
-                BLOCK,
+                RANGES=RANGES,
+                CAUSAL=CAUSAL,
+                ROWS=q.shape[0],
+                BLOCK=BLOCK,
             )
             p = tl.where(visible, p, 0.0)
         ds = p * (dp - inner[:, None])
@@ -452,21 +452,21 @@ def _attention_forward_kernel(
         ranges_ptr,
         k_ptr,
         v_ptr,
-        k_strides[2],
-        v_strides[2],
-        queries,
-        keys,
-        scale,
-        softcap,
-        RANGES,
-        CAUSAL,
-        CAPPED,
-        BLOCK_N,
-        DIM,
-        SIZE,
-        VALUE_DIM,
-        VALUE_SIZE,
-        STAGES,
+        k_stride=k_strides[2],
+        v_stride=v_strides[2],
+        queries=queries,
+        keys=keys,
+        scale=scale,
+        softcap=softcap,
+        RANGES=RANGES,
+        CAUSAL=CAUSAL,
+        CAPPED=CAPPED,
+        BLOCK=BLOCK_N,
+        DIM=DIM,
+        SIZE=SIZE,
+        VALUE_DIM=VALUE_DIM,
+        VALUE_SIZE=VALUE_SIZE,
+        STAGES=STAGES,
     )
     some = total > 0.0
     total = tl.where(some, total, 1.0)
@@ -547,22 +547,22 @@ def _attention_backward_kernel(
             start,
             ranges_ptr,
             k_ptr,
-            v_ptr,
-            k_strides[2],
-            v_strides[2],
-            queries,
-            keys,
-            scale,
-            softcap,
-            RANGES,
-            CAUSAL,
-            CAPPED,
-            BLOCK_N,
-            DIM,
-            SIZE,
-            VALUE_DIM,
-            VALUE_SIZE,
-            STAGES,
+            v_ptr=v_ptr,
+            k_stride=k_strides[2],
+            v_stride=v_strides[2],
+            queries=queries,
+            keys=keys,
+            scale=scale,
+            softcap=softcap,
+            RANGES=RANGES,
+            CAUSAL=CAUSAL,
+            CAPPED=CAPPED,
+            BLOCK=BLOCK_N,
+            DIM=DIM,
+            SIZE=SIZE,
+            VALUE_DIM=VALUE_DIM,
+            VALUE_SIZE=VALUE_SIZE,
+            STAGES=STAGES,
         )
         dq_ptr += (batch * queries * heads + head) * DIM
         store_rows(dq_ptr, dq * scale, start, heads * DIM, queries, BLOCK_M, DIM, SIZE)
@@ -615,7 +615,7 @@ def _key_steps(
     VALUE_SIZE: tl.constexpr = DIMS[3]
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
-            step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
+            step, steps, begin, first, last, begin2, first2, last2, RANGES=RANGES, BLOCK=BLOCK
         )
         lane = tl.arange(0, BLOCK)
         rows = start + lane
@@ -684,21 +684,21 @@ def _key_loop(
                 q_ptr,
                 dy_ptr,
                 lse_ptr,
-                inner_ptr,
-                ranges_ptr,
-                strides,
-                lengths,
-                part,
-                tl.minimum(part + LONG, end),
-                bounds,
-                scale,
-                softcap,
-                RANGES,
-                CAUSAL,
-                CAPPED,
-                BLOCK,
-                DIMS,
-                STAGES,
+                inner_ptr=inner_ptr,
+                ranges_ptr=ranges_ptr,
+                strides=strides,
+                lengths=lengths,
+                now=part,
+                end=tl.minimum(part + LONG, end),
+                bounds=bounds,
+                scale=scale,
+                softcap=softcap,
+                RANGES=RANGES,
+                CAUSAL=CAUSAL,
+                CAPPED=CAPPED,
+                BLOCK=BLOCK,
+                DIMS=DIMS,
+                STAGES=STAGES,
             )
             dk += dk_part
             dv += dv_part
@@ -712,21 +712,21 @@ def _key_loop(
             q_ptr,
             dy_ptr,
             lse_ptr,
-            inner_ptr,
-            ranges_ptr,
-            strides,
-            lengths,
-            now,
-            end,
-            bounds,
-            scale,
-            softcap,
-            RANGES,
-            CAUSAL,
-            CAPPED,
-            BLOCK,
-            DIMS,
-            STAGES,
+            inner_ptr=inner_ptr,
+            ranges_ptr=ranges_ptr,
+            strides=strides,
+            lengths=lengths,
+            now=now,
+            end=end,
+            bounds=bounds,
+            scale=scale,
+            softcap=softcap,
+            RANGES=RANGES,
+            CAUSAL=CAUSAL,
+            CAPPED=CAPPED,
+            BLOCK=BLOCK,
+            DIMS=DIMS,
+            STAGES=STAGES,
         )
     return dk, dv
 
@@ -848,11 +848,12 @@ def _attention_backward_keys_kernel(
         head = group * (heads // groups) + h
         here = (batch * heads + head) * queries
         dk, dv = _key_loop(
-            k, v, dk, dv, place, q_ptr + batch * q_strides[0] + head * q_strides[1],
-            dy_ptr + batch * dy_strides[0] + head * dy_strides[1], lse_ptr + here, inner_ptr + here,
-            ranges_ptr, (q_strides[2], dy_strides[2]), (queries, keys), now, end,
-            (steps, begin, first, last, begin2, first2, last2), scale, softcap, RANGES, CAUSAL,
-            CAPPED, BLOCK_M, DIMS, STAGES,
+            k, v, dk, dv, place, q_ptr=q_ptr + batch * q_strides[0] + head * q_strides[1],
+            dy_ptr=dy_ptr + batch * dy_strides[0] + head * dy_strides[1], lse_ptr=lse_ptr + here,
+            inner_ptr=inner_ptr + here, ranges_ptr=ranges_ptr,
+            strides=(q_strides[2], dy_strides[2]), lengths=(queries, keys), now=now, end=end,
+            bounds=(steps, begin, first, last, begin2, first2, last2), scale=scale, softcap=softcap,
+            RANGES=RANGES, CAUSAL=CAUSAL, CAPPED=CAPPED, BLOCK=BLOCK_M, DIMS=DIMS, STAGES=STAGES,
         )  # fmt: skip
     if PARTS > 1:
         if parts > 1:
@@ -861,8 +862,10 @@ def _attention_backward_keys_kernel(
             parts_ptr += BLOCK_N * SIZE
             store_rows(parts_ptr, dv, 0, VALUE_SIZE, BLOCK_N, BLOCK_N, VALUE_SIZE, VALUE_SIZE)
             return
-    _store(dk, dv, dk_ptr, dv_ptr, scale, start, batch, group, groups, keys, BLOCK_N, DIM, SIZE,
-           VALUE_DIM, VALUE_SIZE)  # fmt: skip
+    _store(
+        dk, dv, dk_ptr, dv_ptr, scale, start, batch, group, groups=groups, keys=keys,
+        BLOCK_N=BLOCK_N, DIM=DIM, SIZE=SIZE, VALUE_DIM=VALUE_DIM, VALUE_SIZE=VALUE_SIZE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -945,11 +948,11 @@ def _attention_parts_kernel(
         tile * BLOCK_N,
         batch,
         group,
-        groups,
-        keys,
-        BLOCK_N,
-        DIM,
-        SIZE,
-        VALUE_DIM,
-        VALUE_SIZE,
+        groups=groups,
+        keys=keys,
+        BLOCK_N=BLOCK_N,
+        DIM=DIM,
+        SIZE=SIZE,
+        VALUE_DIM=VALUE_DIM,
+        VALUE_SIZE=VALUE_SIZE,
     )

@@ -281,7 +281,7 @@ def _multi_token_zero_kernel(y_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.co
     Program: ROWS rows of one image; ROWS is GROUP or 1. It writes the group of columns that the
     diagonal crosses with a mask, and the columns past it in steps of BLOCK.
     """
-    KIND: tl.constexpr = y_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     image, first = _image_and_row(rows, ROWS)
     y_ptr += (image * rows + first) * cols
     assume_rows(y_ptr, cols, ROWS)
@@ -291,12 +291,12 @@ def _multi_token_zero_kernel(y_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.co
     offset = lane[:, None] * cols
     near = first // GROUP * GROUP + tl.arange(0, GROUP)
     past = (row < rows)[:, None] & (near < cols)[None, :] & (near[None, :] > row[:, None])
-    tl.store(y_ptr + (offset + near[None, :]), tl.zeros([ROWS, GROUP], KIND), mask=past)
+    tl.store(y_ptr + (offset + near[None, :]), tl.zeros([ROWS, GROUP], DTYPE), mask=past)
     for start in tl.range(_loaded(first), cols, BLOCK):
         assume_cols(start, LONGEST_ROW // ROWS)
         col = start + tl.arange(0, BLOCK)
         mask = (row < rows)[:, None] & (col < cols)[None, :]
-        tl.store(y_ptr + (offset + col[None, :]), tl.zeros([ROWS, BLOCK], KIND), mask=mask)
+        tl.store(y_ptr + (offset + col[None, :]), tl.zeros([ROWS, BLOCK], DTYPE), mask=mask)
 
 
 @triton.jit

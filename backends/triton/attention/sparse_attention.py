@@ -352,7 +352,7 @@ def backward(
 
 
 class Upstream(NamedTuple):
-    """What backward has beside the inputs."""
+    """What backward reads in addition to the inputs."""
 
     dy: Tensor
     y: Tensor

@@ -361,9 +361,9 @@ def _sparse_attention_keys_kernel(
             col,
             count,
             shared,
-            DIM,
-            BLOCK_H,
-            STAGES,
+            COLS=DIM,
+            BLOCK_H=BLOCK_H,
+            STAGES=STAGES,
         )
         total *= scale
     value = col if SHARED else col - DIM
@@ -378,9 +378,9 @@ def _sparse_attention_keys_kernel(
             value,
             count,
             shared,
-            VALUE,
-            BLOCK_H,
-            STAGES,
+            COLS=VALUE,
+            BLOCK_H=BLOCK_H,
+            STAGES=STAGES,
         )
     parts_ptr += ((row * groups + group) * count + start) * WIDTH
     at = parts_ptr + (tl.arange(0, BLOCK_N)[:, None] * WIDTH + col[None, :])

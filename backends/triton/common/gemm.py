@@ -1,8 +1,9 @@
-"""GEMM whose rows do not depend on each other: one tile size per dtype, and no split of the sum.
+"""GEMM whose rows do not depend on each other: tiles of the same bits, and no split of the sum.
 
 A vendor's library chooses a kernel by the number of rows, and with it the order of every sum. Here
-an element of the result is a sum over K in steps of BLOCK_K, whatever stands beside it. It takes
-the library's place under ``deterministic="rows"``, where it costs what its fixed tile costs.
+an element of the result is a sum over K in order, whatever stands beside it. Few rows get a lower
+tile only where a launch table says that a device gave both tiles the same bits. It takes the
+library's place under ``deterministic="rows"``, where it costs what these tiles cost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 BAND = tl.constexpr(16)  # tiles of rows whose programs share the columns of b
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 64  # the most rows that a table may give a tile of their own
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class GemmConfig:
 
 
 def gemm_config(
-    info: DeviceInfo, cols: int, element_bytes: int, narrow: int, turned: int
+    info: DeviceInfo, rows: int, cols: int, element_bytes: int, narrow: int, turned: int
 ) -> GemmConfig:
     """The largest tiles whose sums stay in registers, of any number of rows.
 
-    Tables may look at the columns, and whether b is ``turned``: adjacent along K, as the weight of
-    a layer is in its forward. ``narrow`` says that K or N is no multiple of 16 bytes: tiles that
-    are loaded by elements take a register for each, so that a shorter piece of K fits. In fp32,
-    waves of 64 with much memory would copy ahead of the sum 4 bytes at a time (ci.static, triton
-    3.9).
+    Tables may look at the columns, at ``rows`` (those above FEW count as FEW + 1), and whether b is
+    ``turned``: adjacent along K, as the weight of a layer is in its forward. ``narrow`` says that K
+    or N is no multiple of 16 bytes: tiles that are loaded by elements take a register for each, so
+    that a shorter piece of K fits. In fp32, waves of 64 with much memory would copy ahead of the
+    sum 4 bytes at a time (ci.static, triton 3.9).
     """
     large, threads = info.shared_bytes > 2**16, warps(256, info.warp_size)
     if element_bytes > 2:  # multiply-adds from registers
@@ -156,6 +158,7 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
         "gemm_by_rows",
         gemm_config,
         a.device,
+        rows=min(rows, FEW + 1),
         cols=cols,
         element_bytes=size,
         narrow=narrow,

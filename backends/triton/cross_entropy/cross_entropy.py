@@ -257,11 +257,11 @@ def write_gradient(
                 log2_low,
                 at_target,
                 p_scale,
-                part,
-                weight_ptr,
-                scale,
-                softcap,
-                SMOOTHING,
+                part=part,
+                weight_ptr=weight_ptr,
+                scale=scale,
+                softcap=softcap,
+                SMOOTHING=SMOOTHING,
             )
             tl.store(
                 out_ptr + end,
@@ -285,11 +285,11 @@ def write_gradient(
             log2_low,
             at_target,
             p_scale,
-            part,
-            weight_ptr,
-            scale,
-            softcap,
-            SMOOTHING,
+            part=part,
+            weight_ptr=weight_ptr,
+            scale=scale,
+            softcap=softcap,
+            SMOOTHING=SMOOTHING,
         )
         tl.store(
             out_ptr + col,
@@ -582,7 +582,7 @@ def _cross_entropy_forward_kernel(
     if target == ignore_index:
         _store_rows(
             ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-            0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1,
+            ce=0.0, zl=0.0, lse=0.0, lse_low=0.0, log_prob=0.0, entropy=0.0, argmax=-1,
         )  # fmt: skip
         if GRADIENT != 0:
             fill_zero(row_ptr, cols, BLOCK)
@@ -596,15 +596,14 @@ def _cross_entropy_forward_kernel(
     tl.static_assert(KEPT == 0 or not (SMOOTHING or ENTROPY or ARGMAX or softcap is not None))
     read = kept_from(cols, BLOCK, KEPT)
     others, spread, smooth, argmax = row_pass(
-        row_ptr, weight_ptr, read, anchor, target, scale, softcap, SMOOTHING != 0.0, ENTROPY,
-        ARGMAX, BLOCK, UNROLL,
+        row_ptr, weight_ptr, read, anchor, target, scale, softcap, SMOOTH=SMOOTHING != 0.0,
+        ENTROPY=ENTROPY, ARGMAX=ARGMAX, BLOCK=BLOCK, UNROLL=UNROLL,
     )  # fmt: skip
     kept, kept_after = 0.0, 0.0
     if KEPT > 0:
         kept, sum_kept = _keep(row_ptr, read, cols, anchor, target, scale, KEPT // 2)
-        kept_after, sum_after = _keep(
-            row_ptr, read + KEPT // 2, cols, anchor, target, scale, KEPT // 2
-        )
+        after = read + KEPT // 2
+        kept_after, sum_after = _keep(row_ptr, after, cols, anchor, target, scale, KEPT // 2)
         others += sum_kept + sum_after
     total, log_total = 1.0 + others, log1p(others)
     nll = log_total
@@ -612,8 +611,8 @@ def _cross_entropy_forward_kernel(
     if (others >= 4294967296.0) | (others != others):
         anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
         total, spread, smooth, argmax = row_pass(
-            row_ptr, weight_ptr, read, anchor, None, scale, softcap, SMOOTHING != 0.0, ENTROPY,
-            ARGMAX, BLOCK, 1,
+            row_ptr, weight_ptr, read, anchor, None, scale, softcap, SMOOTH=SMOOTHING != 0.0,
+            ENTROPY=ENTROPY, ARGMAX=ARGMAX, BLOCK=BLOCK, UNROLL=1,
         )  # fmt: skip
         if KEPT > 0:
             kept, sum_kept = _keep(row_ptr, read, cols, anchor, -1, scale, KEPT // 2)
@@ -636,7 +635,7 @@ def _cross_entropy_forward_kernel(
         ce += zl
     _store_rows(
         ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-        ce, zl, lse, lse_low, -nll, entropy, argmax,
+        ce=ce, zl=zl, lse=lse, lse_low=lse_low, log_prob=-nll, entropy=entropy, argmax=argmax,
     )  # fmt: skip
     if GRADIENT != 0:
         if inside:
@@ -649,9 +648,10 @@ def _cross_entropy_forward_kernel(
                     ce_scale = tl.where(ce_scale == 0.0, 0.0, 1.0 / ce_scale)
                     zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
             write_gradient(
-                row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, lse, lse_low, nll,
-                ce_scale, zl_scale, z_weight, scale, softcap, kept, kept_after,
-                SMOOTHING, BLOCK, UNROLL, KEPT,
+                row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, lse, lse_low, nll=nll,
+                ce_scale=ce_scale, zl_scale=zl_scale, z_weight=z_weight, scale=scale,
+                softcap=softcap, kept=kept, kept_after=kept_after, SMOOTHING=SMOOTHING, BLOCK=BLOCK,
+                UNROLL=UNROLL, KEPT=KEPT,
             )  # fmt: skip
         else:
             fill_zero(row_ptr, cols, BLOCK)
@@ -712,18 +712,18 @@ def _cross_entropy_backward_kernel(
         cols,
         lse,
         lse_low,
-        nll,
-        ce_scale,
-        zl_scale,
-        z_weight,
-        scale,
-        softcap,
-        0.0,
-        0.0,
-        SMOOTHING,
-        BLOCK,
-        UNROLL,
-        0,
+        nll=nll,
+        ce_scale=ce_scale,
+        zl_scale=zl_scale,
+        z_weight=z_weight,
+        scale=scale,
+        softcap=softcap,
+        kept=0.0,
+        kept_after=0.0,
+        SMOOTHING=SMOOTHING,
+        BLOCK=BLOCK,
+        UNROLL=UNROLL,
+        KEPT=0,
     )
 
 
@@ -896,7 +896,7 @@ def forward(
     validate: bool,
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss and wanted outputs, then both parts of ``lse`` and the denominators of the mean."""
+    """Loss and requested outputs, then both parts of ``lse`` and the denominators of the mean."""
     count, cols = logits.shape
     check_targets(target, cols, ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)

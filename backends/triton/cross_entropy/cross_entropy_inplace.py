@@ -77,7 +77,7 @@ def forward(
     validate: bool,
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss and wanted outputs; ``logits`` holds the gradient of the loss, or of every row's."""
+    """Loss and requested outputs; ``logits`` holds the gradient of the loss, or of every row's."""
     check_targets(target, logits.shape[1], ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     weight = None if weight is None else weight.contiguous()

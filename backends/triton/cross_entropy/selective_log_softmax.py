@@ -90,7 +90,18 @@ def _selective_log_softmax_forward_kernel(
     if likeliest < 0:
         anchor = row_maximum(row_ptr, tl.minimum(cols, BLOCK), scale, None, BLOCK)
     others, _, _, _ = row_pass(
-        row_ptr, None, cols, anchor, likeliest, scale, None, False, False, False, BLOCK, UNROLL
+        row_ptr,
+        None,
+        cols,
+        anchor,
+        likeliest,
+        scale,
+        None,
+        SMOOTH=False,
+        ENTROPY=False,
+        ARGMAX=False,
+        BLOCK=BLOCK,
+        UNROLL=UNROLL,
     )
     log_total = log1p(others)
     if likeliest < 0:  # nothing was left out
@@ -98,7 +109,18 @@ def _selective_log_softmax_forward_kernel(
     if (others >= 4294967296.0) | (others != others):
         anchor = row_maximum(row_ptr, cols, scale, None, BLOCK)
         total, _, _, _ = row_pass(
-            row_ptr, None, cols, anchor, None, scale, None, False, False, False, BLOCK, 1
+            row_ptr,
+            None,
+            cols,
+            anchor,
+            None,
+            scale,
+            None,
+            SMOOTH=False,
+            ENTROPY=False,
+            ARGMAX=False,
+            BLOCK=BLOCK,
+            UNROLL=1,
         )
         log_total = tl.log2(total) * LN2
     lse, lse_low = two_sum(anchor, log_total)
@@ -184,7 +206,7 @@ def _selective_log_softmax_backward_kernel(
     lse = tl.load(lse_ptr + row)
     lse_low = tl.load(lse_low_ptr + row)
     certain, at_certain = _certain(
-        d_ptr, row_ptr, index_ptr, lse, lse_low, choices, cols, ignore_index, scale
+        d_ptr, row_ptr, index_ptr, lse, lse_low, choices, cols, ignore_index, scale=scale
     )
     log2_low = lse_low * LOG2E
     for start in tl.range(0, cols, BLOCK):

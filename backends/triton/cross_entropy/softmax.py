@@ -52,7 +52,7 @@ def tile_config(info: DeviceInfo, rows: int, cols: int, arrays: int) -> TileConf
     return TileConfig(per_tile, block, warps(threads, info.warp_size))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _softmax_forward_kernel(
     x_ptr, y_ptr, x_stride, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -88,12 +88,34 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
     assume_cols(cols)
     anchor = row_maximum(x_ptr, BLOCK, None, None, BLOCK)  # rows are wider than a step
     total, _, _, _ = row_pass(
-        x_ptr, None, cols, anchor, None, None, None, False, False, False, BLOCK, 1
+        x_ptr,
+        None,
+        cols,
+        anchor,
+        None,
+        None,
+        None,
+        SMOOTH=False,
+        ENTROPY=False,
+        ARGMAX=False,
+        BLOCK=BLOCK,
+        UNROLL=1,
     )
     if (total == float("inf")) | (total != total):
         anchor = row_maximum(x_ptr, cols, None, None, BLOCK)
         total, _, _, _ = row_pass(
-            x_ptr, None, cols, anchor, None, None, None, False, False, False, BLOCK, 1
+            x_ptr,
+            None,
+            cols,
+            anchor,
+            None,
+            None,
+            None,
+            SMOOTH=False,
+            ENTROPY=False,
+            ARGMAX=False,
+            BLOCK=BLOCK,
+            UNROLL=1,
         )
     log2_total = tl.log2(total)
     last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
@@ -114,7 +136,7 @@ def _weight(y, SPARSE: tl.constexpr):
     return tl.where(y > 0.0, 1.0, 0.0) if SPARSE else y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _softmax_backward_kernel(
     dy_ptr,
     y_ptr,

@@ -233,7 +233,16 @@ def normalize(
     if TEACHER_FORM == LOGITS:
         t_anchor = maximum(teacher_ptr, first, scale, BLOCK)
     s_total, t_total, cross = _totals(
-        student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND, FORM, TEACHER_FORM, BLOCK
+        student_ptr,
+        teacher_ptr,
+        cols,
+        scale,
+        s_anchor,
+        t_anchor,
+        KIND=KIND,
+        FORM=FORM,
+        TEACHER_FORM=TEACHER_FORM,
+        BLOCK=BLOCK,
     )
     # the first step's maximum is no anchor where another step's lies far above it, or it is -inf
     LIMIT: tl.constexpr = 4294967296.0 if KIND <= REVERSE else float("inf")  # KL is a difference
@@ -249,10 +258,10 @@ def normalize(
             scale,
             s_anchor,
             t_anchor,
-            KIND,
-            FORM,
-            TEACHER_FORM,
-            BLOCK,
+            KIND=KIND,
+            FORM=FORM,
+            TEACHER_FORM=TEACHER_FORM,
+            BLOCK=BLOCK,
         )
     # the logarithm of a quotient near 1 has more digits than a difference of logarithms
     loss = cross / t_total + tl.log2(s_total / t_total)
@@ -313,10 +322,10 @@ def sums(
                 s_low,
                 t_shift,
                 t_low,
-                FORM,
-                TEACHER_FORM,
+                FORM=FORM,
+                TEACHER_FORM=TEACHER_FORM,
             )
-            each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND, 0.0)
+            each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND=KIND, CONSTANT=0.0)
             loss += _folded(each, BLOCK)
             if FORM == LOGITS:
                 if KIND == FORWARD:
@@ -386,11 +395,20 @@ def write_gradient(
                 s_low,
                 t_shift,
                 t_low,
-                FORM,
-                TEACHER_FORM,
+                FORM=FORM,
+                TEACHER_FORM=TEACHER_FORM,
             )
             each, r = _slopes(
-                s, q, t, p, a, b, teachers, students, KIND, 0.0 if FORM == LOGITS else 1.0
+                s,
+                q,
+                t,
+                p,
+                a,
+                b,
+                teachers,
+                students,
+                KIND=KIND,
+                CONSTANT=0.0 if FORM == LOGITS else 1.0,
             )
             if SUM:
                 loss += _folded(each, BLOCK)
@@ -510,7 +528,7 @@ def _divergence_forward_kernel(
         if tl.load(target_ptr + row * target_stride) == ignore_index:
             _store_row(
                 loss_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr,
-                row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+                row, 0.0, lse=0.0, lse_low=0.0, teacher_lse=0.0, teacher_lse_low=0.0, slope=0.0,
             )  # fmt: skip
             if factor_ptr is not None:
                 fill_zero(student_ptr, cols, BLOCK)
@@ -531,8 +549,8 @@ def _divergence_forward_kernel(
         slope = -1.0 if KIND == FORWARD else loss
     elif not LATER:
         loss, slope = sums(
-            student_ptr, teacher_ptr, cols, scale, s_shift, s_low, t_shift, t_low, beta, KIND, FORM,
-            TEACHER_FORM, BLOCK,
+            student_ptr, teacher_ptr, cols, scale, s_shift, s_low, t_shift, t_low, beta=beta,
+            KIND=KIND, FORM=FORM, TEACHER_FORM=TEACHER_FORM, BLOCK=BLOCK,
         )  # fmt: skip
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
@@ -547,15 +565,15 @@ def _divergence_forward_kernel(
             s_shift,
             s_low,
             t_shift,
-            t_low,
-            slope,
-            factor,
-            beta,
-            KIND,
-            FORM,
-            TEACHER_FORM,
-            LATER,
-            BLOCK,
+            t_low=t_low,
+            slope=slope,
+            factor=factor,
+            beta=beta,
+            KIND=KIND,
+            FORM=FORM,
+            TEACHER_FORM=TEACHER_FORM,
+            SUM=LATER,
+            BLOCK=BLOCK,
         )
         if LATER:
             loss = written_loss
@@ -568,11 +586,11 @@ def _divergence_forward_kernel(
         slope_ptr,
         row,
         loss,
-        s_shift,
-        s_low,
-        t_shift,
-        t_low,
-        slope,
+        lse=s_shift,
+        lse_low=s_low,
+        teacher_lse=t_shift,
+        teacher_lse_low=t_low,
+        slope=slope,
     )
 
 
@@ -637,15 +655,15 @@ def _divergence_backward_kernel(
         s_shift,
         s_low,
         t_shift,
-        t_low,
-        slope,
-        factor,
-        beta,
-        KIND,
-        FORM,
-        TEACHER_FORM,
-        False,
-        BLOCK,
+        t_low=t_low,
+        slope=slope,
+        factor=factor,
+        beta=beta,
+        KIND=KIND,
+        FORM=FORM,
+        TEACHER_FORM=TEACHER_FORM,
+        SUM=False,
+        BLOCK=BLOCK,
     )
 
 

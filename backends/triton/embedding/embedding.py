@@ -146,7 +146,7 @@ def _embedding_windows_kernel(
     col = first + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     total = _sum_rows(
-        dy_ptr, order_ptr, dy_stride, start, start + WINDOW, col, col < cols, total, ROWS
+        dy_ptr, order_ptr, dy_stride, start, start + WINDOW, col, col < cols, total, ROWS=ROWS
     )
     partial_ptr += window.to(tl.int64) * cols
     tl.store(partial_ptr + col, tl.sum(total, axis=0), mask=col < cols)
@@ -191,7 +191,7 @@ def _embedding_backward_kernel(
     head = tl.minimum(stop, tl.cdiv(start, WINDOW) * WINDOW)
     tail = tl.maximum(head, stop // WINDOW * WINDOW)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    total = _sum_rows(dy_ptr, order_ptr, dy_stride, start, head, col, col_mask, total, ROWS)
+    total = _sum_rows(dy_ptr, order_ptr, dy_stride, start, head, col, col_mask, total, ROWS=ROWS)
     assume_rows(partial_ptr, cols, ROWS)
     row = tl.arange(0, ROWS)
     offset = row[:, None] * cols + col[None, :]
@@ -200,7 +200,7 @@ def _embedding_backward_kernel(
         mask = (window + row < tail // WINDOW)[:, None] & col_mask[None, :]
         partials = partial_ptr + window.to(tl.int64) * cols
         total += tl.load(partials + offset, mask=mask, other=0.0)
-    total = _sum_rows(dy_ptr, order_ptr, dy_stride, tail, stop, col, col_mask, total, ROWS)
+    total = _sum_rows(dy_ptr, order_ptr, dy_stride, tail, stop, col, col_mask, total, ROWS=ROWS)
     row_sum = tl.sum(total, axis=0) * scale
     tl.store(out_ptr + col, round_to(row_sum, out_ptr.dtype.element_ty), mask=col_mask)
 

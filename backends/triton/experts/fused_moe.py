@@ -581,7 +581,8 @@ def combined(
     return y
 
 
-PAIRS_BYTES = 2**26  # of a GEMM's result before the sum over pairs
+# Of a GEMM's result before the sum over pairs: forward has room that backward takes by weights.
+FORWARD_PAIRS_BYTES, PAIRS_BYTES = 2**28, 2**27
 LEAST_COLS = 512  # narrower results read the rows too often
 
 
@@ -594,16 +595,17 @@ def combined_product(
     bias: Optional[Tensor],
     index: Tensor,
     dtype: torch.dtype,
+    most: int,
 ) -> Tensor:
     """The sum over the pairs of every token of rows times the weights of their experts.
 
-    Some columns at a time: a pair's row is as wide as a token's, and there are ``per`` times as
-    many.
+    Some columns at a time, whose rows take ``most`` bytes: a pair's row is as wide as a token's,
+    and there are ``per`` times as many.
     """
     weight = opened(weight)
     cols, size = weight.shape[1], groups.rows * rows.source.element_size()
     step = cols
-    while not by_rows() and size * step > PAIRS_BYTES and step >= 2 * LEAST_COLS and not step % 32:
+    while not by_rows() and size * step > most and step >= 2 * LEAST_COLS and not step % 32:
         step //= 2
     y = rows.source.new_empty(groups.rows // groups.per, cols, dtype=dtype)
     for start in range(0, cols, step):
@@ -673,7 +675,7 @@ def forward(
         rows, first, dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
     )
     del rows
-    factors = (groups, routing.contiguous(), down_bias, index, y_dtype)
+    factors = (groups, routing.contiguous(), down_bias, index, y_dtype, FORWARD_PAIRS_BYTES)
     y = combined_product("fused_moe.down", RowOperand(inner), second, *factors)
     return y, gate_up, order, offsets
 
@@ -779,7 +781,7 @@ def backward(
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
         turned = gate_up_weight if transposed else gate_up_weight.mT
-        factors = (groups, None, None, index, dy.dtype)
+        factors = (groups, None, None, index, dy.dtype, PAIRS_BYTES)
         dx = combined_product("fused_moe.dx", RowOperand(dgate_up), turned, *factors)
     return dx, dfirst, ddown, drouting, dbias, dother
 

@@ -328,6 +328,7 @@ def _grouped_weight_kernel(
     q_ptr,
     out_ptr,
     offsets_ptr,
+    done_ptr,
     p_order_ptr,
     q_order_ptr,
     p_stride,
@@ -346,12 +347,16 @@ def _grouped_weight_kernel(
 
     Program: a tile of BLOCK_M by BLOCK_N of one group; passes over the group's rows, BLOCK_K at a
     time. Rows past the end are masked to zeros. A group without rows runs no step and writes zeros.
+    Groups within the first rows, whose number is at ``done_ptr``, are another's, and are skipped.
     """
     group = tl.program_id(0) // (m_steps * n_steps)
     tile = tl.program_id(0) % (m_steps * n_steps)
     first_m, first_n = (tile // n_steps) * BLOCK_M, (tile % n_steps) * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     start, stop = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
+    if done_ptr is not None:
+        if stop <= tl.load(done_ptr):
+            return
     k = tl.arange(0, BLOCK_K)
     p_ptrs, q_ptrs = p_ptr + m[None, :], q_ptr + n[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -404,12 +409,52 @@ def weight_gradient(
     m, n = p.shape[1], q.shape[1]
     k = choice(name, weight_config, p, groups, m, n)
     if dtype is None and by_library(k, p, q):
-        columns = left.written(groups).mT
-        gradient = grouped_mm(columns, right.written(groups), groups.offsets[1:])
-        args = (gradient, groups.offsets, m * n, 16)
-        launch(_zero_groups_kernel, groups.count * 16, args, (256,), 4)
-        return gradient
+        return _gradient_by_library(k, left, right, groups)
     out = p.new_empty(groups.count, m, n, dtype=dtype)
+    return _gradient_by_kernel(k, left, right, groups, out)
+
+
+WRITTEN_SHARE = 0.72  # of the rows, at most, that are gathered for the library's grouped GEMM
+WRITTEN_BYTES = 2**26  # so few are all gathered
+
+
+def _gradient_by_library(
+    k: ProductConfig, left: RowOperand, right: RowOperand, groups: Groups
+) -> Tensor:
+    """The library's grouped GEMM on rows that are written before.
+
+    Where these take much memory, they are those of the first groups, as far as a share of the rows
+    reaches, and our kernel gathers those of the other groups while it reads them. Which groups they
+    are is decided on the device: the library leaves groups without rows as they are.
+    """
+    sides, done = (left, right), None
+    unwritten = [s.source for s in sides if s.gather and s.cached is None]
+    most = max((groups.rows * x.shape[1] * x.element_size() for x in unwritten), default=0)
+    if most > WRITTEN_BYTES:
+        rows = int(groups.rows * WRITTEN_SHARE)
+        done = torch.where(groups.offsets <= rows, groups.offsets, 0).amax()
+        offsets = torch.minimum(groups.offsets, done)
+        p, q = (side.first(groups, offsets, rows) for side in sides)
+    else:
+        offsets, (p, q) = groups.offsets, (side.written(groups) for side in sides)
+    gradient = grouped_mm(p.mT, q, offsets[1:])
+    del p, q
+    size = gradient.shape[1] * gradient.shape[2]
+    launch(_zero_groups_kernel, groups.count * 16, (gradient, groups.offsets, size, 16), (256,), 4)
+    return gradient if done is None else _gradient_by_kernel(k, *sides, groups, gradient, done)
+
+
+def _gradient_by_kernel(
+    k: ProductConfig,
+    left: RowOperand,
+    right: RowOperand,
+    groups: Groups,
+    out: Tensor,
+    done: Optional[Tensor] = None,
+) -> Tensor:
+    """Fill ``out`` for all groups but those within the first rows, whose number is in ``done``."""
+    p, q = left.source, right.source
+    m, n = p.shape[1], q.shape[1]
     m_steps, n_steps = cdiv(m, k.block_m), cdiv(n, k.block_n)
     orders = [groups.order if side.gather else None for side in (left, right)]
     launch(
@@ -420,6 +465,7 @@ def weight_gradient(
             q,
             out,
             groups.offsets,
+            done,
             *orders,
             p.stride(0),
             q.stride(0),

@@ -214,10 +214,15 @@ def inverse_of(order: Tensor) -> Tensor:
     return inverse
 
 
-def rows_of_pairs(x: Tensor, inverse: Tensor, offsets: Tensor, per: int) -> Tensor:
-    """Row ``pair // per`` of x for every sorted row; those of no expert are left as they are."""
+def rows_of_pairs(
+    x: Tensor, inverse: Tensor, offsets: Tensor, per: int, rows: Optional[int] = None
+) -> Tensor:
+    """Row ``pair // per`` of x for every sorted row; those of no expert are left as they are.
+
+    There are ``rows`` of them, where the last group ends at most.
+    """
     cols = x.shape[1]
-    out = x.new_empty(inverse.shape[0], cols)
+    out = x.new_empty(inverse.shape[0] if rows is None else rows, cols)
     k = piece("rows", x, cols)
     pieces = cdiv(cols, k.block)
     launch(
@@ -328,3 +333,9 @@ class RowOperand:
             at = (groups.inverse, groups.offsets, groups.per)
             self.cached = rows_of_pairs(self.source, *at)
         return self.cached
+
+    def first(self, groups: Groups, offsets: Tensor, rows: int) -> Tensor:
+        """The first ``rows`` of them, of groups that end within these by ``offsets``."""
+        if not self.gather:
+            return self.source[:rows]
+        return rows_of_pairs(self.source, groups.inverse, offsets, groups.per, rows)

@@ -56,7 +56,7 @@ def constants_of(format: torch.dtype) -> tuple[int, int, int, int]:
     return (*FORMATS[format], *LARGEST[format])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_rows_kernel(
     x_ptr,
     columns_ptr,

@@ -97,7 +97,7 @@ def gated_forward_config(
 
 
 class Arguments(NamedTuple):
-    """What the kernels read beside x, as they take it."""
+    """What the kernels read in addition to x, in the form that they take."""
 
     weight: Tensor
     bias: Optional[Tensor]
@@ -117,7 +117,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 def arguments(
     weight: Tensor, bias: Tensor | None, state: Tensor | None, ids: Tensor | None
 ) -> Arguments:
-    """What the kernels read beside x, as they take it."""
+    """What the kernels read in addition to x, in the form that they take."""
     return Arguments(weight.contiguous(), _dense(bias), _dense(state), _dense(ids))
 
 

@@ -47,9 +47,10 @@ def _load_token(ptr, t, stride, lane, length, left):
 
 @triton.jit
 def _store_token(ptr, value, t, low, high, stride, lane, left):
-    """Write channels of token t, if it is at least ``low`` and below ``high``."""
-    limit = tl.where((t >= low) & (t < high), left, 0)
-    tl.store(ptr + t * stride + lane, round_to(value, ptr.dtype.element_ty), mask=lane < limit)
+    """Write channels of token t, if there is a tensor and t is in [low, high)."""
+    if ptr is not None:
+        limit = tl.where((t >= low) & (t < high), left, 0)
+        tl.store(ptr + t * stride + lane, round_to(value, ptr.dtype.element_ty), mask=lane < limit)
 
 
 @triton.jit
@@ -230,7 +231,17 @@ def _convolution_forward_kernel(
     weights = _load_filter(weight_ptr + start * WIDTH, lane, left, WIDTH)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     window, _ = _load_before(
-        x_ptr, gate_ptr, state_ptr, ids_ptr, first, x_stride, lane, length, cols, left, WIDTH
+        x_ptr,
+        gate_ptr,
+        state_ptr,
+        ids_ptr,
+        first,
+        x_stride,
+        lane,
+        length,
+        cols=cols,
+        left=left,
+        WIDTH=WIDTH,
     )
     for past in tl.range(0, CHUNK, STEP, num_stages=STAGES):
         x, b, c, same = (), (), (), ()
@@ -309,7 +320,17 @@ def _convolution_backward_kernel(
     weights = _load_filter(weight_ptr + start * WIDTH, lane, left, WIDTH)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     window, age = _load_before(
-        x_ptr, None, state_ptr, ids_ptr, first, x_stride, lane, length, cols, left, WIDTH
+        x_ptr,
+        None,
+        state_ptr,
+        ids_ptr,
+        first,
+        x_stride,
+        lane,
+        length,
+        cols=cols,
+        left=left,
+        WIDTH=WIDTH,
     )
     pending, dweight = _zeros(BLOCK, WIDTH - 1), _zeros(BLOCK, WIDTH)
     dbias = tl.zeros([BLOCK], tl.float32)
@@ -323,17 +344,19 @@ def _convolution_backward_kernel(
         for i in tl.static_range(STEP):
             t = first + past + i
             window, age, du = _upstream(
-                window, age, same[i], x[i], dy[i], weights, bias, ids_ptr is not None, SILU, WIDTH
+                window, age, same[i], x[i], dy[i], weights, bias, ids_ptr is not None, SILU=SILU
             )
             if dweight_ptr is not None:
                 dweight = _add_to_weights(dweight, du, window, WIDTH)
             dbias += du
             window = window[1:]
-            pending = _write_complete(
-                pending, du, weights, age, ids_ptr, dx_ptr, dstate_ptr, t, first, length, cols,
-                lane, left, WIDTH,
-            )  # fmt: skip
-    _store_sums(dweight_ptr, dbias_ptr, dweight, dbias, chunk, start, lane, cols, left, WIDTH)
+            sums = _add_to_tokens(pending, du, weights, age, ids_ptr is not None, WIDTH)
+            _store_token(dx_ptr, sums[0], t - (WIDTH - 1), first, length, cols, lane, left)
+            _store_token(dstate_ptr, sums[0], t, 0, WIDTH - 1, cols, lane, left)
+            pending = sums[1:]
+    _store_sums(
+        dweight_ptr, dbias_ptr, dweight, dbias, chunk, start, lane, cols, left=left, WIDTH=WIDTH
+    )
     if dx_ptr is not None:
         for i in tl.static_range(WIDTH - 1):
             t = first + (CHUNK + i)
@@ -341,34 +364,12 @@ def _convolution_backward_kernel(
             dy_after = _load_token(dy_ptr, t, dy_stride, lane, length, left)
             same = _same_sequence(ids_ptr, t, length)
             window, age, du = _upstream(
-                window,
-                age,
-                same,
-                x_after,
-                dy_after,
-                weights,
-                bias,
-                ids_ptr is not None,
-                SILU,
-                WIDTH,
+                window, age, same, x_after, dy_after, weights, bias, ids_ptr is not None, SILU=SILU
             )
             window = window[1:]
-            pending = _write_complete(
-                pending,
-                du,
-                weights,
-                age,
-                ids_ptr,
-                dx_ptr,
-                None,
-                t,
-                first,
-                length,
-                cols,
-                lane,
-                left,
-                WIDTH,
-            )
+            sums = _add_to_tokens(pending, du, weights, age, ids_ptr is not None, WIDTH)
+            _store_token(dx_ptr, sums[0], t - (WIDTH - 1), first, length, cols, lane, left)
+            pending = sums[1:]
 
 
 @triton.jit
@@ -382,9 +383,9 @@ def _upstream(
     bias,
     PACKED: tl.constexpr,
     SILU: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """The window with the token x, its age in its sequence, and the gradient of u."""
+    WIDTH: tl.constexpr = len(weights)
     if PACKED:
         window = _of_sequence(window, same, WIDTH - 1)
         age = tl.where(same, age + 1, 0)
@@ -395,37 +396,6 @@ def _upstream(
         p = sigmoid(u)
         du *= p * (1.0 + u * (1.0 - p))
     return window, age, du
-
-
-@triton.jit
-def _write_complete(
-    pending,
-    du,
-    weights,
-    age,
-    ids_ptr,
-    dx_ptr,
-    dstate_ptr,
-    t,
-    first,
-    length,
-    cols,
-    lane,
-    left,
-    WIDTH: tl.constexpr,
-):
-    """Add token t's terms, and write the gradient of the token that has all of its terms.
-
-    It is one of the chunk, one of the initial state, or one that the chunk before writes. Returns
-    the sums that are not complete.
-    """
-    sums = _add_to_tokens(pending, du, weights, age, ids_ptr is not None, WIDTH)
-    done = t - (WIDTH - 1)
-    if dx_ptr is not None:
-        _store_token(dx_ptr, sums[0], done, first, length, cols, lane, left)
-    if dstate_ptr is not None:
-        _store_token(dstate_ptr, sums[0], t, 0, WIDTH - 1, cols, lane, left)
-    return sums[1:]
 
 
 @triton.jit
@@ -473,7 +443,17 @@ def _gated_convolution_backward_kernel(
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     v_ptr = x_ptr + 2 * cols
     window, age = _load_before(
-        v_ptr, x_ptr, None, ids_ptr, first, x_stride, lane, length, cols, left, WIDTH
+        v_ptr,
+        x_ptr,
+        None,
+        ids_ptr,
+        first,
+        x_stride,
+        lane,
+        length,
+        cols=cols,
+        left=left,
+        WIDTH=WIDTH,
     )
     # b and v of tokens before the chunk are not needed again
     bs, vs = _zeros(BLOCK, WIDTH - 1), _zeros(BLOCK, WIDTH - 1)
@@ -494,7 +474,7 @@ def _gated_convolution_backward_kernel(
             product, upstream = bs[WIDTH - 1] * vs[WIDTH - 1], dy[i].to(tl.float32)
             du = upstream * c[i].to(tl.float32)
             window, age, du = _upstream(
-                window, age, same[i], product, du, weights, bias, ids_ptr is not None, False, WIDTH
+                window, age, same[i], product, du, weights, bias, ids_ptr is not None, SILU=False
             )
             if dweight_ptr is not None:
                 dweight = _add_to_weights(dweight, du, window, WIDTH)
@@ -504,10 +484,12 @@ def _gated_convolution_backward_kernel(
                 _store_token(dx_ptr + cols, dc, t, 0, length, 3 * cols, lane, left)
             sums = _add_to_tokens(pending, du, weights, age, ids_ptr is not None, WIDTH)
             _store_gates(
-                dx_ptr, sums[0], bs[0], vs[0], t - (WIDTH - 1), first, last, cols, lane, left
+                dx_ptr, sums[0], (bs[0], vs[0]), t - (WIDTH - 1), (first, last), cols, lane, left
             )
             window, bs, vs, pending = window[1:], bs[1:], vs[1:], sums[1:]
-    _store_sums(dweight_ptr, dbias_ptr, dweight, dbias, chunk, start, lane, cols, left, WIDTH)
+    _store_sums(
+        dweight_ptr, dbias_ptr, dweight, dbias, chunk, start, lane, cols, left=left, WIDTH=WIDTH
+    )
     if dx_ptr is not None:
         for i in tl.static_range(WIDTH - 1):
             t = first + (CHUNK + i)
@@ -517,14 +499,16 @@ def _gated_convolution_backward_kernel(
                 age = tl.where(_same_sequence(ids_ptr, t, length), age + 1, 0)
             sums = _add_to_tokens(pending, du, weights, age, ids_ptr is not None, WIDTH)
             _store_gates(
-                dx_ptr, sums[0], bs[i], vs[i], t - (WIDTH - 1), first, last, cols, lane, left
+                dx_ptr, sums[0], (bs[i], vs[i]), t - (WIDTH - 1), (first, last), cols, lane, left
             )
             pending = sums[1:]
 
 
 @triton.jit
-def _store_gates(dx_ptr, dz, b, v, t, first, last, cols, lane, left):
-    """Write db and dv of token t, if it is of the chunk."""
+def _store_gates(dx_ptr, dz, gates, t, bounds, cols, lane, left):
+    """Write db and dv of token t, if it is of the chunk; ``gates`` are b and v."""
     if dx_ptr is not None:
-        _store_token(dx_ptr, dz * v, t, first, last, 3 * cols, lane, left)
-        _store_token(dx_ptr + 2 * cols, dz * b, t, first, last, 3 * cols, lane, left)
+        _store_token(dx_ptr, dz * gates[1], t, bounds[0], bounds[1], 3 * cols, lane, left)
+        _store_token(
+            dx_ptr + 2 * cols, dz * gates[0], t, bounds[0], bounds[1], 3 * cols, lane, left
+        )

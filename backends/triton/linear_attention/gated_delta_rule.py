@@ -226,7 +226,20 @@ def call(
     if q.stride() != k.stride():
         q, k = (_rows(x.contiguous()) for x in (q, k))
     flags = None if first is None else flags_of(v)
-    return Call(rule, q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks, flags)
+    return Call(
+        rule,
+        q,
+        k,
+        _rows(v),
+        g,
+        beta,
+        first,
+        scale=scale,
+        normed=normed,
+        chunk=chunk,
+        chunks=chunks,
+        flags=flags,
+    )
 
 
 def flags_of(v: Tensor) -> Tensor:
@@ -338,9 +351,18 @@ def forward(
     """One launch for all chunks, one that passes over them."""
     if not v.numel():
         return reference.forward(
-            q, k, v, g, beta, initial_state, first, scale, qk_l2norm, output_final_state
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            first,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            output_final_state=output_final_state,
         )
-    c = call(RULE, q, k, v, g, beta, first, scale, qk_l2norm)
+    c = call(RULE, q, k, v, g, beta, first, scale=scale, normed=qk_l2norm)
     y = v.new_empty(v.shape)
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if output_final_state else (0,)
     final = v.new_empty(shape, dtype=torch.float32)
@@ -378,17 +400,17 @@ def backward(
             g,
             beta,
             initial_state,
-            first,
-            scale,
-            qk_l2norm,
-            needs_q,
-            needs_k,
-            needs_v,
-            needs_g,
-            needs_beta,
-            needs_initial_state,
+            first=first,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            needs_q=needs_q,
+            needs_k=needs_k,
+            needs_v=needs_v,
+            needs_g=needs_g,
+            needs_beta=needs_beta,
+            needs_initial_state=needs_initial_state,
         )
-    c = call(RULE, q, k, v, g, beta, first, scale, qk_l2norm)
+    c = call(RULE, q, k, v, g, beta, first, scale=scale, normed=qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
     prepared = _prepare(c)
     states, dstates = (v.new_empty(c.streams, c.chunks, k.shape[3], v.shape[3]) for _ in range(2))
@@ -406,8 +428,8 @@ def backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
-def _given(x: Tensor | None) -> Tensor | None:
-    """A result that somebody needs."""
+def _nonempty(x: Tensor | None) -> Tensor | None:
+    """A result, or None for one without elements, which nobody needs."""
     return x if x is not None and x.numel() else None
 
 
@@ -435,7 +457,7 @@ def _reverse(
         None if dfinal is None else dfinal.contiguous(),
         solved,
         dstates,
-        _given(dinitial),
+        _nonempty(dinitial),
         (*_steps(dy), *_steps(c.k), *c.beta.stride()),
         c.document_step,
         c.pass_sizes(),

@@ -68,18 +68,9 @@ def _tile(
 
 
 @triton.jit
-def _store_tile(
-    ptr,
-    value,
-    start,
-    stride,
-    rows,
-    column,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _store_tile(ptr, value, start, stride, rows, column, COLS: tl.constexpr, BLOCK: tl.constexpr):
     """Store what :func:`_tile` would load."""
+    ROWS: tl.constexpr = value.shape[0]
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     assume_rows(ptr, stride, ROWS)
     at = ptr + tl.cast(start, tl.int64) * stride + column + (row[:, None] * stride + col[None, :])
@@ -124,7 +115,7 @@ def _rstds(rstd_ptr, start, factor, NORMED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _seen(first_ptr, start, tokens, CHUNK: tl.constexpr):
+def _visible_pairs(first_ptr, start, tokens, CHUNK: tl.constexpr):
     """Pairs (i, j) of a chunk with i not before j, of one document; where it begins, for each i.
 
     Rows past the last token belong to its document.
@@ -443,7 +434,7 @@ def _delta_rule_chunks_kernel(
     )
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, begins = _seen(first_ptr, start, tokens, CHUNK)
+    visible, begins = _visible_pairs(first_ptr, start, tokens, CHUNK)
     coarse, fine, e, r = _gates_of(g, visible, begins, start, first_ptr is not None, CHUNK)
     whole = (batch * heads * GROUP + value_head) * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
@@ -618,8 +609,8 @@ def _delta_rule_forward_kernel(
             k, wrong = _finite_rows(k)
         narrow = round_to(state, dtype)
         if values_ptr is not None:
-            _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
-                        column, SIZE, VALUE, BLOCK)  # fmt: skip
+            at = states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE
+            _store_tile(at, state, 0, VALUE, DIM, column, VALUE, BLOCK)
         read, left = product(k, narrow), (e * by)[:, None]
         if ISOLATED:
             right = (v - _of_state(read, begins) * left) * beta[:, None]
@@ -627,7 +618,7 @@ def _delta_rule_forward_kernel(
         else:
             n = product(a, round_to((v - read * left) * beta[:, None], dtype))
         if values_ptr is not None:
-            _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            _store_tile(values_ptr, n, start, VALUE, tokens, column, VALUE, BLOCK)
         if y_ptr is not None:
             q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
             p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
@@ -637,7 +628,7 @@ def _delta_rule_forward_kernel(
                 y = _isolated_outputs(_of_state(y, begins), p, n, dtype)
             else:
                 y = _plus(y, p, round_to(n, dtype))
-            _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            _store_tile(y_ptr, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
         if ISOLATED:
             n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
         elif flags_ptr is not None and dtype == tl.float16:
@@ -646,8 +637,7 @@ def _delta_rule_forward_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, state, lost)
     if final_ptr is not None:
-        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
-                    BLOCK)  # fmt: skip
+        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, VALUE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
@@ -712,7 +702,7 @@ def _delta_rule_reverse_kernel(
         dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
                         BLOCK).to(tl.float32)  # fmt: skip
     dstates_ptr += tl.cast(chunks - 1, tl.int64) * DIM * VALUE
-    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, VALUE, BLOCK)
     for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         chunk = chunks - 1 - step
         start = chunk * CHUNK
@@ -748,19 +738,19 @@ def _delta_rule_reverse_kernel(
             y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
             y = product(tl.trans(a), round_to(dn, dtype))
-        _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
         x = y * (beta * e * by)[:, None]
         if ISOLATED:
             x = _of_state(x, begins)
         dstate = add_dot(tl.trans(k), round_to(-x, dtype), dstate)
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
-        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
+        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, VALUE, BLOCK)
     if flags_ptr is not None:
         _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
-        _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
-                    VALUE, BLOCK)  # fmt: skip
+        at = dinitial_ptr + stream * DIM * VALUE
+        _store_tile(at, dstate, 0, VALUE, DIM, column, VALUE, BLOCK)
 
 
 # --- gradients, all chunks at once ---
@@ -845,7 +835,7 @@ def _delta_rule_pairs_kernel(
     )
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
     whole = stream * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
     decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), visible)
@@ -961,12 +951,12 @@ def _delta_rule_queries_kernel(
             start,
             dy_steps[1],
             tokens,
-            DIM,
-            SIZE,
-            VALUE,
-            BLOCK,
-            CHUNK,
-            STAGES,
+            DIM=DIM,
+            SIZE=SIZE,
+            VALUE=VALUE,
+            BLOCK=BLOCK,
+            CHUNK=CHUNK,
+            STAGES=STAGES,
         )
         q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
         e = tl.load(gates_ptr + whole * CHUNK + row)
@@ -986,7 +976,7 @@ def _delta_rule_queries_kernel(
         q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
     dq_ptr += (batch * tokens * heads + head) * DIM
-    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+    _store_tile(dq_ptr, dq, start, heads * DIM, tokens, 0, DIM, SIZE)
 
 
 @triton.jit
@@ -1112,15 +1102,18 @@ def _delta_rule_keys_kernel(
         e, r, z = tl.load(at + row), tl.load(at + plane + row), tl.load(at + CHUNK - 1)
         room = solved_ptr + (batch * tokens * many + value_head) * VALUE
         through = _times_states(
-            room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES
-        )
+            room, states, start, many * VALUE, tokens, DIM=DIM, SIZE=SIZE, VALUE=VALUE, BLOCK=BLOCK,
+            CHUNK=CHUNK, STAGES=STAGES,
+        )  # fmt: skip
         if PACKED:
             through = _not_gone(through, e[:, None])
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         read = e * by * tl.sum(k.to(tl.float32) * through, 1)
         dk -= through * (beta * e)[:, None]
-        through = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
-                              DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
+        through = _times_states(
+            values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens, DIM=DIM, SIZE=SIZE,
+            VALUE=VALUE, BLOCK=BLOCK, CHUNK=CHUNK, STAGES=STAGES,
+        )  # fmt: skip
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         if PACKED:
             through = _not_gone(through, r[:, None])
@@ -1139,27 +1132,18 @@ def _delta_rule_keys_kernel(
         tl.store(at + plane, tl.load(at + plane) - read)
         for column in tl.range(0, VALUE, BLOCK):
             y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-            _store_tile(
-                room,
-                y.to(tl.float32) * beta[:, None],
-                start,
-                many * VALUE,
-                tokens,
-                column,
-                CHUNK,
-                VALUE,
-                BLOCK,
-            )
+            y = y.to(tl.float32) * beta[:, None]
+            _store_tile(room, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
         dk += _times_pairs(
             q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK,
-            inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, rstd_plane,
-            scale, NORMED, PACKED, DIM, SIZE, CHUNK,
+            inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, plane=rstd_plane,
+            scale=scale, NORMED=NORMED, PACKED=PACKED, DIM=DIM, SIZE=SIZE, CHUNK=CHUNK,
         )  # fmt: skip
     if NORMED:
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dk = _norm_gradient(dk, k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK))
     dk_ptr += (batch * tokens * heads + head) * DIM
-    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+    _store_tile(dk_ptr, dk, start, heads * DIM, tokens, 0, DIM, SIZE)
 
 
 @triton.jit
@@ -1187,7 +1171,7 @@ def _delta_rule_gates_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, BLOCK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, BLOCK)
     dsums = tl.load(sums_ptr + pid * BLOCK + row)
     dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
     dg = tl.sum(tl.where(visible, dsums[:, None], 0.0), 0)

@@ -21,8 +21,8 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     Call,
     DeltaConfig,
     States,
-    _given,
     _is_large,
+    _nonempty,
     _padded,
     _rows,
     _steps,
@@ -126,7 +126,7 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     rstd = c.q.new_empty(2, batch * heads, padded, dtype=dtype) if c.normed else None
     scores, solve = (c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2))
     adjoint = torch.empty_like(scores) if backward else None
-    prepared = Prepared(sums, queries, keys, kept, last, rstd, scores, solve, adjoint)
+    prepared = Prepared(sums, queries, keys, kept, last, rstd, scores, solve, adjoint=adjoint)
     count = c.streams * c.chunks
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
@@ -197,7 +197,7 @@ def _call(
     scale: float,
     normed: bool,
 ) -> Call:
-    return call(RULE, q, k, v, _rows(g), beta, first, scale, normed)
+    return call(RULE, q, k, v, _rows(g), beta, first, scale=scale, normed=normed)
 
 
 def supports(k: Tensor, v: Tensor) -> str | None:
@@ -231,7 +231,16 @@ def forward(
     """Two launches for all chunks, one that passes over them."""
     if not v.numel():
         return reference.forward(
-            q, k, v, g, beta, initial_state, first, scale, qk_l2norm, output_final_state
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            first,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            output_final_state=output_final_state,
         )
     c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
     y = v.new_empty(v.shape)
@@ -272,15 +281,15 @@ def backward(
             g,
             beta,
             initial_state,
-            first,
-            scale,
-            qk_l2norm,
-            needs_q,
-            needs_k,
-            needs_v,
-            needs_g,
-            needs_beta,
-            needs_initial_state,
+            first=first,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            needs_q=needs_q,
+            needs_k=needs_k,
+            needs_v=needs_v,
+            needs_g=needs_g,
+            needs_beta=needs_beta,
+            needs_initial_state=needs_initial_state,
         )
     c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
@@ -328,7 +337,7 @@ def _reverse(
         dv,
         dstates,
         partial,
-        _given(dinitial),
+        _nonempty(dinitial),
         _steps(dy),
         c.beta.stride(),
         c.document_step,

@@ -63,7 +63,6 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _over,
     _plus,
     _rstds,
-    _seen,
     _seen_by,
     _seen_later,
     _solve_product,
@@ -72,6 +71,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _store_tile,
     _tile,
     _unit_inverse,
+    _visible_pairs,
     _wrong_rows,
 )
 
@@ -119,7 +119,7 @@ def _last(x, CHUNK: tl.constexpr):
 @triton.jit
 def _near_ends(first_ptr, start, tokens, CHUNK: tl.constexpr):
     """Rows of the document of the state before the chunk, and of the chunk's last row."""
-    _, begins = _seen(first_ptr, start, tokens, CHUNK)
+    _, begins = _visible_pairs(first_ptr, start, tokens, CHUNK)
     return begins < tl.maximum(start, 1), begins == _last(begins, CHUNK)
 
 
@@ -270,7 +270,7 @@ def _kimi_delta_gates_kernel(
     q = q * scale * e
     if first_ptr is not None:
         q = tl.where(begun[:, None], q, 0.0)
-    _store_tile(room, q, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    _store_tile(room, q, 0, DIM, CHUNK, 0, DIM, SIZE)
     tl.debug_barrier()
     k = _tile(
         k_ptr + batch * k_steps[0] + head * k_steps[2],
@@ -291,13 +291,13 @@ def _kimi_delta_gates_kernel(
     read = k * e
     if first_ptr is not None:
         read = tl.where(begun[:, None], read, 0.0)
-    _store_tile(room, read, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    _store_tile(room, read, 0, DIM, CHUNK, 0, DIM, SIZE)
     r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
     room = kept_ptr + at
     kept = k * r
     if first_ptr is not None:
         kept = tl.where(last[:, None], kept, 0.0)
-    _store_tile(room, kept, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    _store_tile(room, kept, 0, DIM, CHUNK, 0, DIM, SIZE)
 
 
 @triton.jit
@@ -356,8 +356,10 @@ def _kimi_delta_scores_kernel(
     b = tl.zeros([CHUNK, CHUNK], tl.float32)
     rest = tl.cast(plane, tl.int64) * SIZE
     for channel in tl.range(0, SIZE, WIDTH, num_stages=1):
-        q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED, DIM,
-                    WIDTH, CHUNK)  # fmt: skip
+        q = _scaled(
+            q_ptr + at, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED=NORMED, DIM=DIM,
+            WIDTH=WIDTH, CHUNK=CHUNK,
+        )  # fmt: skip
         k = _scaled(
             k_ptr + at,
             k_rstd_ptr,
@@ -366,10 +368,10 @@ def _kimi_delta_scores_kernel(
             tokens,
             channel,
             1.0,
-            NORMED,
-            DIM,
-            WIDTH,
-            CHUNK,
+            NORMED=NORMED,
+            DIM=DIM,
+            WIDTH=WIDTH,
+            CHUNK=CHUNK,
         )
         p += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
@@ -381,7 +383,7 @@ def _kimi_delta_scores_kernel(
             b += tl.where(meet, product(y, tl.trans(y)), 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
-        visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+        visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
         p, b = tl.where(visible, p, 0.0), tl.where(visible, b, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, dtype))
     beta = _numbers(
@@ -495,8 +497,8 @@ def _kimi_delta_forward_kernel(
         z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
         narrow = round_to(state, dtype)
         if values_ptr is not None:
-            _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
-                        column, SIZE, VALUE, BLOCK)  # fmt: skip
+            at = states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE
+            _store_tile(at, state, 0, VALUE, DIM, column, VALUE, BLOCK)
         read = product(keys, narrow)
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
@@ -504,7 +506,7 @@ def _kimi_delta_forward_kernel(
         else:
             n = product(c, round_to(v - read, dtype))
         if values_ptr is not None:
-            _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            _store_tile(values_ptr, n, start, VALUE, tokens, column, VALUE, BLOCK)
         n = round_to(n * beta[:, None], dtype)
         if y_ptr is not None:
             queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
@@ -515,7 +517,7 @@ def _kimi_delta_forward_kernel(
                 y = tl.where(n == n, add_dot(p, near, _of_state(y, begins)), float("nan"))
             else:
                 y = add_dot(p, n, y)
-            _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            _store_tile(y_ptr, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
         if ISOLATED:
             n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
         elif flags_ptr is not None and dtype == tl.float16:
@@ -524,9 +526,7 @@ def _kimi_delta_forward_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, state, lost)
     if final_ptr is not None:
-        _store_tile(
-            final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
-        )
+        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, VALUE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
@@ -600,7 +600,7 @@ def _kimi_delta_reverse_kernel(
             dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
         ).to(tl.float32)
     dstates_ptr += tl.cast(chunks - 1, tl.int64) * DIM * VALUE
-    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
+    _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, VALUE, BLOCK)
     for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         chunk = chunks - 1 - step
         start = chunk * CHUNK
@@ -625,7 +625,7 @@ def _kimi_delta_reverse_kernel(
         n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         tl.store(dbeta_ptr + start + tl.arange(0, CHUNK), tl.sum(y * n.to(tl.float32), 1))
         dv = y * beta[:, None]
-        _store_tile(dv_ptr, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        _store_tile(dv_ptr, dv, start, many * VALUE, tokens, column, VALUE, BLOCK)
         if ISOLATED:
             dy, dv = _of_state(dy, begins), _of_state(dv, begins)
             dstate = _over(dstate, begins, CHUNK)
@@ -633,12 +633,12 @@ def _kimi_delta_reverse_kernel(
         dstate = add_dot(tl.trans(keys), round_to(-dv, dtype), dstate)
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
-        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
+        _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, VALUE, BLOCK)
     if flags_ptr is not None:
         _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
         _store_tile(
-            dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+            dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, VALUE, BLOCK
         )
 
 
@@ -694,7 +694,7 @@ def _kimi_delta_pairs_kernel(
         mixed = _plus(mixed, dv, tl.trans(n))
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
     beta = _numbers(
         beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
         start,
@@ -752,8 +752,32 @@ def _level_rows(
     dtype = q_ptr.dtype.element_ty
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
     decay = _decay(sums_ptr, plane, level, dtype == tl.float32, SIZE, WIDTH, CHUNK)
-    k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
-    q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
+    k = _scaled(
+        k_ptr,
+        k_rstd_ptr,
+        start,
+        step,
+        tokens,
+        channel,
+        1.0,
+        NORMED=NORMED,
+        DIM=DIM,
+        WIDTH=WIDTH,
+        CHUNK=CHUNK,
+    )
+    q = _scaled(
+        q_ptr,
+        rstd_ptr,
+        start,
+        step,
+        tokens,
+        channel,
+        scale,
+        NORMED=NORMED,
+        DIM=DIM,
+        WIDTH=WIDTH,
+        CHUNK=CHUNK,
+    )
     x, y = round_to(q * decay, dtype), round_to(k * decay, dtype)
     if ISOLATED:
         x, y, decay = _finite(x), _finite(y), _finite(decay)
@@ -777,7 +801,19 @@ def _diagonal(
 ):
     """Rows of q or k times the diagonal of dP."""
     own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)
-    x = _scaled(ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED, DIM, WIDTH, CHUNK)
+    x = _scaled(
+        ptr,
+        rstd_ptr,
+        start,
+        step,
+        tokens,
+        channel,
+        factor,
+        NORMED=NORMED,
+        DIM=DIM,
+        WIDTH=WIDTH,
+        CHUNK=CHUNK,
+    )
     return own[:, None] * x
 
 
@@ -814,6 +850,15 @@ def _times_states(
         s = _tile(states, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK)
         acc = _plus(acc, x, tl.trans(s))
     return acc
+
+
+@triton.jit
+def _of_other_launch(flag, ISOLATED: tl.constexpr):
+    """Whether a head is not of this launch: the one of ISOLATED documents takes those flagged."""
+    if ISOLATED:
+        return flag == 0
+    else:
+        return flag != 0
 
 
 @triton.jit
@@ -960,11 +1005,8 @@ def _kimi_delta_queries_kernel(
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
-    if ISOLATED:
-        if tl.load(flags_ptr + stream) == 0:
-            return
-    elif flags_ptr is not None:
-        if tl.load(flags_ptr + stream) != 0:
+    if flags_ptr is not None:
+        if _of_other_launch(tl.load(flags_ptr + stream), ISOLATED):
             return
     PACKED: tl.constexpr = first_ptr is not None
     if PACKED:
@@ -974,15 +1016,18 @@ def _kimi_delta_queries_kernel(
     rest = tl.cast(plane, tl.int64) * SIZE
     dq = _times_states(
         dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], states_ptr + whole * DIM * VALUE,
-        start, dy_steps[1], tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, STAGES,
+        start, dy_steps[1], tokens, channel, DIM=DIM, WIDTH=WIDTH, VALUE=VALUE, BLOCK=BLOCK,
+        CHUNK=CHUNK, STAGES=STAGES,
     )  # fmt: skip
     if PACKED:
         dq = _of_state(dq, _begins(first_ptr, start, tokens, CHUNK))
     at = queries_ptr + whole * CHUNK * DIM
     dsums = dq * _tile(at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
-    dq *= _to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
-    dq += _diagonal(pairs_ptr, k_ptr, k_rstd_ptr, start, k_steps[1], tokens, channel, 1.0, NORMED,
-                    DIM, WIDTH, CHUNK)  # fmt: skip
+    dq *= _to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH=WIDTH, CHUNK=CHUNK)
+    dq += _diagonal(
+        pairs_ptr, k_ptr, k_rstd_ptr, start, k_steps[1], tokens, channel, 1.0, NORMED=NORMED,
+        DIM=DIM, WIDTH=WIDTH, CHUNK=CHUNK,
+    )  # fmt: skip
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         x, y, decay = _level_rows(
             q_ptr,
@@ -993,23 +1038,23 @@ def _kimi_delta_queries_kernel(
             k_steps[1],
             tokens,
             channel,
-            rest,
-            rstd_plane,
-            scale,
-            level,
-            ISOLATED,
-            NORMED,
-            DIM,
-            SIZE,
-            WIDTH,
-            CHUNK,
+            plane=rest,
+            rstd_plane=rstd_plane,
+            scale=scale,
+            level=level,
+            ISOLATED=ISOLATED,
+            NORMED=NORMED,
+            DIM=DIM,
+            SIZE=SIZE,
+            WIDTH=WIDTH,
+            CHUNK=CHUNK,
         )
         of_level = product(_of_level(pairs_ptr, level, False, CHUNK), y)
         dq += of_level * decay
         dsums += of_level * x.to(tl.float32)
     at = whole * CHUNK * SIZE + channel
-    _store_tile(dq_ptr + at, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
-    _store_tile(dsums_ptr + at, dsums, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
+    _store_tile(dq_ptr + at, dq, 0, SIZE, CHUNK, 0, WIDTH, WIDTH)
+    _store_tile(dsums_ptr + at, dsums, 0, SIZE, CHUNK, 0, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -1063,17 +1108,13 @@ def _kimi_delta_keys_kernel(
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
     start = (chunk * CHUNK).to(tl.int32)
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    EXACT: tl.constexpr = dtype == tl.float32
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
-    if ISOLATED:
-        if tl.load(flags_ptr + stream) == 0:
-            return
-    elif flags_ptr is not None:
-        if tl.load(flags_ptr + stream) != 0:
+    if flags_ptr is not None:
+        if _of_other_launch(tl.load(flags_ptr + stream), ISOLATED):
             return
     PACKED: tl.constexpr = first_ptr is not None
     if PACKED:
@@ -1086,7 +1127,8 @@ def _kimi_delta_keys_kernel(
     dk, back, through = _from_states(
         dv_ptr + (batch * tokens * many + value_head) * VALUE, values_ptr + stream * tokens * VALUE,
         states_ptr + whole * DIM * VALUE, dstates_ptr + whole * DIM * VALUE, start, many * VALUE,
-        tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, TILE[0],
+        tokens, channel, DIM=DIM, WIDTH=WIDTH, VALUE=VALUE, BLOCK=BLOCK, CHUNK=CHUNK,
+        STAGES=TILE[0],
     )  # fmt: skip
     back *= _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                       beta_steps[1], tokens, CHUNK)[:, None]  # fmt: skip
@@ -1101,14 +1143,17 @@ def _kimi_delta_keys_kernel(
     dsums += tl.where((tl.arange(0, CHUNK) == CHUNK - 1)[:, None], through[None, :], 0.0)
     dsums -= dk * _tile(keys_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
     dsums += _tile(dk_ptr, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
-    dk *= -_to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
-    dk += back * _to_end(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
-    dk += _diagonal(pairs_ptr, q_ptr, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED,
-                    DIM, WIDTH, CHUNK)  # fmt: skip
+    dk *= -_to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK=CHUNK)
+    dk += back * _to_end(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK=CHUNK)
+    dk += _diagonal(
+        pairs_ptr, q_ptr, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED=NORMED,
+        DIM=DIM, WIDTH=WIDTH, CHUNK=CHUNK,
+    )  # fmt: skip
     for level in tl.range(0, TILE[2], num_stages=1, disable_licm=True):
         x, y, decay = _level_rows(
-            q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
-            scale, level, ISOLATED, NORMED, DIM, SIZE, WIDTH, CHUNK,
+            q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, plane=rest,
+            rstd_plane=rstd_plane, scale=scale, level=level, ISOLATED=ISOLATED, NORMED=NORMED,
+            DIM=DIM, SIZE=SIZE, WIDTH=WIDTH, CHUNK=CHUNK,
         )  # fmt: skip
         back = product(_of_level(mixed_ptr, level, False, CHUNK), y)
         dk += back * decay
@@ -1121,10 +1166,10 @@ def _kimi_delta_keys_kernel(
         dk += back * decay
         dsums -= back * y.to(tl.float32)
     tl.debug_barrier()  # other threads have read what is written over
-    _store_tile(dk_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
-    dg = _to_later(dsums, first_ptr, start, tokens, dtype, CHUNK)
-    _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg, start, many * DIM, tokens,
-                channel, CHUNK, DIM, WIDTH)  # fmt: skip
+    _store_tile(dk_ptr, dk, 0, SIZE, CHUNK, 0, WIDTH, WIDTH)
+    dg = _to_later(dsums, first_ptr, start, tokens, q_ptr.dtype.element_ty, CHUNK)
+    dg_ptr += (batch * tokens * many + value_head) * DIM
+    _store_tile(dg_ptr, dg, start, many * DIM, tokens, channel, DIM, WIDTH)
 
 
 @triton.jit
@@ -1172,5 +1217,5 @@ def _kimi_delta_norms_kernel(
         dq = _norm_gradient(dq, q, _rstds(rstd_ptr, start, 1.0, NORMED, CHUNK))
         dk = _norm_gradient(dk, k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK))
     at = (batch * tokens * heads + head) * DIM
-    _store_tile(dq_ptr + at, dq, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
-    _store_tile(dk_ptr + at, dk, start, heads * DIM, tokens, 0, CHUNK, DIM, SIZE)
+    _store_tile(dq_ptr + at, dq, start, heads * DIM, tokens, 0, DIM, SIZE)
+    _store_tile(dk_ptr + at, dk, start, heads * DIM, tokens, 0, DIM, SIZE)

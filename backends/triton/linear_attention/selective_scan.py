@@ -36,7 +36,7 @@ from liger_multi.reference.linear_attention import selective_scan as reference
 from liger_multi.reference.linear_attention.state_space import Nine
 
 MOST = 256  # states of a channel
-HELD = 16  # states of a thread
+STATES = 16  # states of a thread
 PROGRAMS = 32  # of a core, that backward has at a time at least
 JOINED = 256  # elements of states that a program takes from span to span
 TEAM = 4  # threads that share a channel where a launch table has them do so
@@ -80,13 +80,13 @@ class TeamConfig:
 
 
 def _shape(info: DeviceInfo, states: int) -> tuple[int, int]:
-    """Channels and warps of a program whose threads have ``HELD`` states or fewer.
+    """Channels and warps of a program whose threads have ``STATES`` states or fewer.
 
     Of more than 256 threads, each would have fewer registers.
     """
     size = power_of_2(states)
-    block = min(info.warp_size, 256 * HELD // size)
-    return block, warps(size * block // HELD, info.warp_size)
+    block = min(info.warp_size, 256 * STATES // size)
+    return block, warps(size * block // STATES, info.warp_size)
 
 
 def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
@@ -232,11 +232,12 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 def _exchanges(c: Call, k: BackwardConfig) -> int:
     """How often threads halve the states whose sums over channels they hold (``_put_sums``).
 
-    Each of a warp's threads has one channel, and as many states as threads beside it leave.
+    Each of a warp's threads has one channel, and as many states as are left by the
+    other threads of that channel.
     """
     warps = max(1, device_info(c.u.device).warp_size // k.block)
-    held = power_of_2(c.B.shape[2]) // warps
-    return held.bit_length() - 1 if k.num_warps == 1 and 1 < held <= k.block else 0
+    states = power_of_2(c.B.shape[2]) // warps
+    return states.bit_length() - 1 if k.num_warps == 1 and 1 < states <= k.block else 0
 
 
 class Spans(NamedTuple):
@@ -282,10 +283,10 @@ def _call(
     C: Tensor,
     D: Tensor | None,
     z: Tensor | None,
-    bias: Tensor | None,
-    initial: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
     first: Tensor | None,
-    softplus: bool,
+    delta_softplus: bool,
 ) -> Call:
     return Call(
         _adjacent(u),
@@ -295,10 +296,10 @@ def _call(
         C,
         _dense(D),
         None if z is None else _adjacent(z),
-        _dense(bias),
-        _dense(initial),
-        _dense(first),
-        softplus,
+        _dense(delta_bias),
+        initial=_dense(initial_state),
+        first=_dense(first),
+        softplus=delta_softplus,
     )
 
 
@@ -479,12 +480,24 @@ def forward(
             D,
             z,
             delta_bias,
-            initial_state,
-            first,
-            delta_softplus,
-            output_final_state,
+            initial_state=initial_state,
+            first=first,
+            delta_softplus=delta_softplus,
+            output_final_state=output_final_state,
         )
-    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
+    c = _call(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state=initial_state,
+        first=first,
+        delta_softplus=delta_softplus,
+    )
     y, k = u.new_empty(u.shape), c.config("team")
     final, before = (
         _by_teams(c, k, y, output_final_state)
@@ -648,7 +661,7 @@ def backward(
     needs_initial_state: bool,
 ) -> Nine:
     """The first pass, the reverse pass, and a launch for every sum of parts."""
-    tensors = {
+    tensors: dict[str, Any] = {
         "u": u,
         "delta": delta,
         "A": A,
@@ -659,45 +672,23 @@ def backward(
         "delta_bias": delta_bias,
         "initial_state": initial_state,
     }
+    needs = {
+        "u": needs_u,
+        "delta": needs_delta,
+        "A": needs_A,
+        "B": needs_B,
+        "C": needs_C,
+        "D": needs_D,
+        "z": needs_z,
+        "delta_bias": needs_delta_bias,
+        "initial_state": needs_initial_state,
+    }
+    options: dict[str, Any] = {"first": first, "delta_softplus": delta_softplus}
     if not u.numel():
-        return reference.backward(
-            dy,
-            dfinal_state,
-            u,
-            delta,
-            A,
-            B,
-            C,
-            D,
-            z,
-            delta_bias,
-            initial_state,
-            first,
-            states,
-            delta_softplus,
-            needs_u,
-            needs_delta,
-            needs_A,
-            needs_B,
-            needs_C,
-            needs_D,
-            needs_z,
-            needs_delta_bias,
-            needs_initial_state,
-        )
-    needs = (
-        needs_u,
-        needs_delta,
-        needs_A,
-        needs_B,
-        needs_C,
-        needs_D,
-        needs_z,
-        needs_delta_bias,
-        needs_initial_state,
-    )
-    required = {n: need and tensors[n] is not None for n, need in zip(tensors, needs, strict=True)}
-    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus).by_state()
+        named: dict[str, Any] = {f"needs_{n}": need for n, need in needs.items()}
+        return reference.backward(dy, dfinal_state, states=states, **tensors, **options, **named)
+    required = {n: need and tensors[n] is not None for n, need in needs.items()}
+    c = _call(**tensors, **options).by_state()
     k = c.config("backward")
     parts = Spans.of(u.shape[1], k, k.parts)
     dy, dfinal = torch.zeros_like(c.u) if dy is None else _adjacent(dy), _by_state(dfinal_state)
@@ -713,7 +704,7 @@ def backward(
             None if dfinal is None else dfinal[some],
             states[some],
             _part(out, some),
-            summed,
+            summed=summed,
         )
         totals += [] if carried is None else [carried]
     total = torch.cat(totals) if totals else None

@@ -125,17 +125,15 @@ def _put_tokens(
 
 
 @triton.jit
-def _load_tokens(
-    ptr, at, stride, first, lane, length, left, COUNT: tl.constexpr, EVEN: tl.constexpr
-):
+def _load_tokens(ptr, stride, first, lane, length, left, COUNT: tl.constexpr, EVEN: tl.constexpr):
     """Rows of COUNT tokens from ``first`` on, zeros past the last; none where there is no tensor.
 
-    They are loaded before anything waits for one of them. ``at`` tokens on from ``ptr``, it has the
-    first of them. EVEN says that all tokens and channels exist.
+    They are loaded before anything waits for one of them. EVEN says that all tokens and channels
+    exist.
     """
     rows = ()
     if ptr is not None:
-        ptr = _at_token(ptr, at, stride)
+        ptr = _at_token(ptr, first, stride)
         for i in tl.static_range(COUNT):
             if EVEN:
                 row = tl.load(ptr + lane)
@@ -148,25 +146,12 @@ def _load_tokens(
 
 
 @triton.jit
-def _load_step(
-    u_ptr,
-    delta_ptr,
-    dy_ptr,
-    z_ptr,
-    at,
-    steps,
-    first,
-    lane,
-    length,
-    left,
-    COUNT: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Rows of u, delta, dy and z of COUNT tokens; ``steps`` are their strides."""
-    u = _load_tokens(u_ptr, at, steps[0], first, lane, length, left, COUNT, EVEN)
-    raw = _load_tokens(delta_ptr, at, steps[1], first, lane, length, left, COUNT, EVEN)
-    dy = _load_tokens(dy_ptr, at, steps[2], first, lane, length, left, COUNT, EVEN)
-    z = _load_tokens(z_ptr, at, steps[3], first, lane, length, left, COUNT, EVEN)
+def _load_step(ptrs, strides, first, lane, length, left, COUNT: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of COUNT tokens of u, delta, dy and z, to which ``ptrs`` point."""
+    u = _load_tokens(ptrs[0], strides[0], first, lane, length, left, COUNT, EVEN)
+    raw = _load_tokens(ptrs[1], strides[1], first, lane, length, left, COUNT, EVEN)
+    dy = _load_tokens(ptrs[2], strides[2], first, lane, length, left, COUNT, EVEN)
+    z = _load_tokens(ptrs[3], strides[3], first, lane, length, left, COUNT, EVEN)
     return u, raw, dy, z
 
 
@@ -198,14 +183,12 @@ def _fetch_rows(ptr, first, stride, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _fetch_all_rows(
-    u_ptr, delta_ptr, dy_ptr, z_ptr, first, strides, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):
+def _fetch_all_rows(ptrs, first, strides, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """The same of u, delta, dy and z."""
-    _fetch_rows(u_ptr, first, strides[0], BLOCK, COUNT)
-    _fetch_rows(delta_ptr, first, strides[1], BLOCK, COUNT)
-    _fetch_rows(dy_ptr, first, strides[2], BLOCK, COUNT)
-    _fetch_rows(z_ptr, first, strides[3], BLOCK, COUNT)
+    _fetch_rows(ptrs[0], first, strides[0], BLOCK, COUNT)
+    _fetch_rows(ptrs[1], first, strides[1], BLOCK, COUNT)
+    _fetch_rows(ptrs[2], first, strides[2], BLOCK, COUNT)
+    _fetch_rows(ptrs[3], first, strides[3], BLOCK, COUNT)
 
 
 @triton.jit
@@ -365,12 +348,10 @@ def _selective_scan_states_kernel(
         state += _load_states(state_ptr, lane, left, cols, zero, DIM, SIZE)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     total, reached = tl.zeros([BLOCK], tl.float32), zero == 0  # by gradients before the span
-    gate = z_ptr if dy_ptr is not None else None
+    ptrs = (u_ptr, delta_ptr, dy_ptr, z_ptr if dy_ptr is not None else None)
     strides = row_strides[5:9]
     if AHEAD < 3:
-        u, raw, dy, z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, gate, origin, strides, origin, lane, length, left, STEP, EVEN
-        )
+        u, raw, dy, z = _load_step(ptrs, strides, origin, lane, length, left, STEP, EVEN)
     for step in tl.range(0, chunks * PARTS):
         first = origin + step * STEP
         after = tl.minimum(first + STEP, origin + tokens - STEP)
@@ -379,11 +360,11 @@ def _selective_scan_states_kernel(
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, STEP)
         at = after if AHEAD < 3 else first
         next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, gate, at, strides, at, lane, length, left, STEP, EVEN
+            ptrs, strides, at, lane, length, left, STEP, EVEN
         )
         if AHEAD > 2:
             u, raw, dy, z = next_u, next_raw, next_dy, next_z
-            _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, gate, after, strides, BLOCK, STEP)
+            _fetch_all_rows(ptrs, after, strides, BLOCK, STEP)
         if states_ptr is not None:
             if step % PARTS == 0:
                 chunk = step // PARTS
@@ -528,10 +509,9 @@ def _selective_scan_forward_kernel(
         state_ptr = before_ptr + place * cols * DIM + start
         state += _load_states(state_ptr, lane, left, cols, zero, DIM, SIZE)
     strides = row_strides[5:9]
+    ptrs = (u_ptr, delta_ptr, None, z_ptr)
     if AHEAD < 3:
-        u, raw, _none, z = _load_step(
-            u_ptr, delta_ptr, None, z_ptr, origin, strides, origin, lane, length, left, CHUNK, EVEN
-        )
+        u, raw, _none, z = _load_step(ptrs, strides, origin, lane, length, left, CHUNK, EVEN)
     for chunk in tl.range(0, chunks):
         first = origin + chunk * CHUNK
         after = tl.minimum(first + CHUNK, origin + (chunks - 1) * CHUNK)
@@ -540,11 +520,11 @@ def _selective_scan_forward_kernel(
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, CHUNK)
         at = after if AHEAD < 3 else first
         next_u, next_raw, _none, next_z = _load_step(
-            u_ptr, delta_ptr, None, z_ptr, at, strides, at, lane, length, left, CHUNK, EVEN
+            ptrs, strides, at, lane, length, left, CHUNK, EVEN
         )
         if AHEAD > 2:
             u, raw, z = next_u, next_raw, next_z
-            _fetch_all_rows(u_ptr, delta_ptr, None, z_ptr, after, strides, BLOCK, CHUNK)
+            _fetch_all_rows(ptrs, after, strides, BLOCK, CHUNK)
         rows = ()  # written last: a load after a store would wait for it
         for i in tl.static_range(CHUNK):
             steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
@@ -559,7 +539,9 @@ def _selective_scan_forward_kernel(
                 y *= _silu(z[i])
             rows = _append(rows, y)
         row = tl.cast(first, tl.int64) * cols
-        _put_tokens(y_ptr, row, rows, first, cols, lane, length, left, False, CHUNK, EVEN)
+        _put_tokens(
+            y_ptr, row, rows, first, cols, lane, length, left, BACK=False, COUNT=CHUNK, EVEN=EVEN
+        )
         pairs_ptr += 2 * SIZE * CHUNK
         if AHEAD < 3:
             u, raw, z = next_u, next_raw, next_z
@@ -656,12 +638,10 @@ def _put_all_sums(ptr, at, db, dc, SIZE: tl.constexpr, EXCHANGE: tl.constexpr, C
 @triton.jit
 def _states_again(
     state,
-    u_ptr,
-    delta_ptr,
+    ptrs,
+    strides,
     first_ptr,
     pairs_ptr,
-    u_step,
-    delta_step,
     first,
     part,
     bias,
@@ -677,8 +657,8 @@ def _states_again(
 ):
     """The state before a part of a chunk: ``part`` times COUNT tokens on from ``first``."""
     for _part in tl.range(0, part):
-        u = _load_tokens(u_ptr, first, u_step, first, lane, length, left, COUNT, EVEN)
-        raw = _load_tokens(delta_ptr, first, delta_step, first, lane, length, left, COUNT, EVEN)
+        u = _load_tokens(ptrs[0], strides[0], first, lane, length, left, COUNT, EVEN)
+        raw = _load_tokens(ptrs[1], strides[1], first, lane, length, left, COUNT, EVEN)
         begins = _load_begins(first_ptr, first, length, COUNT)
         h, _, _, _ = _states_of(
             state,
@@ -689,13 +669,13 @@ def _states_again(
             begins,
             pairs_ptr,
             first,
-            length,
-            n,
-            SIZE,
-            SOFTPLUS,
-            first_ptr is not None,
-            COUNT,
-            EVEN,
+            length=length,
+            n=n,
+            SIZE=SIZE,
+            SOFTPLUS=SOFTPLUS,
+            PACKED=first_ptr is not None,
+            COUNT=COUNT,
+            EVEN=EVEN,
         )
         state = h[COUNT]
         first += COUNT
@@ -779,10 +759,7 @@ def _fetch_earlier(
     tile,
     pairs_ptr,
     index,
-    u_ptr,
-    delta_ptr,
-    dy_ptr,
-    z_ptr,
+    ptrs,
     strides,
     origin,
     SIZE: tl.constexpr,
@@ -805,29 +782,24 @@ def _fetch_earlier(
         _fetch_pairs(pairs_ptr + ahead * (2 * SIZE), SIZE, PARTS * KEPT)
     if AHEAD > 1:
         at = origin + ahead
-        _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, z_ptr, at, strides, BLOCK, KEPT)
+        _fetch_all_rows(ptrs, at, strides, BLOCK, KEPT)
 
 
 @triton.jit
 def _put_all(
-    du_ptr,
-    ddelta_ptr,
-    dz_ptr,
-    rows,
-    grads,
-    t,
-    cols,
-    lane,
-    length,
-    left,
-    COUNT: tl.constexpr,
-    EVEN: tl.constexpr,
+    ptrs, rows, grads, t, cols, lane, length, left, COUNT: tl.constexpr, EVEN: tl.constexpr
 ):
     """Write du, ddelta and dz of COUNT tokens from t on; ``rows`` is the first of the sequence."""
     at = rows + tl.cast(t, tl.int64) * cols
-    _put_tokens(du_ptr, at, grads[0], t, cols, lane, length, left, True, COUNT, EVEN)
-    _put_tokens(ddelta_ptr, at, grads[1], t, cols, lane, length, left, True, COUNT, EVEN)
-    _put_tokens(dz_ptr, at, grads[2], t, cols, lane, length, left, True, COUNT, EVEN)
+    _put_tokens(
+        ptrs[0], at, grads[0], t, cols, lane, length, left, BACK=True, COUNT=COUNT, EVEN=EVEN
+    )
+    _put_tokens(
+        ptrs[1], at, grads[1], t, cols, lane, length, left, BACK=True, COUNT=COUNT, EVEN=EVEN
+    )
+    _put_tokens(
+        ptrs[2], at, grads[2], t, cols, lane, length, left, BACK=True, COUNT=COUNT, EVEN=EVEN
+    )
 
 
 @triton.jit
@@ -848,8 +820,8 @@ def _put_span_sums(
 ):
     """Write a span's sums over tokens: dA, and the gradients of D and of the bias."""
     at = place * cols + start
-    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
-    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1, EVEN)
+    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, BACK=False, COUNT=1, EVEN=EVEN)
+    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, BACK=False, COUNT=1, EVEN=EVEN)
     if da_ptr is not None:
         of_a = da_ptr + (place * cols * DIM + start)
         _store_states(of_a, sums[0], lane, left, cols, later, DIM, SIZE)
@@ -927,51 +899,48 @@ def _selective_scan_backward_kernel(
     if after_ptr is not None:
         state_ptr = after_ptr + place * cols * DIM + start
         carry += _load_states(state_ptr, lane, left, cols, zero, DIM, SIZE)
+    ptrs, dtoken_ptrs = (u_ptr, delta_ptr, dy_ptr, z_ptr), (du_ptr, ddelta_ptr, dz_ptr)
     before = origin + tokens - KEPT
-    next_u, next_raw, next_dy, next_z = _load_step(
-        u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT, EVEN
-    )
+    ahead = _load_step(ptrs, strides, before, lane, length, left, KEPT, EVEN)
     for step in tl.range(0, chunks * PARTS):
         index = chunks * PARTS - 1 - step  # of a part
         part, first = index % PARTS, origin + index * KEPT
-        u, raw, dy, z = next_u, next_raw, next_dy, next_z
+        u, raw, dy, z = ahead
         at_ptr = pairs_ptr + index * (KEPT * 2 * SIZE)
         chunk_ptr = states_ptr + (tile * chunks + index // PARTS) * (SIZE * BLOCK)
         state = tl.load(_in_tile(chunk_ptr, lane, zero, SIZE, BLOCK))
         _fetch_earlier(
-            states_ptr, tile * chunks, pairs_ptr, index, u_ptr, delta_ptr, dy_ptr, z_ptr, strides,
-            origin, SIZE, BLOCK, PARTS, KEPT, SHAPE[7],
+            states_ptr, tile * chunks, pairs_ptr, index, ptrs, strides, origin, SIZE=SIZE,
+            BLOCK=BLOCK, PARTS=PARTS, KEPT=KEPT, AHEAD=SHAPE[7],
         )  # fmt: skip
         state = _states_again(
-            state, u_ptr, delta_ptr, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), strides[0],
-            strides[1], first - part * KEPT, part, bias, a, lane, n, length, left, SIZE, SHAPE[2],
-            KEPT, EVEN,
+            state, ptrs, strides, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), first - part * KEPT,
+            part, bias, a=a, lane=lane, n=n, length=length, left=left, SIZE=SIZE, SOFTPLUS=SHAPE[2],
+            COUNT=KEPT, EVEN=EVEN,
         )  # fmt: skip
         begins = _load_begins(first_ptr, first, length, KEPT)
         h, sizes, slopes, decays = _states_of(
-            state, u, raw, bias, a, begins, at_ptr, first, length, n, SIZE, SHAPE[2],
-            first_ptr is not None, KEPT, EVEN,
+            state, u, raw, bias, a, begins, at_ptr, first, length=length, n=n, SIZE=SIZE,
+            SOFTPLUS=SHAPE[2], PACKED=first_ptr is not None, COUNT=KEPT, EVEN=EVEN,
         )  # fmt: skip
         before = tl.maximum(first - KEPT, origin)
-        next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT, EVEN
-        )
+        ahead = _load_step(ptrs, strides, before, lane, length, left, KEPT, EVEN)
         for last in tl.static_range(KEPT - 1, -1, -COUNT):
             if last < KEPT - 1:
                 decays = _decays(sizes[last] * (zero + 1), a)
             carry, sums, grads = _back(
-                carry, sums, (h, sizes, slopes, decays), u, dy, z, begins, at_ptr, a, skip, lane, n,
-                first, length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
-                dpairs_ptr is not None, SHAPE[6], EVEN, last, last - COUNT + 1,
+                carry, sums, (h, sizes, slopes, decays), u, dy, z, begins, at_ptr, a=a, skip=skip,
+                lane=lane, n=n, first=first, length=length, zero=zero, SIZE=SIZE, BLOCK=BLOCK,
+                GATED=z_ptr is not None, PACKED=first_ptr is not None,
+                SUMMED=dpairs_ptr is not None, EXCHANGE=SHAPE[6], EVEN=EVEN, FROM=last,
+                TO=last - COUNT + 1,
             )  # fmt: skip
             t = first + (last - COUNT + 1)
-            _put_all(
-                du_ptr, ddelta_ptr, dz_ptr, rows, grads, t, cols, lane, length, left, COUNT, EVEN
-            )
+            _put_all(dtoken_ptrs, rows, grads, t, cols, lane, length, left, COUNT=COUNT, EVEN=EVEN)
             at = of_pairs + (t - origin) * (2 * SIZE)
             _put_all_sums(dpairs_ptr, at, grads[3], grads[4], SIZE, SHAPE[6], COUNT)
-    _put_span_sums(da_ptr, dskip_ptr, dbias_ptr, sums, place, start, cols, lane, left,
-                   zero * chunks, DIM, SIZE, EVEN)  # fmt: skip
+    _put_span_sums(da_ptr, dskip_ptr, dbias_ptr, sums, place, start, cols, lane, left=left,
+                   later=zero * chunks, DIM=DIM, SIZE=SIZE, EVEN=EVEN)  # fmt: skip
     if dinitial_ptr is not None:
         if span == 0:
             of_states = dinitial_ptr + batch * cols * DIM + start

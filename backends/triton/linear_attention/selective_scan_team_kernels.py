@@ -91,10 +91,12 @@ def _load_pairs(ptr, n, SIZE: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _of_token(x, i: tl.constexpr, TEAM: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr):
+def _of_token(x, i: tl.constexpr, TEAM: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr):
     """Row i of a tile (TEAM, channels), for all states (states, channels)."""
     row = tl.gather(x, tl.full([TEAM, BLOCK], i, tl.int32), 0)
-    return tl.reshape(tl.broadcast_to(row[:, None, :], (TEAM, HELD, BLOCK)), (TEAM * HELD, BLOCK))
+    return tl.reshape(
+        tl.broadcast_to(row[:, None, :], (TEAM, STATES, BLOCK)), (TEAM * STATES, BLOCK)
+    )
 
 
 @triton.jit
@@ -157,7 +159,7 @@ def _selective_scan_team_kernel(
     LEVELS: tl.constexpr = TEAMS[1]
     COUNT: tl.constexpr = TEAMS[2]
     SPAN: tl.constexpr = TEAMS[3]
-    HELD: tl.constexpr = SIZE // TEAM
+    STATES: tl.constexpr = SIZE // TEAM
     TOKENS: tl.constexpr = TEAM * COUNT
     blocks = tl.cdiv(cols, BLOCK)
     assume_cols(cols)
@@ -209,9 +211,9 @@ def _selective_scan_team_kernel(
             for i in tl.static_range(TEAM):
                 b, c = bs[i][:, None], cs[i][:, None]
                 state = _without(begins, j * TEAM + i, state, first_ptr is not None)
-                decays = exp2_near(_of_token(sizes, i, TEAM, HELD, BLOCK) * a)
-                state = decays * state + _of_token(added, i, TEAM, HELD, BLOCK) * b
-                part = tl.sum(tl.reshape(state * c, (TEAM, HELD, BLOCK)), 1)
+                decays = exp2_near(_of_token(sizes, i, TEAM, STATES, BLOCK) * a)
+                state = decays * state + _of_token(added, i, TEAM, STATES, BLOCK) * b
+                part = tl.sum(tl.reshape(state * c, (TEAM, STATES, BLOCK)), 1)
                 parts = _append(parts, part)
             bs, cs = later_b, later_c
             y = _team_sums(parts, token, TEAM, LEVELS, BLOCK) + skip * now

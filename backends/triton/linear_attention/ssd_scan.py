@@ -256,10 +256,10 @@ def _call(
         skip,
         None if dt_bias is None else dt_bias.contiguous(),
         None if first is None else first.contiguous(),
-        options,
-        chunk,
-        cdiv(x.shape[1], chunk),
-        None if first is None else flags_of(x),
+        options=options,
+        chunk=chunk,
+        chunks=cdiv(x.shape[1], chunk),
+        flags=None if first is None else flags_of(x),
     )
 
 
@@ -428,13 +428,13 @@ def forward(
             D,
             z,
             dt_bias,
-            initial_state,
-            first,
-            dt_softplus,
-            dt_min,
-            dt_max,
-            chunk,
-            output_final_state,
+            initial_state=initial_state,
+            first=first,
+            dt_softplus=dt_softplus,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            chunk=chunk,
+            output_final_state=output_final_state,
         )
     if _pieces(x.shape[3], B.shape[3]) > 1:
         return _forward_in_pieces(
@@ -455,7 +455,7 @@ def forward(
             output_final_state=output_final_state,
         )
     options = StepOptions(dt_softplus, dt_min, dt_max)
-    c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
+    c = _call(x, dt, A, B, C, D, dt_bias, first, options=options, most=chunk)
     final = None
     if output_final_state:
         shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3])
@@ -497,9 +497,11 @@ def backward(
     """The states again, their gradients in reverse, and the rest for all chunks at once."""
     if not x.numel():
         return reference.backward(
-            dy, dfinal_state, x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus,
-            dt_min, dt_max, chunk, needs_x, needs_dt, needs_A, needs_B, needs_C, needs_D, needs_z,
-            needs_dt_bias, needs_initial_state,
+            dy, dfinal_state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, initial_state=initial_state,
+            first=first, dt_softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max, chunk=chunk,
+            needs_x=needs_x, needs_dt=needs_dt, needs_A=needs_A, needs_B=needs_B, needs_C=needs_C,
+            needs_D=needs_D, needs_z=needs_z, needs_dt_bias=needs_dt_bias,
+            needs_initial_state=needs_initial_state,
         )  # fmt: skip
     if _pieces(x.shape[3], B.shape[3]) > 1:
         return _backward_in_pieces(
@@ -530,7 +532,7 @@ def backward(
             needs_initial_state=needs_initial_state,
         )
     options = StepOptions(dt_softplus, dt_min, dt_max)
-    c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
+    c = _call(x, dt, A, B, C, D, dt_bias, first, options=options, most=chunk)
     gates = _gates(c)
     states = _states(c, gates, _transposed(initial_state), None)
     dy, dz = _through_gate(c, gates, states, dy, z)

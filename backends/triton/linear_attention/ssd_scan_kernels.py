@@ -44,10 +44,10 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _of_state,
     _over,
     _plus,
-    _seen,
     _square,
     _store_tile,
     _tile,
+    _visible_pairs,
     _wrong_rows,
 )
 
@@ -103,7 +103,7 @@ def _ssd_gates_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, begins = _seen(first_ptr, start, tokens, BLOCK)
+    visible, begins = _visible_pairs(first_ptr, start, tokens, BLOCK)
     raw = _raw_steps(
         dt_ptr + batch * dt_steps[0] + head * dt_steps[2],
         bias_ptr,
@@ -162,7 +162,7 @@ def _ssd_steps_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    visible, _ = _seen(first_ptr, start, tokens, BLOCK)
+    visible, _ = _visible_pairs(first_ptr, start, tokens, BLOCK)
     at = sums_ptr + pid * BLOCK + row
     dsteps, dsums = tl.load(at), tl.load(at + plane)
     for part in tl.static_range(2, PARTS + 2):
@@ -179,8 +179,8 @@ def _ssd_steps_kernel(
         BLOCK,
     )
     free = _softplus(raw) if SOFTPLUS else raw
-    held = above(free, high) | above(-free, -low)
-    dsteps = tl.where((start + row < tokens) & ~held, dsteps, 0.0)
+    clamped = above(free, high) | above(-free, -low)
+    dsteps = tl.where((start + row < tokens) & ~clamped, dsteps, 0.0)
     if SOFTPLUS:
         dsteps *= tl.sigmoid(raw)
     at_steps = (batch * tokens + start) * many + head + row * many
@@ -260,17 +260,8 @@ def _ssd_states_kernel(
         x = _tile(x_ptr, start, x_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         r, z = tl.load(gates_ptr + plane + start + row), tl.load(gates_ptr + start + CHUNK - 1)
         steps = tl.load(gates_ptr + 4 * plane + start + row)
-        _store_tile(
-            states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE,
-            state,
-            0,
-            VALUE,
-            DIM,
-            column,
-            SIZE,
-            VALUE,
-            BLOCK,
-        )
+        at = states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE
+        _store_tile(at, state, 0, VALUE, DIM, column, VALUE, BLOCK)
         rows = x.to(tl.float32) * (r * steps)[:, None]
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
@@ -280,9 +271,7 @@ def _ssd_states_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, state)
     if final_ptr is not None:
-        _store_tile(
-            final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
-        )
+        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, VALUE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
@@ -338,17 +327,8 @@ def _ssd_reverse_kernel(
         c = _tile(c_ptr, start, c_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         e, z = tl.load(gates_ptr + start + row), tl.load(gates_ptr + start + CHUNK - 1)
-        _store_tile(
-            dstates_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE,
-            dstate,
-            0,
-            VALUE,
-            DIM,
-            column,
-            SIZE,
-            VALUE,
-            BLOCK,
-        )
+        at = dstates_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE
+        _store_tile(at, dstate, 0, VALUE, DIM, column, VALUE, BLOCK)
         own = dy.to(tl.float32) * e[:, None]
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
@@ -359,7 +339,7 @@ def _ssd_reverse_kernel(
         _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
         _store_tile(
-            dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+            dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, VALUE, BLOCK
         )
 
 
@@ -454,7 +434,7 @@ def _ssd_outputs_kernel(
         at = gates_ptr + whole * CHUNK
         e, steps = tl.load(at + row), tl.load(at + 4 * plane + row)
         coarse, fine = tl.load(at + 2 * plane + row), tl.load(at + 3 * plane + row)
-        visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+        visible, _ = _visible_pairs(first_ptr, start, tokens, CHUNK)
         p = scores * _decays(coarse, fine, visible)
         if first_ptr is not None:
             p = tl.where(visible, p, 0.0)
@@ -484,17 +464,8 @@ def _ssd_outputs_kernel(
                 y = _plus(y, p, round_to(x * steps[:, None], c.dtype))
             if skip_ptr is not None:
                 y += x * _skipped(skip_ptr, head, column, VALUE, BLOCK)
-            _store_tile(
-                y_ptr + (batch * tokens * many + head) * VALUE,
-                y,
-                start,
-                many * VALUE,
-                tokens,
-                column,
-                CHUNK,
-                VALUE,
-                BLOCK,
-            )
+            tile_ptr = y_ptr + (batch * tokens * many + head) * VALUE
+            _store_tile(tile_ptr, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
@@ -589,8 +560,8 @@ def _ssd_pairs_kernel(
             if dskips_ptr is not None:
                 col = column + tl.arange(0, BLOCK)
                 tl.store(dskips_ptr + whole * VALUE + col, tl.sum(wide * x, 0), mask=col < VALUE)
-            _store_tile(dx_ptr + (batch * tokens * many + head) * VALUE, dx, start, many * VALUE,
-                        tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
+            tile_ptr = dx_ptr + (batch * tokens * many + head) * VALUE
+            _store_tile(tile_ptr, dx, start, many * VALUE, tokens, column, VALUE, BLOCK)
         decay, visible = _decays_of(
             at, plane, first_ptr, start, tokens, CHUNK
         )  # not kept: registers
@@ -726,5 +697,5 @@ def _ssd_groups_kernel(
         b = _finite(b)
     dc += product(tl.trans(pairs), b)
     room = (batch * tokens * groups + group) * DIM
-    _store_tile(db_ptr + room, db, start, groups * DIM, tokens, first, CHUNK, DIM, SIZE)
-    _store_tile(dc_ptr + room, dc, start, groups * DIM, tokens, first, CHUNK, DIM, SIZE)
+    _store_tile(db_ptr + room, db, start, groups * DIM, tokens, first, DIM, SIZE)
+    _store_tile(dc_ptr + room, dc, start, groups * DIM, tokens, first, DIM, SIZE)

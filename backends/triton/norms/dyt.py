@@ -233,7 +233,7 @@ def _gradients(
     needs_weight: bool,
     sum_dtypes: list[torch.dtype],
 ) -> tuple[list[Tensor], Optional[Tensor]]:
-    """Fill dx; sum the gradients of weight and bias in the dtypes wanted, and that of alpha."""
+    """Fill dx; sum the gradients of weight and bias in the required dtypes, and that of alpha."""
     dy, x, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     rows, cols = x.shape
     size = dy.element_size() + x.element_size()

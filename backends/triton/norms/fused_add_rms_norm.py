@@ -48,10 +48,10 @@ def backward(
             new_residual,
             weight,
             rstd,
-            offset,
-            casting,
-            needs_sum,
-            needs_weight,
+            offset=offset,
+            casting=casting,
+            needs_x=needs_sum,
+            needs_weight=needs_weight,
         )
     dx = torch.empty(
         new_residual.shape if needs_sum else 0, dtype=new_residual.dtype, device=new_residual.device

@@ -40,7 +40,7 @@ def _load_scaled(ptr, at, mask, scale):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _scaled_add_rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -214,11 +214,11 @@ def backward(
         dnew_residual,
         weight,
         rstd,
-        offset,
-        casting,
-        needs_x,
-        needs_residual,
-        needs_weight,
+        offset=offset,
+        casting=casting,
+        needs_x=needs_x,
+        needs_residual=needs_residual,
+        needs_weight=needs_weight,
     )
     dx = (ds * x_scale).to(x_dtype) if needs_x else ds.new_empty(0, dtype=x_dtype)
     if not needs_residual:

@@ -67,7 +67,7 @@ def _scaled(n, weight, x_ptr, weight_ptr, ROUND: tl.constexpr):
         return n * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm_forward_kernel(
     x_ptr,
     gate_ptr,
@@ -182,7 +182,7 @@ def _gated_rms_norm_forward_wide_kernel(
         tl.store(y_ptr + inner, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm_backward_kernel(
     dy_ptr,
     x_ptr,
@@ -507,7 +507,9 @@ def backward(
     gate = None if gate is None else as_rows(gate, group_size)
     weight = None if weight is None else weight.contiguous()
     outputs = (dx if needs_x else None, dgate if needs_gate else None)
-    partial = _launch(dy, x, gate, weight, rstd, outputs, group_size, how, needs_weight)
+    partial = _launch(
+        dy, x, gate, weight, rstd, outputs, size=group_size, how=how, needs_weight=needs_weight
+    )
     if partial is None or weight is None:
         return dx, dgate, x.new_empty(0, dtype=x.dtype if weight is None else weight.dtype)
     return dx, dgate, sum_partials(partial, weight.dtype)

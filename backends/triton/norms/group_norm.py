@@ -118,7 +118,7 @@ def _group_norm_moments_kernel(
     tl.store(moments_ptr + rows + row, total, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _group_norm_statistics_kernel(
     moments_ptr, mean_ptr, rstd_ptr, rows, group_stride, cols, per_value, eps, BLOCK: tl.constexpr
 ):
@@ -147,7 +147,7 @@ def _group_norm_statistics_kernel(
     tl.store(rstd_ptr + group, tl.rsqrt(tl.sum(squares, axis=0) * per_value + eps))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _group_norm_apply_kernel(
     x_ptr,
     weight_ptr,
@@ -185,7 +185,7 @@ def _group_norm_apply_kernel(
     tl.store(y_ptr + base + at, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _group_norm_backward_kernel(
     dy_ptr,
     x_ptr,
@@ -233,7 +233,7 @@ def _group_norm_backward_kernel(
         tl.store(dx_ptr + base + at, dx, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _group_norm_sums_kernel(
     dy_ptr,
     x_ptr,
@@ -272,7 +272,7 @@ def _group_norm_sums_kernel(
     tl.store(sums_ptr + rows + row, tl.sum(db, axis=1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _group_norm_means_kernel(
     sums_ptr, weight_ptr, means_ptr, rows, groups, group_stride, per_value, BLOCK: tl.constexpr
 ):

@@ -42,7 +42,7 @@ from liger_multi.backends.triton.norms.row_config import (
 from liger_multi.dispatch.launch import launch_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _layer_norm_forward_kernel(
     x_ptr,
     weight_ptr,
@@ -380,7 +380,7 @@ def _gradients(
     needs_weight: bool,
     sum_dtypes: list[torch.dtype],
 ) -> list[Tensor]:
-    """Fill dx, if it has elements; sum the gradients of weight and bias in the dtypes wanted."""
+    """Fill dx, if it has elements; sum the gradients of weight and bias in the required dtypes."""
     (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
     mean, rstd = mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -399,7 +399,7 @@ def _gradients(
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
     target, strides = dx if dx.numel() else None, (dy_stride, x_stride)
     if k.block < cols:
-        _wide(dy, x, weight, mean, rstd, target, dw, db, strides, rows, k)
+        _wide(dy, x, weight, mean, rstd, target, dw, db, strides=strides, rows=rows, k=k)
     else:
         launch(
             _layer_norm_backward_kernel,

@@ -76,7 +76,7 @@ def _of_scale(g, norm, DTYPE: tl.constexpr, SCALE: tl.constexpr, NARROW: tl.cons
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _modulated_rms_norm_forward_kernel(
     x_ptr,
     scale_ptr,
@@ -478,9 +478,9 @@ def backward(
         rstd,
         dx if needs_x else None,
         sum_dtypes,
-        needs_scale,
-        needs_weight,
-        how,
+        needs_scale=needs_scale,
+        needs_weight=needs_weight,
+        how=how,
     )
     dscale = sums.pop(0).view(scale.shape) if needs_scale else scale.new_empty(0)
     dshift = sums.pop(0).view(scale.shape) if needs_shift else x.new_empty(0, dtype=shift_dtype)
@@ -500,7 +500,7 @@ def _launch(
     needs_weight: bool,
     how: tuple[object, ...],
 ) -> tuple[list[Tensor], Optional[Tensor]]:
-    """Fill dx; the sums of scale and shift in the dtypes wanted; partial sums of the weight's."""
+    """Fill dx; the sums of scale and shift in the required dtypes; partial sums of the weight's."""
     dy, x, rstd, scale = as_rows(dy), as_rows(x), rstd.contiguous(), scale.contiguous()
     weight = None if weight is None else weight.contiguous()
     (rows, cols), count = x.shape, scale.numel() // x.shape[1]

@@ -61,7 +61,7 @@ def _load_weights(weight_ptr):
     return w3, w2, w1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _poly_norm_forward_kernel(
     x_ptr,
     weight_ptr,
@@ -149,7 +149,7 @@ def _slope(dy, x, f3, f2, f1, s3, s2, s1):
     return cube + f2 * (dy - x * x * s2) * (x * 2.0) + f1 * (dy - x * s1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _poly_norm_backward_kernel(
     dy_ptr,
     x_ptr,

@@ -85,7 +85,7 @@ def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
     return n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -359,7 +359,18 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; one that nobody needs is an empty tensor."""
-    return gradients("rms_norm", dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
+    return gradients(
+        "rms_norm",
+        dy,
+        None,
+        x,
+        weight,
+        rstd,
+        offset=offset,
+        casting=casting,
+        needs_x=needs_x,
+        needs_weight=needs_weight,
+    )
 
 
 def _rounds(casting: str, weight: Optional[Tensor]) -> int:
@@ -457,7 +468,20 @@ def gradients(
     strides = (dy_stride, ds_stride, x_stride)
     target = dx if needs_x else None
     if k.block < cols:
-        _wide(dy, ds, x, weight, rstd, target, partial, strides, rows, offset, casting, k)
+        _wide(
+            dy,
+            ds,
+            x,
+            weight,
+            rstd,
+            target,
+            partial,
+            strides=strides,
+            rows=rows,
+            offset=offset,
+            casting=casting,
+            k=k,
+        )
     else:
         launch(
             _rms_norm_backward_kernel,

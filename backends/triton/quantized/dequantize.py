@@ -70,11 +70,10 @@ def _level(code, zero, levels_ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _block_scale(
-    scales_ptr, scale_levels_ptr, scale_absmax_ptr, extra, block, mask, hidden_zero,
+    raw, scale_levels_ptr, scale_absmax_ptr, extra, block, mask, hidden_zero,
     FORMAT: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """Scales of blocks in fp32; ``extra`` is the global scale, or the offset of nested ones."""
-    raw = tl.load(scales_ptr + block, mask=mask, other=0)
     if FORMAT == "mxfp4":
         exponent = raw.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
@@ -129,25 +128,28 @@ def _dequantize_forward_kernel(
     zero) of every piece, writes two numbers a byte.
     """
     first = tl.program_id(0).to(tl.int64) * PIECES
+    # Both loads come first: what changes its layout does so behind a barrier, which no load is
+    # moved across. Offsets within a program are short, or AMD's buffer operations are lost.
+    codes_ptr += first * PIECE
+    left = tl.minimum(total - first * PIECE, PIECES * PIECE).to(tl.int32)
+    row = tl.arange(0, PIECES)[:, None]
+    at = row * PIECE + tl.arange(0, PIECE)[None, :]
+    raw_codes = tl.load(codes_ptr + at, mask=at < left, other=0)
     piece = first + tl.arange(0, PIECES)
     block, here = piece // pieces_of_block, piece * PIECE < total
+    raw_scale = tl.load(scales_ptr + block, mask=here, other=0)
     extra = None
     if extra_ptr is not None:
         extra = tl.load(extra_ptr)
     hidden_zero = (tl.cast(total, tl.int64) >> 62).to(tl.int32)
     scale = _block_scale(
-        scales_ptr, scale_levels_ptr, scale_absmax_ptr, extra, block, here, hidden_zero,
-        FORMAT, DIVIDES,
+        raw_scale, scale_levels_ptr, scale_absmax_ptr, extra, block, here, hidden_zero,
+        FORMAT=FORMAT, DIVIDES=DIVIDES,
     )  # fmt: skip
     zero = tl.full([PIECES], 8.0, tl.float32)
     if zeros_ptr is not None:
         zero = tl.load(zeros_ptr + block, mask=here, other=0).to(tl.float32)
-    # offsets within a program are short: with long ones, AMD's buffer operations are lost
-    codes_ptr += first * PIECE
-    left = tl.minimum(total - first * PIECE, PIECES * PIECE).to(tl.int32)
-    row = tl.arange(0, PIECES)[:, None]
-    at = row * PIECE + tl.arange(0, PIECE)[None, :]
-    byte = tl.load(codes_ptr + at, mask=at < left, other=0).to(tl.int32)
+    byte = raw_codes.to(tl.int32)
     low = _level(byte & 15, zero[:, None], levels_ptr, FORMAT) * scale[:, None]
     high = _level(byte >> 4, zero[:, None], levels_ptr, FORMAT) * scale[:, None]
     if HIGH_FIRST:

@@ -90,7 +90,7 @@ def _store_shares(p_ptr, top, total, blocks, rows, row, row_mask, LANES: tl.cons
         tl.store(place, tl.exp2((s - top[:, None]) * LOG2E) * inverse[:, None], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attention_residuals_forward_kernel(
     v_ptr,
     query_ptr,
@@ -157,7 +157,7 @@ def _attention_residuals_forward_kernel(
     _store_shares(p_ptr, top, total, blocks, rows, row, row_mask, LANES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attention_residuals_forward_wide_kernel(
     v_ptr,
     query_ptr,
@@ -246,7 +246,7 @@ def _factors(inner_ptr, p_ptr, rstd_ptr, delta, inner_at, pair_at, cols, size, m
     return p, a, -a * rstd * rstd * along / cols
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attention_residuals_backward_kernel(
     dy_ptr,
     v_ptr,
@@ -331,7 +331,7 @@ def _attention_residuals_backward_kernel(
                 pair_at,
                 cols,
                 size,
-                pair,
+                mask=pair,
             )
             if partial_ptr is not None:
                 dw += tl.sum(a[:, :, None] * v, axis=1)[:, None, :]
@@ -346,7 +346,7 @@ def _attention_residuals_backward_kernel(
         tl.store(partial_ptr + col, tl.sum(tl.sum(dw, axis=1), axis=0), mask=col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attention_residuals_backward_wide_kernel(
     dy_ptr,
     v_ptr,
@@ -426,7 +426,7 @@ def _attention_residuals_backward_wide_kernel(
                     group * rows,
                     cols,
                     blocks,
-                    i < blocks,
+                    mask=i < blocks,
                 )
                 if partial_ptr is not None:
                     dw += tl.sum(a[:, None] * v, axis=0)

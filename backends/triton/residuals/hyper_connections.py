@@ -387,7 +387,7 @@ def _logits(m, bias_ptr, scale_ptr, at, mask, PART: tl.constexpr):
     return tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32) + m * scale, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sinkhorn_kernel(
     m_ptr,
     bias_ptr,

@@ -194,7 +194,7 @@ def _rope_kinds_kernel(
         if ANGLES != "positions":
             sin_ptr += grid
     cos_a, cos_b, sin_a, sin_b = _load_angles(
-        cos_ptr, sin_ptr, row, mask, scaling, ANGLES, BESIDE, ROUND, ROTARY, HALF
+        cos_ptr, sin_ptr, row, mask, scaling, ANGLES, BESIDE, ROUND=ROUND, ROTARY=ROTARY, HALF=HALF
     )
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
@@ -207,22 +207,22 @@ def _rope_kinds_kernel(
         q_heads,
         k_heads,
         groups,
-        share,
-        batch,
-        start,
-        mask,
-        cos_a,
-        cos_b,
-        sin_a,
-        sin_b,
-        WIDTH,
-        ROTARY,
-        HALF,
-        TOKENS,
-        HEADS,
-        PASS,
-        BESIDE_IN,
-        BESIDE_OUT,
+        share=share,
+        batch=batch,
+        start=start,
+        mask=mask,
+        cos_a=cos_a,
+        cos_b=cos_b,
+        sin_a=sin_a,
+        sin_b=sin_b,
+        WIDTH=WIDTH,
+        ROTARY=ROTARY,
+        HALF=HALF,
+        TOKENS=TOKENS,
+        HEADS=HEADS,
+        PASS=PASS,
+        BESIDE_IN=BESIDE_IN,
+        BESIDE_OUT=BESIDE_OUT,
     )
 
 

@@ -40,6 +40,7 @@ from liger_multi.backends.triton.rope.rope import (
     tokens_of,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.rope.rms_norm_rope import (
     norm_dtype,
     of_tokens,
@@ -50,6 +51,7 @@ from liger_multi.reference.rope.rope import dense
 
 WIDEST = 8192
 """Channels of a token that a norm of all heads keeps in registers."""
+MANY = 2**20  # tokens of a long sequence
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def _tiles(
 ) -> TileConfig:
     # A tile stays within one sequence. How many sequences there are decides nothing about it:
     # other tiles lie differently in the threads, which add up a head's channels in another order.
+    # Launchers name a long sequence where one token must have the bits that it has among many.
     row = power_of_2(width)
     every = power_of_2(max(heads, 1))
     block = every if whole else max(1, min(every, 8, elements // row))
@@ -366,7 +369,7 @@ def forward(
         "rms_norm_rope.forward",
         forward_config,
         x.device,
-        seq=seq,
+        seq=MANY if by_rows() else seq,
         heads=heads,
         width=width,
         whole=whole,
@@ -435,7 +438,7 @@ def backward(
         "rms_norm_rope.backward",
         backward_config,
         x.device,
-        seq=seq,
+        seq=MANY if by_rows() else seq,
         heads=heads,
         width=width,
         whole=whole,

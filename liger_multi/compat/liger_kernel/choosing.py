@@ -184,7 +184,7 @@ def set_impl(name: str | None) -> None:
 
 
 def get_impl() -> str | None:
-    """What :func:`set_impl` was told last, with its device."""
+    """The implementation that :func:`set_impl` chose last, with its device."""
     return _chosen
 
 

@@ -697,12 +697,12 @@ def liger_mhc_forward(
         alpha_pre,
         alpha_post,
         alpha_res,
-        allow_fp32,
-        tmax,
-        rms_eps,
-        pre_eps,
-        sinkhorn_eps,
-        post_mult,
+        allow_fp32=allow_fp32,
+        tmax=tmax,
+        rms_eps=rms_eps,
+        pre_eps=pre_eps,
+        sinkhorn_eps=sinkhorn_eps,
+        post_mult=post_mult,
     )
     h_pre, h_post, h_res = coefficients
     out = liger_mhc_post_res(x, layer(liger_mhc_pre(x, h_pre)), h_post, h_res)

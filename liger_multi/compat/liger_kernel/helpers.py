@@ -182,17 +182,17 @@ class _FSDPForwardRedirection:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        held = vars(original_module).get("forward")
+        own_forward = vars(original_module).get("forward")
 
         def once(*inner: Any, **named: Any) -> Any:
             back()
             return method(original_module, *inner, **named)
 
         def back() -> None:
-            if held is None:
+            if own_forward is None:
                 vars(original_module).pop("forward", None)
             else:
-                vars(original_module)["forward"] = held
+                vars(original_module)["forward"] = own_forward
 
         vars(original_module)["forward"] = once
         try:

@@ -174,9 +174,7 @@ def _norms() -> None:
             return torch_norm(config, *args, **kwargs)
 
     def chosen(self: Any, rms_norm: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if rms_norm:
-            return LigerMegatronRMSNorm
-        return layer_norm(self, rms_norm, *args, **kwargs)
+        return LigerMegatronRMSNorm if rms_norm else layer_norm(self, rms_norm, *args, **kwargs)
 
     _replace(torch_norm, LigerOrTorchNorm)
     provider.layer_norm = chosen

@@ -212,11 +212,11 @@ def dress(model: nn.Module) -> None:
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
         return
     make_loaded()
-    held = swapped(base)
-    if held is None:
+    current = swapped(base)
+    if current is None:
         apply(base, Swap(_OP, type(base), LigerModel, None))
-    elif held.around is None and held.behavior is not LigerModel:
-        apply(base, replace(held, around=LigerModel))
+    elif current.around is None and current.behavior is not LigerModel:
+        apply(base, replace(current, around=LigerModel))
 
 
 # --- forwards that people assign to classes and to models: the model's own, head patched ---

@@ -73,7 +73,7 @@ _EXTENDED: dict[type, type[Any]] = {}
 
 
 @functools.cache
-def _made(name: str) -> type[Any]:
+def _output_class(name: str) -> type[Any]:
     stock = name.removeprefix(_PREFIX)
     base = getattr(importlib.import_module(MODEL_OUTPUTS[name]), stock)
     fields = [
@@ -88,7 +88,7 @@ def _made(name: str) -> type[Any]:
 def __getattr__(name: str) -> Any:
     if name not in MODEL_OUTPUTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _made(name)
+    return _output_class(name)
 
 
 def functions(path: str, names: str) -> dict[str, type[Any]]:
@@ -96,7 +96,7 @@ def functions(path: str, names: str) -> dict[str, type[Any]]:
     output_classes = {}
     for name in MODEL_OUTPUTS:
         with contextlib.suppress(ImportError, AttributeError):
-            output_classes[name] = _made(name)
+            output_classes[name] = _output_class(name)
     return output_classes
 
 
@@ -105,7 +105,7 @@ def make_loaded() -> None:
     for name, home in MODEL_OUTPUTS.items():
         if home in sys.modules:
             with contextlib.suppress(AttributeError):
-                _made(name)
+                _output_class(name)
 
 
 def extended(output: Any, token_accuracy: Any = None, predicted_tokens: Any = None) -> Any:

@@ -230,6 +230,6 @@ def _recompute(applied: Applied, model: nn.Module, settings: Settings, simulated
         applied.add(f"recompute {handle}", handle.remove)
     if settings.offload_activations:
         # copies in flight are counted separately: they do not grow with the layers
-        options = {"in_flight_bytes": 0} if simulated else {}
+        options: dict[str, Any] = {"in_flight_bytes": 0} if simulated else {}
         applied.offload = offload_activations(model, **options)
         applied.add("activations on the host", applied.offload.remove)

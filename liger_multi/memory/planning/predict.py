@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from liger_multi.memory.estimation import WORKSPACE, gathered_bytes, state_bytes, temporary_bytes
+from liger_multi.memory.estimation import (
+    EXCHANGED,
+    WORKSPACE,
+    gathered_bytes,
+    state_bytes,
+    temporary_bytes,
+)
 from liger_multi.memory.planning.cost import Card, Traffic, step_seconds
 from liger_multi.memory.planning.passes import Passes
 from liger_multi.memory.planning.result import Candidate, Settings
@@ -33,6 +39,7 @@ from liger_multi.memory.recorder import (
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, Optimizer
 
 IN_FLIGHT = 2**30  # bytes of offloaded activations that may be in flight
+ATTENTION_PASSES = 3.5  # forward and backward of attention, in forwards
 
 
 @dataclass
@@ -155,7 +162,8 @@ class Predictor:
         return round(peak_of(forward + backward, NOTHING, factors, False)[0])
 
     def traces(self, settings: Settings) -> list[Trace]:
-        """The pass that each layer follows, from the first layer on."""
+        """The pass that each layer follows, from the first layer on, with a rank's tokens."""
+        settings = replace(settings, sequence=settings.tokens, ranks=1)
         count, some = self.shapes.count, min(settings.layers, self.shapes.count)
         traces = [self.passes.trace(settings, settings.recompute)] * some if some else []
         if some < count:
@@ -177,7 +185,7 @@ class Predictor:
         # gradients of an earlier pass, or of the last step, are there already
         accumulating = settings.accumulation > 1 or stages > 1
         dtype, autocast, _ = DTYPES[settings.dtype]
-        tokens = settings.micro_batch * settings.sequence
+        tokens = settings.micro_batch * settings.tokens
         hidden = tokens * self.shapes.facts.hidden * (autocast or dtype).itemsize
         start: dict[str, float] = {
             PARAMETERS: static.parameters + traces[0].body.buffers,
@@ -187,6 +195,8 @@ class Predictor:
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:
             start[TEMPORARY] = hidden  # a sum of layers on its way
+        if settings.ranks > 1:  # inputs and result of a mixer, before and after they are sent
+            start[TEMPORARY] = EXCHANGED * hidden
         if settings.offload_activations and self.device != "cpu":  # on their way
             start[OTHER] += min(IN_FLIGHT, traces[0].body.offloaded * (end - begin))
         waiting = min(stages - stage, settings.accumulation) - 1
@@ -195,7 +205,8 @@ class Predictor:
         last = vector({TEMPORARY: float(scratch)})
         peak, at = peak_of(parts, vector(start), factors, accumulating, last)
         gathered = self.held(settings).gathered
-        extra = gathered.get(settings.spread, 0) * (settings.data > 1 or bool(away))
+        sharded = settings.data * settings.ranks > 1
+        extra = gathered.get(settings.spread, 0) * (sharded or bool(away))
         extra += 0 if self.device == "cpu" else WORKSPACE
         named = {
             name: round(size * factor)
@@ -230,7 +241,7 @@ class Predictor:
         hidden: int,
         layers: int,
     ) -> float:
-        passes, level, data = settings.accumulation, settings.level, settings.data
+        passes, level, data = settings.accumulation, settings.level, settings.data * settings.ranks
         ring = 2 * (data - 1) / data
         once = ring * static.gradients
         if level == 3:
@@ -244,6 +255,17 @@ class Predictor:
         else:
             waited = 0.0
         waited += 2 * passes * hidden * (settings.pipeline > 1)
+        work = work_of(parts)
+        if settings.ranks > 1:
+            dtype, autocast, _ = DTYPES[settings.dtype]
+            itemsize, others = (autocast or dtype).itemsize, settings.ranks - 1
+            again = settings.layers * (settings.recompute == "full") / self.shapes.count
+            # all-to-all of inputs and result in forward, of their gradients, and once more
+            sent = others / settings.ranks * EXCHANGED * hidden
+            waited += passes * layers * sent * (2 + bool(settings.layers))
+            # a rank's heads attend to whole sequences: as many FLOPs again for every other rank
+            scores = 4 * settings.tokens * hidden / itemsize
+            work.product(itemsize, layers * others * scores * (ATTENTION_PASSES + again))
         shared = 1 / data if level else 1.0
         touched = 2 * static.parameters + static.gradients + 2 * static.states
         states = 2 * static.states * shared if settings.offload_states else 0.0
@@ -251,7 +273,7 @@ class Predictor:
         if PARAMETERS in _away(settings):  # up again for forward and backward of every pass
             crossing += 2 * passes * static.parameters * shared
         return step_seconds(
-            work_of(parts),
+            work,
             0.0 if states else touched * shared,
             Traffic(once, waited, 2 * passes * offloaded, states, crossing),
             self.card,
@@ -262,7 +284,7 @@ class Predictor:
 
 def _shares(settings: Settings) -> dict[str, float]:
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
-    return dict.fromkeys(sharded.get(settings.level, ()), 1 / settings.data)
+    return dict.fromkeys(sharded.get(settings.level, ()), 1 / (settings.data * settings.ranks))
 
 
 def _away(settings: Settings) -> tuple[str, ...]:

@@ -64,6 +64,8 @@ class Settings:
         tensor: Devices that one layer is divided over.
         pipeline: Stages of layers.
         data: Devices with different sequences.
+        ranks: Devices that share the tokens of a sequence
+            (:func:`liger_multi.distributed.shard_sequence`).
     """
 
     sequence: int = 2048
@@ -83,6 +85,7 @@ class Settings:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    ranks: int = 1
 
     @property
     def dtype(self) -> str:
@@ -99,6 +102,11 @@ class Settings:
     def level(self) -> int:
         """The ZeRO stage that shards the same: 0 to 3."""
         return LEVELS[self.spread]
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence, on one device."""
+        return -(-self.sequence // self.ranks)
 
     @property
     def sequences(self) -> int:
@@ -151,6 +159,8 @@ class Settings:
             parts.append(f"states on {self.offload_states}")
         if self.tensor * self.pipeline > 1:
             parts.append(f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}")
+        if self.ranks > 1:
+            parts.append(f"sequences over {self.ranks} ranks x DP {self.data}")
         return ", ".join(parts)
 
 
@@ -336,7 +346,7 @@ def write(plan: TrainingPlan, folder: Path, candidate: Candidate) -> list[Path]:
     if settings.patched and settings.chunk:
         width = 4 if settings.precision == "fp32" else 2
         files["liger_multi.yaml"]["chunk_bytes"] = settings.chunk * max(1, plan.vocabulary) * width
-    if settings.pipeline == 1:
+    if settings.pipeline == 1 and settings.ranks == 1:
         files["accelerate.yaml"] = accelerate(plan, settings)
     if _uses_deepspeed(settings):
         files["deepspeed.json"] = deepspeed(settings, plan.devices, plan.compression)

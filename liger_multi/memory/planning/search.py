@@ -65,6 +65,8 @@ class Space:
         attentions: Implementations.
         spreads: Of :data:`SPREADS`, for several devices.
         layouts: ``(tensor, pipeline)``; None: powers of two that fit.
+        ranks: Over how many devices the tokens of a sequence may be spread, such as ``(1, 4, 8)``;
+            more than one for patched models, without tensor parallelism and pipelines.
     """
 
     precisions: tuple[str, ...] = ("bf16", "amp", "fp32")
@@ -76,6 +78,7 @@ class Space:
     attentions: tuple[str, ...] = ("sdpa",)
     spreads: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     layouts: tuple[tuple[int, int], ...] | None = None
+    ranks: tuple[int, ...] = (1,)
 
 
 def plan(
@@ -231,6 +234,8 @@ def _check(
     for what, names, table in tables:
         for name in names:
             known(what, name, table)
+    for ranks in space.ranks:
+        positive(ranks=ranks)
 
 
 def _check_float8(space: Space, card: Card, device: str) -> None:
@@ -281,12 +286,14 @@ class _Search:
         self.predictor.passes.tensors = min(shares), max(shares)
         plain = Settings(sequence=sequence, optimizer=optimizer, patched=True)
         ways = [
-            replace(plain, precision=precision, tensor=tensor, pipeline=pipeline, data=data)
+            replace(plain, precision=precision, tensor=t, pipeline=p, data=data, ranks=ranks)
             for precision in self.space.precisions
-            for tensor, pipeline in layouts
-            for data in [devices // (tensor * pipeline)]
+            for t, p in layouts
+            for ranks in self.space.ranks
+            if ranks == 1 or (t == p == 1 and devices % ranks == 0)
+            for data in [devices // (t * p * ranks)]
             if batch is None or batch % data == 0
-            if precision != "fp8" or tensor == 1  # divided layers stay in 16 bits
+            if precision != "fp8" or t == 1  # divided layers stay in 16 bits
         ]
         if self.processes > 1:
             self._simulate_in_two(ways, batch)
@@ -341,13 +348,14 @@ class _Search:
         ]
 
     def _layout(self, plain: Settings, batch: int | None, first: bool) -> None:
-        spreads = [s for s in self.space.spreads if s != "none"] if plain.data > 1 else ["none"]
+        several = plain.data * plain.ranks > 1
+        spreads = [s for s in self.space.spreads if s != "none"] if several else ["none"]
         if plain.pipeline > 1:  # its stages hold whole weights of theirs
             spreads = [s for s in spreads if s in ("ddp", "zero1")] or ["none"]
         if plain.tensor > 1:
             spreads = [s for s in spreads if s in ("none", "ddp", "fsdp2")] or ["ddp"]
         for settings in filter(self._weighed, self._computations(plain, first)):
-            most = min(LARGEST_MICRO, max(1, LARGEST_PASS // settings.sequence))
+            most = min(LARGEST_MICRO, max(1, LARGEST_PASS // settings.tokens))
             most = 2 ** int(math.log2(most)) if batch is None else batch // settings.data
             self._micros(settings, batch, most & -most if batch else most, spreads)
 
@@ -402,7 +410,7 @@ class _Search:
         for attention in space.attentions:
             for patched in space.patched:
                 base = replace(plain, patched=patched, attention=attention)
-                if not patched and plain.precision == "fp8":
+                if not patched and (plain.precision == "fp8" or plain.ranks > 1):
                     continue
                 if not patched:
                     yield from self._policies(base, ("none", "full") if main else ("none",) * first)
@@ -412,12 +420,13 @@ class _Search:
                 if main and thin != wide:
                     yield from self._policies(thin, ("none", "full"))
                 if first and space.tiled and self.shapes.facts.has_mlps:
-                    tiles = max(2, -(-plain.sequence // self.shapes.facts.hidden))
+                    tiles = max(2, -(-plain.tokens // self.shapes.facts.hidden))
                     tiled = replace(thin, tiles=tiles)
                     yield from self._policies(tiled, ("none", "full") if main else ("full",))
                 if first and space.offload:
                     away = replace(thin, offload_activations=True)
-                    yield from self._policies(away, ("none", "full") if main else ("full",))
+                    kept = ("keep_attention",) * (plain.ranks > 1)
+                    yield from self._policies(away, ("none",) * main + ("full", *kept))
 
     def _policies(self, base: Settings, names: Iterable[str]) -> Iterator[Settings]:
         for name in names:
@@ -542,7 +551,7 @@ class _Search:
 
 def _coarser(settings: Settings) -> Settings:
     """The same with fewer chunks: those of a short pass would be thousands of a long one."""
-    rows = settings.micro_batch * settings.sequence // MOST_CHUNKS
+    rows = settings.micro_batch * settings.tokens // MOST_CHUNKS
     return replace(settings, chunk=settings.chunk and max(settings.chunk, 1 << rows.bit_length()))
 
 
@@ -551,7 +560,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
         return True, float(candidate.peak_bytes)
     s = candidate.settings
     # equal times go to what is simpler
-    extras = (s.offload_activations, s.tiles > 1, s.level, s.tensor > 1, s.pipeline > 1)
+    extras = (s.offload_activations, s.tiles > 1, s.level, s.tensor * s.ranks > 1, s.pipeline > 1)
     return False, (1 + 1e-6 * sum(map(int, extras))) / candidate.tokens_per_second
 
 
@@ -702,6 +711,12 @@ NOTES = (
         lambda w: w.s.tensor > 1,
         "Tensor parallelism is counted with whole embeddings, norms and logits on every "
         "device (tp_plan='auto' of transformers divides attention and MLPs).",
+    ),
+    _Note(
+        lambda w: w.s.ranks > 1,
+        "Tokens over {w.s.ranks} ranks: liger_multi.distributed.shard_sequence(model, mesh['sp']) "
+        "in a loop under torchrun (docs/long-context.md); no file of an engine says so. Attention "
+        "is counted over whole sequences in every layer.",
     ),
     _Note(
         lambda w: w.s.recompute != "none" and w.s.layers,

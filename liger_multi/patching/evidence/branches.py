@@ -49,7 +49,7 @@ class Outcomes:
 
     @contextlib.contextmanager
     def _events(self, tool: int) -> Iterator[None]:
-        """By branch events of these functions alone, beside debuggers and profilers."""
+        """By branch events of these functions alone, alongside debuggers and profilers."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
         kinds = [getattr(monitoring.events, name, 0) for name in ("BRANCH_LEFT", "BRANCH_RIGHT")]
         kinds = [event for event in kinds if event] or [monitoring.events.BRANCH]

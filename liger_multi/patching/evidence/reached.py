@@ -1,4 +1,4 @@
-"""The code that a forward reaches, and what that code reads beside the module and its input.
+"""The code that a forward reaches, and what that code reads apart from the module and its input.
 
 A forward may call helpers of its file, read a global number, close over a variable, append to a
 global list. None of that is seen by a probe, and all of it may change after the patch. So the
@@ -78,7 +78,7 @@ class Reached:
     Attributes:
         functions: Those that are not a library's.
         by_place: What stands at which place, by owner and name.
-        refusal: Why more cannot be told, or None.
+        refusal: Why more cannot be determined, or None.
     """
 
     def __init__(self, starts: Iterable[Any]) -> None:
@@ -142,7 +142,7 @@ def _said_by(code: CodeType) -> bytes:
 
 
 def reached(starts: Iterable[Any]) -> tuple[Place, ...] | str:
-    """What functions depend on, or why that cannot be told; see :class:`Reached`."""
+    """What functions depend on, or why that cannot be determined; see :class:`Reached`."""
     code = Reached(starts)
     return code.refusal or code.places
 
@@ -197,7 +197,7 @@ def reads_values(places: Iterable[Place]) -> bool:
 
 
 def is_of_library(value: Any) -> bool:
-    """Whether nobody expects what a function, a class or a module does to change."""
+    """Whether a function, class or module belongs to a library, whose behavior stays as it is."""
     return _is_known(_home(value))
 
 
@@ -260,7 +260,7 @@ def _places(function: FunctionType) -> Iterator[Place]:
 
 
 class _Loads:
-    """What code loads by global names, what it imports, and what it sets beside its variables."""
+    """What code loads by global names, imports, and sets apart from its own variables."""
 
     def __init__(self, code: CodeType) -> None:
         self.chains: dict[tuple[str, ...], None] = {}

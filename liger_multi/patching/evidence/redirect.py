@@ -4,7 +4,7 @@ A modeling file calls its rotary function by a global name, from methods that al
 Three ways to change that were weighed:
 
 * Put another function under that name. It acts on the whole process: models that are not patched,
-  other threads and copies have to be told apart at every call, and users counted, which garbage
+  other threads and copies have to be distinguished at every call, and users counted, which garbage
   collection and unpickling make hard to keep right.
 * Copy the method with globals of its own. What the module defines or replaces later would not reach
   the copy, and Dynamo, which guards globals in the module that ``__name__`` names, would guard the
@@ -159,11 +159,11 @@ def redirected(
     inner, made_inner = _inner(function), None
     cells, itself = list(function.__closure__ or ()), None
     for at, cell in enumerate(cells):
-        held = _held(cell)
-        if inner is not None and held is inner:
+        contents = _contents(cell)
+        if inner is not None and contents is inner:
             made_inner = redirected(inner, targets)
             cells[at] = CellType(made_inner)
-        elif held is function:  # a function that asks whether it is the method of a class
+        elif contents is function:  # a function that asks whether it is the method of a class
             itself = cells[at] = CellType()
     used = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
     function.__globals__.update({t.__name__: t for n, t in targets.items() if n in used})
@@ -196,11 +196,11 @@ def _layers(function: FunctionType) -> Iterator[FunctionType]:
 def _inner(function: FunctionType) -> FunctionType | None:
     """The function that a decorator's function wraps and holds in a cell."""
     inner = vars(function).get("__wrapped__")
-    held = any(_held(cell) is inner for cell in function.__closure__ or ())
-    return inner if held and isinstance(inner, FunctionType) else None
+    contents = any(_contents(cell) is inner for cell in function.__closure__ or ())
+    return inner if contents and isinstance(inner, FunctionType) else None
 
 
-def _held(cell: CellType) -> Any:
+def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty

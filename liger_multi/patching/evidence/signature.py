@@ -1,4 +1,4 @@
-"""What a forward depends on beside its inputs: recorded at the patch, and compared at every call.
+"""What a forward depends on apart from its inputs: recorded at the patch, compared at every call.
 
 A probe sees a module at one moment. Whatever its forward may read and user code may change later
 belongs to the signature of the module: values of attributes, classes of submodules that the

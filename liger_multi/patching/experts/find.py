@@ -56,10 +56,10 @@ def looks_like_experts(module: nn.Module) -> bool:
 
     With code of its own, that is all that it may have.
     """
-    held = set(_shapes(module))
+    own_shapes = set(_shapes(module))
     if hasattr(module, "_apply_gate"):
-        return "down_proj" in held
-    return _named_experts(module) and (held == set(WEIGHTS[True]) or _are_shared(module))
+        return "down_proj" in own_shapes
+    return _named_experts(module) and (own_shapes == set(WEIGHTS[True]) or _are_shared(module))
 
 
 def _are_shared(module: nn.Module) -> bool:
@@ -70,11 +70,11 @@ def _are_shared(module: nn.Module) -> bool:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Shapes of parameters, also of those that are partitioned (ZeRO-3) or in 4 bits."""
-    held = {
+    own_shapes = {
         n: getattr(p, "ds_shape", p.shape) for n, p in module._parameters.items() if p is not None
     }
     packed = {n: stack_of(module, n) for n in {*WEIGHTS[True], *WEIGHTS[False]}}
-    return held | {n: stack.shape for n, stack in packed.items() if stack is not None}
+    return own_shapes | {n: stack.shape for n, stack in packed.items() if stack is not None}
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
@@ -292,7 +292,7 @@ def _gate(x: Tensor, spec: ExpertsKind) -> Tensor:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
+    """Whether the inputs of a layer stand before its outputs; without a flag, the shapes decide."""
     is_transposed = getattr(module, "is_transposed", None)
     if is_transposed is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
         first, second = (_shapes(module)[name] for name in WEIGHTS[True])

@@ -36,7 +36,7 @@ NO_GATE = "relu_squared"
 
 
 def bias_names(weights: tuple[str, ...]) -> tuple[str, str]:
-    """Names of the biases beside stacks of such names."""
+    """Names of the biases that belong to stacks of such names."""
     return (f"{weights[0]}_bias", f"{weights[1]}_bias")
 
 

@@ -164,7 +164,7 @@ def unparametrized(module: nn.Module, module_class: type[nn.Module]) -> type[nn.
 
 
 def is_watched_by_others(module: nn.Module) -> bool:
-    """Whether hooks stand on a module beside those that bitsandbytes puts there for its cache."""
+    """Whether a module has hooks other than those that bitsandbytes sets for its cache."""
     attributes = module.__dict__
     before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
     hooks = [*before.values(), *after.values()]

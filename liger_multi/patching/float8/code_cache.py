@@ -203,7 +203,7 @@ def _drop(followed: _Followed) -> None:
 
 
 def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-    """A result that comes to the host beside what follows, and the event of its arrival."""
+    """A result that is copied to the host asynchronously, and the event of its arrival."""
     if device.type == "cpu":
         return result, None
     module = torch.get_device_module(device)

@@ -340,7 +340,7 @@ def bare_frozen_float8(layer: nn.Module | None) -> bool:
 
 
 class Wide(NamedTuple):
-    """The weight of a layer as operators take it: numbers or codes, scales, and codes beside."""
+    """The weight of a layer as operators take it: numbers or codes, scales, codes of numbers."""
 
     weight: Tensor
     scale: Tensor | None = None

@@ -41,7 +41,7 @@ class GatheredWeight(Float8Weight):
     def master(self) -> Tensor:
         """A tensor that nobody reads, of the shape and dtype of the weight and with its gradient.
 
-        Operators take it beside the codes.
+        Operators take it together with the codes.
         """
         master: Tensor = _Master.apply(self)  # type: ignore[no-untyped-call]
         return master

@@ -76,6 +76,53 @@ PACKED = ("weight_packed", "qweight")
 """Names of packed weights of compressed-tensors, and of GPTQ and AWQ."""
 
 
+def is_compressed(layer: Any) -> bool:
+    """Whether compressed-tensors keeps the weight of a layer packed."""
+    return stored(layer, "weight_packed") is not None and stored(layer) is None
+
+
+_FLOATS = {16: "nvfp4", 32: "mxfp4"}
+"""Formats of compressed-tensors of the type float, by the elements of a block."""
+
+
+def _compressed(layer: Any) -> QuantizedWeight | str:
+    """A packed weight of compressed-tensors, by the scheme that stands at its layer."""
+    scheme: Any = getattr(layer, "quantization_scheme", None)
+    how = getattr(scheme, "weights", None)
+    codes, scales = (stored(layer, f"weight_{n}") for n in ("packed", "scale"))
+    if how is None or codes is None or scales is None:
+        return "compressed-tensors has packed its weight without a scheme or scales"
+    if scheme.input_activations is not None or scheme.output_activations is not None:
+        return "compressed-tensors rounds its inputs or outputs too"
+    kind, own = str(getattr(how.type, "value", how.type)), scales.dtype
+    if how.num_bits != 4:
+        return f"compressed-tensors keeps its weight in {how.num_bits} bits ({kind})"
+    if stored(layer, "weight_g_idx") is not None:
+        return "its groups are of columns in another order (weight_g_idx)"
+    codes = codes.view(torch.uint8)
+    if kind == "float":
+        format = _FLOATS.get(how.group_size, "")
+        if not format or stored(layer, "weight_zero_point") is not None:
+            return f"its blocks of {how.group_size} or their zeros are of no format that is known"
+        one = stored(layer, "weight_global_scale")
+        # compressed-tensors has no other dtype for the numbers of these formats
+        return QuantizedWeight(
+            codes, scales, format=format, global_scale=one, divides=one is not None
+        )
+    if scales.ndim != 2 or scales.shape[0] != codes.shape[0]:
+        return f"its scales are by {getattr(how.strategy, 'value', how.strategy)}"
+    zeros = stored(layer, "weight_zero_point")
+    if zeros is not None:  # eight rows a word
+        shifts = torch.arange(0, 32, 4, device=zeros.device)[None, :, None]
+        zeros = ((zeros[:, None] >> shifts) & 15).flatten(0, 1)[: codes.shape[0]].to(torch.uint8)
+    if codes.shape[1] * 2 != layer.in_features:
+        return f"its rows of {layer.in_features} codes end within a word"
+    return QuantizedWeight(codes, scales, format="int4", dtype=own, zeros=zeros)
+
+
+_WORDS = "gptqmodel and AutoAWQ pack eight inputs or outputs a word, in an order of their kernels"
+
+
 @constant_in_graphs
 def _reader_of(weight_class: type) -> Reader | None:
     return READERS.get((weight_class.__module__, weight_class.__name__))
@@ -93,6 +140,10 @@ def quantized_weight(layer: Any) -> QuantizedWeight | str:
     """The weight of a layer as operators take it, or why they cannot."""
     weight = stored(layer)
     reader = None if weight is None else _reader_of(type(weight))
+    if reader is None and is_compressed(layer):
+        return _compressed(layer)
+    if reader is None and stored(layer, "qweight") is not None:
+        return f"{type(layer).__name__} keeps its own call: {_WORDS}"
     if reader is None:
         return f"{type(layer).__name__} packs its weight in a form that only its own call reads"
     return reader(layer, weight)

@@ -205,7 +205,7 @@ class DeferredLogits:
         return (*[s // width * self.vocabulary for s in self.hidden.stride()[:-1]], 1)
 
     def copy(self) -> DeferredLogits:
-        """An equal deferred logits that is another object."""
+        """Equal deferred logits as another object."""
         return self._with(self.hidden, self.dtype, self.steps, self.grad)
 
     def _with(
@@ -217,11 +217,11 @@ class DeferredLogits:
             hidden,
             self.settings,
             self.raw_dtype,
-            grad,
-            self.guard,
-            dtype,
-            steps,
-            self.scales,
+            grad=grad,
+            guard=self.guard,
+            dtype=dtype,
+            steps=steps,
+            scales=self.scales,
         )
 
     def run(self, job: Job, hidden: Tensor) -> Any:
@@ -274,7 +274,7 @@ class DeferredLogits:
         return logits
 
     def compute(self) -> Tensor:
-        """The real logits, differentiable where the deferred logits is."""
+        """The real logits, differentiable where the deferred logits are."""
         with self.mode():
             job = Job(_stock_forward)
             logits = self.finish(self.run(job, self.hidden))

@@ -43,13 +43,20 @@ def with_heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
-    """The output embeddings of a model with their paths, or the reason why there is none."""
-    for module in with_heads(model):
-        head = _output_embedding(module)
-        if head is not None:
-            paths = {id(m): path for path, m in model.named_modules()}
-            return [(paths.get(id(h), ""), h) for h in _inside(head)], ""
-    return [], "the model has no output embedding (get_output_embeddings gives none)"
+    """The output embeddings of a model with their paths, or the reason why there is none.
+
+    Linear layers in PyTorch's loss modules are output embeddings too.
+    """
+    outputs = (_output_embedding(module) for module in with_heads(model))
+    head = next((each for each in outputs if each is not None), None)
+    paths = {id(m): path for path, m in model.named_modules()}
+    heads = [] if head is None else [(paths.get(id(h), ""), h) for h in _inside(head)]
+    for path, loss in model.named_modules():
+        within = _LOSS_MODULE is not None and isinstance(loss, _LOSS_MODULE)
+        if within and all(h is not loss.linear for _, h in heads):
+            heads.append((f"{path}.linear".strip("."), loss.linear))
+    missing = "the model has no output embedding (get_output_embeddings gives none)"
+    return heads, "" if heads else missing
 
 
 def inner_heads(model: nn.Module, heads: list[nn.Module]) -> Iterator[tuple[str, str]]:
@@ -202,6 +209,7 @@ def _unwrapped(path: str, module: nn.Module) -> Iterator[Change]:
             yield Restore(f"{path}.{name}", inner)
 
 
+_LOSS_MODULE: Any = getattr(nn, "LinearCrossEntropyLoss", None)  # since PyTorch 2.13
 _MARK = "_liger_multi_resizes"
 
 

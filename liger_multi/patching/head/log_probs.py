@@ -325,5 +325,5 @@ def _call(
     node = output.lse.grad_fn if waits and not torch.compiler.is_compiling() else None
     while node is not None and not type(node).__name__.startswith("fused_linear_log_prob"):
         node = next(iter(node.next_functions), (None,))[0]  # of views
-    found = Statistics(output.log_prob, output.entropy, output.lse)
-    return Known(hidden, curve, torch.is_grad_enabled(), found, node)
+    row_statistics = Statistics(output.log_prob, output.entropy, output.lse)
+    return Known(hidden, curve, torch.is_grad_enabled(), row_statistics, node)

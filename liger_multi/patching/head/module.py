@@ -33,6 +33,7 @@ from liger_multi.patching.head.deferred import (
     TracedGuard,
     count_optimizer_steps,
 )
+from liger_multi.patching.head.linear_loss import follow
 from liger_multi.patching.head.loss import loss_logits
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.rules import is_infrastructure
@@ -54,6 +55,16 @@ class LazyHead(Patched):
         """A class is made in every process that patches or unpickles; graphs run no Python."""
         super().__init_subclass__(**keywords)
         count_optimizer_steps()
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """A loss of the layer's weight, for which nobody calls the layer, is looked for."""
+        follow(module, output_dtype)
+
+    def __setstate__(self, state: Any) -> None:
+        """The same for a copy."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        follow(self, output_dtype)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward that the layer was built with, or the operator of independent rows."""
@@ -366,24 +377,24 @@ def _layouts(head: nn.Module) -> tuple[Any, Any, bool] | None:
 
     Both libraries keep them where functions keep what they close over.
     """
-    held = _held(vars(head).get("forward"))
-    for style in held:
+    closed_over = _closed_over(vars(head).get("forward"))
+    for style in closed_over:
         if hasattr(style, "output_layouts") and hasattr(style, "input_layouts"):
             if hooks_of(head):
                 return None
             local = bool(getattr(style, "use_local_output", True))
             return _one(style.input_layouts), _one(style.output_layouts), local
     before, after = list(head._forward_pre_hooks.values()), list(head._forward_hooks.values())
-    if len(before) != 1 or len(after) != 1 or len(hooks_of(head)) != 2 or held:
+    if len(before) != 1 or len(after) != 1 or len(hooks_of(head)) != 2 or closed_over:
         return None
-    inputs = next((c.args for c in _held(before[0]) if isinstance(c, partial)), ())
-    outputs = next((c.args for c in _held(after[0]) if isinstance(c, partial)), ())
+    inputs = next((c.args for c in _closed_over(before[0]) if isinstance(c, partial)), ())
+    outputs = next((c.args for c in _closed_over(after[0]) if isinstance(c, partial)), ())
     if len(inputs) < 2 or len(outputs) != 2 or not isinstance(outputs[1], bool):
         return None
     return _one(inputs[0]), _one(outputs[0]), outputs[1]
 
 
-def _held(function: Any) -> list[Any]:
+def _closed_over(function: Any) -> list[Any]:
     """What a function closes over."""
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 

@@ -114,7 +114,7 @@ def one_adapter(layer: Any) -> Adapter | None:
     if not is_plain_linear(base) and not bare_frozen_float8(base) and not is_four_bit(base):
         return None
     # FSDP and nn.DataParallel put tensors that are no parameters there
-    if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
+    if any(p is not None and p.requires_grad for p in (getattr(base, "weight", None), base.bias)):
         return None
     low_rank = adapters(layer)
     return low_rank[0] if not isinstance(low_rank, str) and len(low_rank) == 1 else None

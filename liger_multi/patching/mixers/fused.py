@@ -56,7 +56,7 @@ class FusedMixer(Calling):
         options = getattr(settings, op)
         if options is None:
             return named(_left(called), f"stock_{name}", Options())
-        return named(_MADE[name](op, called, options), name, options)
+        return named(_BUILDERS[name](op, called, options), name, options)
 
     @staticmethod
     def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
@@ -349,7 +349,7 @@ def _nothing(op: str, stock: Callable[..., Any], options: Options) -> Callable[.
     return served
 
 
-_MADE: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., Any]]] = {
+_BUILDERS: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., Any]]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -368,4 +368,4 @@ def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
     """
     if differs(name, called) is not None:
         return None
-    return _MADE[name](SERVED[name], called, Options())
+    return _BUILDERS[name](SERVED[name], called, Options())

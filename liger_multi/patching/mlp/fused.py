@@ -275,7 +275,9 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
 
 
 def _frozen(layer: nn.Module) -> bool:
-    return not any(p is not None and p.requires_grad for p in (layer.weight, layer.bias))
+    return not any(
+        p is not None and p.requires_grad for p in (getattr(layer, "weight", None), layer.bias)
+    )
 
 
 def _one_dtype(x: Tensor, *dtypes: torch.dtype) -> bool:

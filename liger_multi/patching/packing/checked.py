@@ -89,8 +89,8 @@ def _forward(below: Any, model: Any, **arguments: Any) -> Any:
 @contextlib.contextmanager
 def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Our attention, where a model uses it, keeps apart what the arguments tell apart."""
-    told = NAME in _attentions(model) and arguments.get("attention_mask") is None
-    if not told or has_cache((), arguments) or fills_cache(arguments):
+    unmasked = NAME in _attentions(model) and arguments.get("attention_mask") is None
+    if not unmasked or has_cache((), arguments) or fills_cache(arguments):
         yield
         return
 

@@ -65,7 +65,7 @@ def bisect(
         loss: From outputs and batch to a scalar; the losses of several runs are added. By default
             the model's own loss, or half the sum of squares of its first output.
         backward: Whether to compute gradients; False runs under ``no_grad``.
-        said: What is told of progress.
+        said: Receives messages about progress.
 
     Shapes:
         Of the batch: tensors with sequences on the first axis are split by ``split``, others are

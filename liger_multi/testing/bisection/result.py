@@ -143,7 +143,7 @@ class Bisection:
         if self.first is None:
             page.add("Result", [*entries, ("", "every record that was compared has equal bits")])
         else:
-            page.add("Result", [*entries, *_told(self.first)])
+            page.add("Result", [*entries, *_described(self.first)])
             at = self.first.row.index
             near = self.rows[max(0, at - AROUND) : at + AROUND + 1]
             page.add("Calls around it", [_cells(row, row.index == at) for row in near], HEADER)
@@ -209,7 +209,7 @@ def share(count: int, total: int) -> str:
     return f"{count:,} of {total:,} ({percent:.3g} %)"
 
 
-def _told(first: Difference) -> list[tuple[str, str]]:
+def _described(first: Difference) -> list[tuple[str, str]]:
     lines = [("first difference", str(first.row)), ("", first.reason)]
     for d in first.distances:
         text = f"at most {number_of(d.ulps)} ulp of {d.dtype} ({d.largest:.3g}); "

@@ -183,7 +183,7 @@ def batch_of(value: Any) -> Batch:
 def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
     """Gradients, buffers and random states are afterwards what they were."""
     grads = [(p, p.grad) for p in model.parameters()]
-    held = [(m, dict(m._buffers)) for m in model.modules()]
+    buffers_before = [(m, dict(m._buffers)) for m in model.modules()]
     copies = [(b, b.detach().clone()) for b in model.buffers()]
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     accelerators = {d.type for d in devices if d.type not in ("cpu", "meta")}
@@ -205,7 +205,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
             random.setstate(state)
             for p, grad in grads:
                 p.grad = grad
-            for m, buffers in held:
+            for m, buffers in buffers_before:
                 m._buffers.update(buffers)
             with torch.no_grad():
                 for b, copy in copies:  # equal ones are not written, as a graph may hold them
@@ -286,7 +286,7 @@ class Running:
         loss: From outputs and batch to the loss of a run; None for the model's own.
         backward: Whether to compute gradients.
         per_sequence: Whether either side splits the batch.
-        said: What is told of progress.
+        said: Receives messages about progress.
     """
 
     def __init__(

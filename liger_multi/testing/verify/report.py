@@ -41,8 +41,8 @@ def by_operator(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]
 
 def findings(results: Iterable[Result]) -> list[Result]:
     """What is wrong, the worst first."""
-    found = [r for r in results if r.verdict in FINDINGS]
-    return sorted(found, key=lambda r: (FINDINGS.index(r.verdict), -r.worst, r.case.name))
+    wrong = [r for r in results if r.verdict in FINDINGS]
+    return sorted(wrong, key=lambda r: (FINDINGS.index(r.verdict), -r.worst, r.case.name))
 
 
 def _worst(results: Iterable[Result]) -> float:

@@ -17,15 +17,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-import fuzz_logits_compare
-from fuzz_logits import LIMITS, Generator, programs, report, run
-from fuzz_logits_compare import Fuzzer
+import fuzz_logits
+from fuzz_logits import LIMITS, Fuzzer, Generator, programs, report, run
 from fuzz_logits_run import Program, models, statements
 
 from liger_multi._torch_private import function_apply_code
 from liger_multi.patching.head import storage
 from liger_multi.patching.head.loss import SWAPS
-from tests.models import FusedCalls
 
 # --- logits ---
 
@@ -39,11 +37,6 @@ SOME_SEEDS = pytest.mark.parametrize(
     [SEEDS[:1], pytest.param(SEEDS[1:], marks=pytest.mark.slow)],
     ids=["first seed", "other seeds"],
 )
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return FusedCalls(monkeypatch)
 
 
 @pytest.fixture
@@ -486,7 +479,7 @@ def test_planted_defects_are_found(head, steps, topic):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process that began a device runs no forks")
 def test_a_crash_is_a_failure(monkeypatch):
     program = Program("small", "eager", ("z = model(ids).logits", "v1 = z.sum()"))
-    monkeypatch.setattr(fuzz_logits_compare, "observe", lambda run: os.abort())
+    monkeypatch.setattr(fuzz_logits, "observe", lambda run: os.abort())
     verdict = Fuzzer().judge(program)
     assert (verdict.outcome, verdict.topic) == ("failed", "crash")
 

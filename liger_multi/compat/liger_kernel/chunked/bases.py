@@ -42,7 +42,7 @@ class _EagerGradients(torch.autograd.Function):
     def run(
         ctx: Any, tensors: Tensors, loss: Callable[[Tensor, Tensor, Tensor | None], Made]
     ) -> Made:
-        """The loss of detached tensors and what stands beside it; gradients stay with ``ctx``."""
+        """Loss of detached tensors and what is returned with it; gradients stay with ``ctx``."""
         with torch.enable_grad():
             leaves = [
                 None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors
@@ -91,7 +91,7 @@ class _Total:
         self.metrics.append([torch.as_tensor(x) for x in others])
 
     def aux(self) -> tuple[Tensor, ...]:
-        """The numbers beside the loss."""
+        """The numbers that are returned with the loss."""
         joined = zip(*self.metrics, strict=True)
         return tuple(torch.cat(x) if x[0].ndim else torch.stack(x).sum(0) for x in joined)
 
@@ -163,7 +163,7 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
         average_log_prob: bool = True,
         **loss_kwargs: Any,
     ) -> Made:
-        """Loss; log-probabilities, means of logits, NLL, and what the subclass returns beside."""
+        """Loss; log-probabilities, means of logits, NLL, and what else the subclass returns."""
         if target.shape[0] % 2:
             raise ArgumentError(
                 f"{cls.__name__}: target must have an even number of rows, chosen before rejected, "
@@ -427,7 +427,7 @@ def sampler_ratios(name: str, ratios: Tensor | None, ids: Tensor) -> Tensor | No
 
 
 class LigerFusedLinearDistillationBase(_EagerGradients):
-    """A loss of a student's and a teacher's logits, beside the labels' cross entropy."""
+    """A loss of a student's and a teacher's logits, added to the cross entropy of labels."""
 
     OPTIONAL = 3
 

@@ -50,7 +50,7 @@ def _applied(loss: Any, names: str, **defaults: Any) -> Callable[..., Any]:
     needed = max((i for i, n in enumerate(order) if usual[n] is of.empty), default=-1)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        """The loss, and what the module returns beside it."""
+        """The loss, and what the module returns with it."""
         if len(args) > len(order) or not {*kwargs} <= {*order}:
             raise TypeError(f"apply takes {', '.join(order)}")
         arguments = {**defaults, **dict(zip(order, args)), **kwargs}

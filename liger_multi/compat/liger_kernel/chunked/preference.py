@@ -64,7 +64,7 @@ def _dpo_types(loss_type: str | list[str], label_smoothing: float) -> tuple[str,
 
 
 class LigerFusedLinearDPOLoss(_Pairs):
-    """:func:`liger_multi.losses.dpo_loss`, which also beside the reference's hidden states."""
+    """:func:`liger_multi.losses.dpo_loss`, which takes hidden states of the reference too."""
 
     defaults = defaults_of(
         "ignore_index beta alpha compute_nll_loss compiled use_ref_model average_log_prob "

@@ -1,0 +1,124 @@
+"""Trainers whose rows are spread over ranks, beside one process, for ``test_sequence``."""
+
+import importlib
+import os
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from liger_multi.integrations import SequenceParallel, TrainerCallback
+from tests.models import arguments, build, rows, tokenizer
+
+LENGTHS = (13, 22, 9, 17)
+
+
+def reward(completion_ids: Any, **_: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def packed() -> list[dict[str, torch.Tensor]]:
+    """Rows of two samples that cross the shares, with uneven numbers of targets."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for count in LENGTHS:
+        ids = torch.randint(3, 200, (count + 7,), generator=generator)
+        labels = ids.clone()
+        labels[count : count + 3] = -100
+        places = torch.cat([torch.arange(count), torch.arange(7)])
+        found.append({"input_ids": ids, "labels": labels, "position_ids": places})
+    return found
+
+
+LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+COMMON = {"per_device_train_batch_size": 1, "max_steps": 2, "gradient_accumulation_steps": 2}
+TRL = {"max_steps": 2, "max_length": 32}
+GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 6}
+GRPO = {"max_steps": 2, **GROUPS}
+KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
+    "Trainer": ("transformers.Training", COMMON, packed, {}),
+    "SFT": ("trl.SFT", TRL, "completion", {}),
+    "packed SFT": ("trl.SFT", {**TRL, "packing": True, "padding_free": True}, "completion", {}),
+    "SFT of experts": ("trl.SFT", {**TRL, "router_aux_loss_coef": 0.3}, "completion", {}),
+    "SFT of adapters": ("trl.SFT", TRL, "completion", {"peft_config": LORA}),
+    "GRPO": ("trl.GRPO", GRPO, "prompt", {"reward_funcs": reward}),
+}
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    """A weight, which ZeRO-3 has on all ranks together."""
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach().clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def reset() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
+    """Losses of the steps and the weights after the last; ``more`` is for the trainer's config."""
+    reset()
+    home, options, data, call = KINDS[kind]
+    package, name = home.split(".")
+    module = importlib.import_module(package)
+    config_class = getattr(module, f"{name}Arguments" if name == "Training" else f"{name}Config")
+    words, plain = tokenizer(), package == "transformers"
+    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+    known = "mixtral" if "experts" in kind else "llama"
+    model = build(known, **({} if plain else {"vocab_size": len(words), **ids}))
+    trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
+    torch.manual_seed(4)  # adapters are drawn
+    trainer = trainer_class(
+        model,
+        args=config_class(**arguments(folder, **{**options, **more})),
+        train_dataset=data() if callable(data) else rows(data),
+        callbacks=[TrainerCallback(unpatch_at_end=True)],
+        **({} if plain else {"processing_class": words}),
+        **call,
+    )
+    torch.manual_seed(5)
+    trainer.train()
+    ids = torch.arange(10)[None]
+    assert model(input_ids=ids, use_cache=False).logits.shape[1] == 10, "rows are whole again"
+    return {
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "weights": {n: whole(p) for n, p in model.named_parameters()},
+    }
+
+
+ZERO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def check(kind: str, folder: Any, groups: int = 1, stage: int = 0) -> None:
+    """Ranks that share rows, in groups, train as one process did."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the ranks have met already
+    more: dict[str, Any] = {}
+    if stage:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        # its own collective in shared memory would be compiled first, for minutes
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        options = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        more = {"deepspeed": {**ZERO, "zero_optimization": options}}
+    config = SequenceParallel(sp_size=size // groups, dp_replicate_size=groups)
+    one = torch.load(f"{folder}/one.pt")
+    result = train(kind, folder, parallelism_config=config, **more)
+    torch.testing.assert_close(result["losses"], one["losses"], rtol=1e-4, atol=1e-6)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(result["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=name)

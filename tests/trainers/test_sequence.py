@@ -1,0 +1,115 @@
+"""The Trainer and TRL on ranks that share rows: losses and weights are those of one process."""
+# ruff: noqa: E402  (what needs trainers is imported after the skips)
+
+import types
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+from accelerate.state import AcceleratorState
+
+from liger_multi.errors import PatchError
+from liger_multi.integrations import SequenceParallel, TrainerCallback
+from tests import harness, shard_trainers
+from tests.models import build
+
+BODY = """
+import datetime
+import sys
+import torch
+import torch.distributed as dist
+from tests import shard_trainers
+
+rank, meeting = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+torch.set_num_threads(1)
+shard_trainers.check(KIND, FOLDER, **OPTIONS)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def run(kind, folder, count=2, expected=None, **options):
+    torch.save(shard_trainers.train(kind, folder, **(expected or {})), folder / "one.pt")
+    shard_trainers.reset()
+    body = BODY.replace("RANKS", str(count)).replace("KIND", repr(kind))
+    body = body.replace("FOLDER", repr(str(folder))).replace("OPTIONS", repr(options))
+    harness.in_processes(folder, body, count)
+
+
+def test_trainer(tmp_path):
+    run("Trainer", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "GRPO"])
+def test_trl(kind, tmp_path):
+    run(kind, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_ranks(tmp_path):
+    """``num_items_in_batch`` is of the rows of all groups."""
+    run("Trainer", tmp_path, 4, {"gradient_accumulation_steps": 4}, groups=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed(stage, tmp_path):
+    pytest.importorskip("deepspeed")
+    run("Trainer", tmp_path, stage=stage)
+
+
+ARGUMENTS = {"per_device_train_batch_size": 2, "label_smoothing_factor": 0.0}
+ONCE = {"steps_per_generation": 1, "num_iterations": 1}
+REFUSED = [
+    ({"use_vllm": True}, False, "use_vllm=True"),
+    ({"label_smoothing_factor": 0.1}, False, "label_smoothing_factor"),
+    ({"num_generations": 4, **ONCE}, False, "2 answers a rank, of 4 to a prompt"),
+    ({"num_generations": 2, **ONCE, "num_iterations": 3}, False, "above 1, got 3"),
+    ({}, True, "shared_prefixes=True"),
+]
+
+
+@pytest.fixture
+def parallel(monkeypatch):
+    """What accelerate says of ranks."""
+
+    def of(config):
+        state = {"parallelism_config": config}
+        monkeypatch.setattr(AcceleratorState, "_shared_state", state)
+
+    return of
+
+
+@pytest.mark.parametrize(("more", "shared", "reason"), REFUSED)
+def test_what_ranks_do_not_serve_is_refused(more, shared, reason, parallel):
+    parallel(SequenceParallel(sp_size=2))
+    arguments = types.SimpleNamespace(**{**ARGUMENTS, **more})
+    callback = TrainerCallback(shared_prefixes=shared)
+    with pytest.raises(PatchError, match=reason):
+        callback.on_train_begin(arguments, None, None, model=build())
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_ranks_that_cut_rows_are_refused(name, parallel):
+    """Both names of accelerate; ours has the same."""
+    parallel(accelerate.ParallelismConfig(**{name: 2}))
+    with pytest.raises(PatchError, match=r"SequenceParallel\(sp_size=2\)"):
+        TrainerCallback().on_train_begin(
+            types.SimpleNamespace(**ARGUMENTS), None, None, model=build()
+        )
+    config = SequenceParallel(**{name: 2}, dp_shard_size=3)
+    assert config._get_mesh() == (("dp_shard", "tp"), (3, 2))
+    assert config.fsdp_dim_names == ["dp_shard_cp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "tp"]
+    assert not any((config.cp_enabled, config.sp_enabled, config.tp_enabled))
+    with pytest.raises(ValueError, match=r"1 x dp_shard_size 3 x 2 ranks .* processes, 4"):
+        config._validate_accelerator(types.SimpleNamespace(num_processes=4))
+    with pytest.raises(ValueError, match="no tensor parallel ranks, got 2"):
+        SequenceParallel(tp_size=2, **{name: 2})
