@@ -134,6 +134,20 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
     with strict.within("rows", None):
         assert reference.blocks_of(ranges) is None
     assert reference.blocks_of(reference.looked_at(ranges, tokens)) == parts
+    # rounded twice, as a part and as a sum, whatever the depth
+    assert (parts.depth > 2) == has_rest
+    half = [x.bfloat16() for x in (q, k, v, dy)]
+    y, lse = blocks.forward(kernels.forward, *half[:3], None, parts, *options)
+    needs = (True, True, True, False)
+    grads = blocks.backward(
+        kernels.backward, half[3], *half[:3], None, parts, y, lse, options, needs
+    )
+    q, k, v, dy = (x.float() for x in half)
+    right, lse = reference.forward(q, k, v, None, ranges, False, *options)
+    exact = reference.backward(dy, q, k, v, None, ranges, right, lse, False, *options, *needs)
+    for actual, expected in zip((y, *grads[:3]), (right, *exact[:3]), strict=True):
+        assert actual.dtype == torch.bfloat16
+        assert (actual - expected).abs().max() < 2**-7 * expected.abs().max()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
