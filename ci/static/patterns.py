@@ -12,6 +12,12 @@ launch of every target. What was read is remembered by the source of the kernel.
 ``transposed_dots``
     A dot of which a factor is the transpose of another dot's result. On sm_90 such kernels were
     wrong with 4 warps and 64 rows, from Triton 3.4 to 3.7 (fla#640, fla#984).
+``overwritten``
+    A store to where a load of fewer elements than the program has threads read before, if what was
+    read is used for more than that store. Several threads read each element, perhaps again in
+    another layout, and the one that writes waits for none of them. Interpreters have one thread,
+    and see nothing. Right is ``tl.debug_barrier()`` between. Constants (flags) may
+    be stored.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import ast
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +41,13 @@ from ci.static.table import CACHE, formulas, launches, text_of
 VALUE = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 RESULTS = re.compile(r"^\s*(%[\w$.\-]+)(?::\d+)?\s*=\s*\"?([\w.]+)\"?(.*)$")
 SHAPE = re.compile(r"tensor<(\d+)x(\d+)x")
+ACCESS = re.compile(r"\btt\.(load|store) (%[\w$.\-#]+)(?:, (%[\w$.\-]+))?")
+POINTERS = re.compile(r" : (?:tensor<((?:\d+x)+))?!tt\.ptr<")
+BARRIER = re.compile(r"\b(ttg|gpu)\.barrier\b")
+ELEMENTWISE = ("arith.", "math.", "tt.bitcast", "tt.fp_to_fp", "tt.extern_elementwise")
+PURE = ("arith.", "tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range")
+OVERWRITTEN_ON = ("sm90", "gfx942")
+"""Targets read for ``overwritten`` alone: one for each width of warps."""
 TRANSPOSED = {
     "_indexer_backward_kernel": "right on an H100 with Triton 3.6 and ptxas 12.8: indexer_scores, "
     "8192x64x128-2048, bf16, 0.22 of the tolerance from fp64 (2026-11-26)",
@@ -139,9 +153,52 @@ def transposed_dots(ttir: str) -> list[Operation]:
     return transposed
 
 
+def _only_stored(lines: list[str], load: int, store: int) -> bool:
+    """Whether what a line loads goes to one store, element by element, and nowhere else."""
+    values, region = {lines[load].split()[0]}, len(lines[load]) - len(lines[load].lstrip())
+    for number, line in enumerate(lines[load + 1 :], load + 1):
+        if line.strip() and not line.startswith(" " * region):
+            break  # names may come again
+        match = RESULTS.match(line)
+        name, rest = (match[2], match[3]) if match else (line.strip().split(" ")[0], line)
+        if number == store or values.isdisjoint(VALUE.findall(rest)):
+            continue
+        if not match or not name.startswith(ELEMENTWISE):
+            return False
+        values.add(match[1])
+    return True
+
+
+def overwritten(ttir: str, threads: int) -> list[str]:
+    """The stores to what several threads may still read."""
+    lines, stores = ttir.splitlines(), []
+    constants = {line.split()[0] for line in lines if " = arith.constant " in line}
+    computed: dict[str, str] = {}  # by value, in which way; that of others is their line
+    reads: dict[str, list[int]] = {}  # by address, the lines that load from it
+    for number, line in enumerate(lines):
+        if match := RESULTS.match(line):
+            text = line.partition(" = ")[2].split(" loc(")[0]
+            text = VALUE.sub(lambda value: computed.get(value[0], value[0]), text)
+            key = text if match[2].startswith(PURE) else f"{match[2]} {number}"
+            computed[match[1]] = hashlib.sha256(key.encode()).hexdigest()
+        access, pointers = ACCESS.search(line), POINTERS.search(line)
+        elements = math.prod(int(n) for n in ((pointers and pointers[1]) or "").split("x")[:-1])
+        if BARRIER.search(line):
+            reads.clear()
+        elif access and access[1] == "load":
+            reads.setdefault(computed.get(access[2], access[2]), []).append(number)
+        elif access and elements < threads and access[3] not in constants:
+            loads = reads.get(computed.get(access[2], access[2]), ())
+            if not all(_only_stored(lines, load, number) for load in loads):
+                stores.append(line.strip())
+    return stores
+
+
 def problems(case: StaticCase, arch: str, ttir: str) -> list[str]:
     """What a launch must not have."""
     wrong = [f"chains dots through one accumulator: {text}" for text in chained_dots(ttir)]
+    threads = case.options["num_warps"] * TARGETS[arch].info.warp_size
+    wrong += [f"overwrites what is being read: {text}" for text in overwritten(ttir, threads)]
     if arch == "sm90" and case.options["num_warps"] >= 4 and case.name not in TRANSPOSED:
         large = [dot for dot in transposed_dots(ttir) if dot.rows >= 64]
         wrong += [f"multiplies by the transpose of a dot: {dot.text.strip()}" for dot in large]
@@ -164,13 +221,24 @@ def _read(file: Path) -> dict[str, Any]:
     return dict(map(json.loads, filter(None, lines)))
 
 
+def _may_overwrite(text: str) -> bool:
+    """Whether a name of a pointer is loaded from and stored to, perhaps in different functions."""
+    loaded, stored = (re.findall(rf"tl\.{do}\(\s*(\w+)", text) for do in ("load", "store"))
+    return not {*loaded}.isdisjoint(stored)
+
+
 def problems_of(arch: str) -> list[str]:
-    """The problems of all launches of a target whose kernels have dots; each is read once."""
+    """The problems of all launches of a target whose kernels may have any; each is read once."""
     file = CACHE / f"patterns-{arch}.jsonl"
     known, wrong = _read(file), []
-    with_dots = functools.cache(lambda kernel: "tl.dot(" in text_of(kernel))
+
+    @functools.cache
+    def to_read(kernel: Any) -> bool:
+        text = text_of(kernel)
+        return "tl.dot(" in text or (arch in OVERWRITTEN_ON and _may_overwrite(text))
+
     for case in launches(arch):
-        if not with_dots(case.kernel):
+        if not to_read(case.kernel):
             continue
         key = _key(case)
         if key not in known:

@@ -380,6 +380,13 @@ class Blocks(NamedTuple):
     calls: tuple[Block, ...]
     rest: Optional[Tensor]
 
+    @property
+    def depth(self) -> int:
+        """The most parts that a query is in."""
+        spans = [(block.query, block.query + block.batch * block.queries) for block in self.calls]
+        own = max(sum(start <= at < end for start, end in spans) for at, _ in spans)
+        return own + (self.rest is not None)
+
 
 def blocks_of(ranges: Tensor | None) -> Blocks | None:
     """The blocks of ranges, unless results of a query may not depend on its neighbors."""

@@ -24,6 +24,7 @@ from ci.static import (
     kernels,
     lower,
     missing,
+    patterns,
     static_cases,
     variants,
 )
@@ -358,6 +359,61 @@ def test_planted_patterns_are_found(form, said, arch):
     said = "" if form == "transposed" and arch != "sm90" else said
     assert len(found) == bool(said)
     assert said in "".join(found)
+
+
+@triton.jit
+def _overwriting_kernel(x_ptr, y_ptr, SIZE: tl.constexpr, FORM: tl.constexpr):
+    """Numbers are read by the threads that compute with them, and then written over."""
+    at = tl.arange(0, SIZE)
+    ours = x_ptr + at
+    if FORM == "scalar":
+        number = tl.load(x_ptr)
+        tl.store(x_ptr, number + 1)
+        tl.store(y_ptr + at, number + at)
+    elif FORM == "flag":
+        if tl.load(x_ptr) == 0:
+            return
+        tl.store(x_ptr, 1.0)
+    else:
+        number = tl.load(ours)
+        if FORM == "barrier":
+            tl.debug_barrier()
+        tl.store(y_ptr + at if FORM == "elsewhere" else x_ptr + at, number + 1)
+        if FORM != "added":
+            tl.store(y_ptr + SIZE + at[:, None] * SIZE + at[None, :], number[:, None] + at[None, :])
+
+
+@pytest.mark.skipif("sm90" not in ARCHS, reason=str(missing(TARGETS["sm90"])))
+@pytest.mark.parametrize(
+    ("form", "size", "archs"),
+    [
+        ("plain", 32, ["sm90", "gfx942"]),
+        ("plain", 128, ["gfx942"]),
+        ("plain", 256, []),
+        ("scalar", 32, ["sm90", "gfx942"]),
+        ("added", 32, []),
+        ("barrier", 32, []),
+        ("elsewhere", 32, []),
+        ("flag", 32, []),
+    ],
+)
+def test_stores_to_what_is_being_read_are_found(form, size, archs):
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "SIZE": "constexpr", "FORM": "constexpr"}
+    constants, options = {"SIZE": size, "FORM": form}, {"num_warps": 4}
+    case = StaticCase("", _overwriting_kernel, signature, constants, (), (), options, False)
+    for arch in ("sm90", "gfx942"):
+        said = problems(case, arch, lower(case, TARGETS[arch]))
+        assert [text.partition(":")[0] for text in said] == ["overwrites what is being read"] * (
+            arch in archs
+        )
+
+
+def test_the_merge_of_attention_parts_needs_its_barrier(monkeypatch):
+    monkeypatch.setattr(patterns, "BARRIER", re.compile("$^"))
+    case = next(c for c in static_table.launches("sm90") if c.name == "_attention_merge_kernel")
+    said = problems(case, "sm90", lower(case, TARGETS["sm90"]))
+    assert len(said) == 1
+    assert said[0].startswith("overwrites")
 
 
 def test_launches_for_what_is_not_finite_may_spill():

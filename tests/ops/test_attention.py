@@ -134,6 +134,20 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
     with strict.within("rows", None):
         assert reference.blocks_of(ranges) is None
     assert reference.blocks_of(reference.looked_at(ranges, tokens)) == parts
+    # rounded twice, as a part and as a sum, whatever the depth
+    assert (parts.depth > 2) == has_rest
+    half = [x.bfloat16() for x in (q, k, v, dy)]
+    y, lse = blocks.forward(kernels.forward, *half[:3], None, parts, *options)
+    needs = (True, True, True, False)
+    grads = blocks.backward(
+        kernels.backward, half[3], *half[:3], None, parts, y, lse, options, needs
+    )
+    q, k, v, dy = (x.float() for x in half)
+    right, lse = reference.forward(q, k, v, None, ranges, False, *options)
+    exact = reference.backward(dy, q, k, v, None, ranges, right, lse, False, *options, *needs)
+    for actual, expected in zip((y, *grads[:3]), (right, *exact[:3]), strict=True):
+        assert actual.dtype == torch.bfloat16
+        assert (actual - expected).abs().max() < 2**-7 * expected.abs().max()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -170,6 +184,19 @@ def many_ranges(length, count, seed=0):
     cuts = (torch.rand(length, 2 * count, generator=generator) * places).floor().sort(-1).values
     cuts[length // 2] = 0
     return cuts.to(torch.int32)[None]
+
+
+def test_compiled_for_any_number_of_ranges():
+    """One graph serves trees of several depths."""
+
+    def masked(q, k, v, ranges):
+        return ops.attention(q, k, v, ranges=ranges)
+
+    compiled = torch.compile(masked, backend="eager", dynamic=True, fullgraph=True)
+    q, k, v = heads(12, count=2)
+    for count in (2, 1, 3):
+        ranges = many_ranges(12, count)
+        torch.testing.assert_close(compiled(q, k, v, ranges), masked(q, k, v, ranges))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7])

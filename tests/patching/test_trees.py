@@ -316,6 +316,26 @@ def test_positions_of_images_are_asked_for():
         model(**batch.inputs, **inputs)
 
 
+@older_refuse
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_images(model_type):
+    """The prompt's are those of the model; branches go on after the last one on every axis."""
+    model, inputs, batch = with_pixels(model_type)
+    ids, prompt = batch.inputs["input_ids"], batch.tree.lengths[0]
+    kinds, grid = (ids == model.config.image_token_id).int(), inputs["image_grid_thw"]
+    own, _ = model.model.get_rope_index(ids[:, :prompt], kinds[:, :prompt], image_grid_thw=grid)
+    later = own.amax() + 1 + batch.inputs["position_ids"][:, prompt:] - prompt
+    positions = torch.cat([own, later.expand(3, -1, -1)], -1)
+    with trees.shared(batch):
+        logits = model(**{**batch.inputs, "position_ids": positions}, **inputs).logits[0]
+    assert not torch.equal(own, batch.inputs["position_ids"][:, :prompt].expand_as(own))
+    for segment in range(1, len(batch.tree.lengths)):
+        path = batch.tree.path(segment)
+        rows = {"input_ids": ids[:, path], "mm_token_type_ids": kinds[:, path], "use_cache": False}
+        alone = model(**rows, **inputs).logits[0]
+        torch.testing.assert_close(logits[path], alone, rtol=1e-4, atol=1e-4)
+
+
 def with_pixels(model_type):
     """A tiny model, what it takes beside tokens, and a tree whose prompt has images."""
     pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForConditionalGeneration")}
@@ -417,12 +437,14 @@ def test_batches_of_limited_size():
 # --- compiled ---
 
 
+@pytest.mark.slow
 def test_compiled_layers():
-    model, batch = served(), trees.pack(NESTED)
-    expected = trees.scores(model, batch).log_probs
+    """Of trees whose sizes and depths differ, which makes symbols of them."""
+    model = served()
     for layer in model.model.layers:
         layer.compile(backend="eager")
-    torch.testing.assert_close(trees.scores(model, batch).log_probs, expected)
+    for groups in (NESTED, FLAT, PAIR):
+        assert_equal_to_unshared(model, trees.pack(groups))
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "backbone"])

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -25,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from liger_multi import ops
+from liger_multi import ops, trees
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PackingError
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
-from liger_multi.patching import patch
+from liger_multi.patching import patch, register_attention
 from tests.comparing import assert_same_gradients
 from tests.models import build
 
@@ -296,6 +297,71 @@ def fsdp2_with_packed_rows(run):
     with pytest.raises(PackingError, match="use_cache=False"):
         ours(**run.mine(whole))
 
+
+@case()
+def fsdp2_with_a_loss_outside_of_the_model(run):
+    """FSDP2's hook on logits begins backward; logits that nobody computes have to run it too."""
+    for wrap in ("root", "layers"):
+        stock, ours = run.pair()
+        patch(ours)
+        wrapped, ids = WRAPS[wrap](run, ours), run.batch()["input_ids"]
+        losses = []
+        for model, rows in ((wrapped, ids.chunk(WORLD)[run.rank]), (stock, ids)):
+            log_p = model(input_ids=rows).logits[:, :-1].log_softmax(-1)
+            losses.append(-log_p.gather(-1, rows[:, 1:, None]).sum())
+        (losses[0] * WORLD).backward()
+        losses[1].backward()
+        loss = losses[0].detach().clone()
+        dist.all_reduce(loss)
+        run.same(ours, loss, (losses[1], {n: p.grad for n, p in stock.named_parameters()}))
+
+
+ROWS = {  # by the rank that has them, with a prompt of as many tokens: what its tree is
+    "trees": (5, [[9, 12, 6], [8, 10]]),
+    "a tree and a path": (5, [[9, 12, 6], [11]]),
+    "a deep tree and a flat one": (3, [[12, 12, 12, 6], [8, 10]]),
+}
+
+
+def shared_prefixes(run, wrap, rows, checkpointed=False):
+    """Every rank has a tree of its own; they try the model together."""
+    prompt, lengths = ROWS[rows]
+    register_attention()
+    stock, ours = run.pair()
+    ours.set_attn_implementation("liger_multi")
+    patch(ours)
+    if checkpointed:
+        ours.gradient_checkpointing_enable(CHECKPOINTED)
+    wrapped, expected = WRAPS[wrap](run, ours), 0
+    for rank, own in enumerate(lengths):
+        ids = torch.randint(3, 223, (len(own), 12), generator=torch.Generator().manual_seed(rank))
+        ids[:, :prompt] = ids[0, :prompt].clone()
+        ids[:2, : prompt + 4] = ids[0, : prompt + 4].clone()  # a level more
+        mask = torch.arange(12) < torch.tensor(own)[:, None]
+        ids, mask = ids.to(run.device), mask.to(run.device)
+        shortest = 2 if "deep" in rows else 12
+        batch = trees.from_batch(ids, mask, prompt_lengths=[prompt] * len(own), shortest=shortest)
+        if rank == run.rank:
+            for _ in range(2):
+                ours.zero_grad()
+                loss = -batch.to_rows(trees.scores(wrapped, batch).log_probs).sum()
+                (loss * WORLD).backward()
+        log_p = stock(input_ids=ids, attention_mask=mask.long()).logits[:, :-1].log_softmax(-1)
+        log_p = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+        expected = expected - log_p[(batch.rows >= 0)[:, 1:]].sum()
+    expected.backward()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    run.same(ours, loss, (expected, {n: p.grad for n, p in stock.named_parameters()}))
+
+
+CASES |= {
+    f"shared prefixes, {wrap}, {rows}": functools.partial(shared_prefixes, wrap=wrap, rows=rows)
+    for wrap, rows in [*itertools.product(("ddp", "layers"), ROWS), ("root", "a tree and a path")]
+}
+CASES["shared prefixes, layers, checkpointed"] = functools.partial(
+    shared_prefixes, wrap="layers", rows="a tree and a path", checkpointed=True
+)
 
 EIGHT = {"smallest": 0}
 

@@ -2,7 +2,8 @@
 
 Every call has an output and a log-sum-exp of its keys. Outputs are added by their shares of the
 sum of exponentials. Backward of a call takes the output and the log-sum-exp of all, so that its
-gradients are exact parts of the whole ones.
+gradients are exact parts of the whole ones. Sums of more than two parts are kept in fp32, so that
+results are rounded twice however deep a tree is.
 """
 
 from __future__ import annotations
@@ -112,10 +113,15 @@ def _keys(x: Tensor, block: Block) -> Tensor:
     return _view(x, block.key, block, block.keys)
 
 
+def _sums(like: Tensor, blocks: Blocks) -> torch.dtype:
+    """The dtype that parts are added in."""
+    return like.dtype if blocks.depth <= 2 else torch.float32
+
+
 def _empty(like: Tensor, size: int, blocks: Blocks) -> Tensor:
     """For causal blocks, whatever it has, and zeros for the padding behind them."""
     _, heads, length, _ = like.shape
-    empty = like.new_empty(1, length, heads, size)
+    empty = like.new_empty(1, length, heads, size, dtype=_sums(like, blocks))
     end = max(b.query + b.batch * b.queries for b in blocks.calls if b.causal)
     if end < length:
         empty[:, end:] = 0
@@ -135,6 +141,7 @@ def forward(
     rest = blocks.rest
     if rest is not None:
         y, lse = call(q, k, v, sinks, rest, False, *options)
+        y = y.to(_sums(y, blocks))
     else:  # causal blocks have all queries but those of padding
         y = _empty(q, v.shape[3], blocks)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
@@ -149,7 +156,7 @@ def forward(
             _queries(lse, block).copy_(part_lse)
         else:
             merge(_queries(y, block), _queries(lse, block), part, part_lse)
-    return y, lse
+    return y.to(q.dtype), lse
 
 
 def backward(
@@ -170,6 +177,7 @@ def backward(
     dsinks = []
     if rest is not None:
         *grads, dsink = call(dy, q, k, v, sinks, rest, y, lse, False, *options, *needs)
+        grads = [x.to(_sums(x, blocks)) for x in grads]
         dsinks.append(dsink)
     else:
         grads = [
@@ -189,6 +197,7 @@ def backward(
                 write(view(total, block), part)
         if first:
             dsinks.append(dsink)
+    dq, dk, dv = (total.to(q.dtype) for total in grads)
     if not needs[3]:
-        return grads[0], grads[1], grads[2], q.new_empty(0)
-    return grads[0], grads[1], grads[2], sum_rows(torch.stack(dsinks), dsinks[0].dtype)
+        return dq, dk, dv, q.new_empty(0)
+    return dq, dk, dv, sum_rows(torch.stack(dsinks), dsinks[0].dtype)

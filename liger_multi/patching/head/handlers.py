@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi._torch_private import DisableTorchFunctionSubclass, tensor_base, tree_map
+from liger_multi._torch_private import (
+    DisableTorchFunctionSubclass,
+    tensor_base,
+    tree_leaves,
+    tree_map,
+)
 from liger_multi.patching.head.deferred import DeferredLogits, finished
 from liger_multi.patching.head.log_probs import REDUCTIONS
 from liger_multi.patching.head.loss import (
@@ -60,6 +65,10 @@ def _consumed(logits: Any, result: Any) -> Any:
     if result is None or result is NotImplemented:
         return NotImplemented
     logits._slot.group.consumed = True
+    for x in tree_leaves(result) if logits._slot.hooks else ():
+        if isinstance(x, Tensor) and x.requires_grad:
+            for hook in logits._slot.hooks:
+                REGISTER_HOOK(x, hook)
     return result
 
 
@@ -106,7 +115,7 @@ def _print(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _hook(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
-    """A sharding library's hook, which it puts on the loss as well."""
+    """A sharding library's hook, which begins backward: also that of a loss from the logits."""
     if not args or not is_infrastructure(args[0]):
         return NotImplemented
     logits._slot.hooks.append(args[0])

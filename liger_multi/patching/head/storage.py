@@ -106,7 +106,9 @@ class Slot:
         self.memory: object = parents[0].memory if shares else object()
         # a view taken under no_grad: it requires grad, by its base, and has no history
         self.bound = False
-        self.hooks: list[Callable[[Tensor], Any]] = []
+        # of sharding libraries: whatever is computed from logits runs those of the logits
+        hooks = (hook for parent in parents for hook in parent.hooks)
+        self.hooks: list[Callable[[Tensor], Any]] = list(dict.fromkeys(hooks))
         # real logits, where the tensor could not become them because autograd holds it
         self.cached: Tensor | None = None
         self.version, self.own = 0, True

@@ -57,7 +57,7 @@ def _large(tree: Tree) -> tuple[list[int], set[int]]:
     pairs = {n: sizes[3] * sizes[4] for n, sizes in _rectangles(tree).items()}
     whole = [n for n in sorted(pairs, key=lambda n: -pairs[n]) if pairs[n] >= LEAST_PAIRS]
     batches = list(_batches(tree))
-    few = len(batches) <= FEW_BATCHES and len(whole) == len(pairs) <= MOST_BLOCKS - FEW_BATCHES
+    few = len(batches) <= FEW_BATCHES and len(whole) == len(pairs) <= MOST_BLOCKS // 2
     large = [b for b in batches if few or len(b) * tree.lengths[b[0]] ** 2 // 2 >= LEAST_PAIRS]
     whole = whole[: MOST_BLOCKS // 2]
     return sorted(whole), {n for batch in large[: MOST_BLOCKS - len(whole)] for n in batch}

@@ -26,7 +26,7 @@ from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME, samples_of_call
 from liger_multi.patching.packing import shared
 from liger_multi.patching.packing.samples import is_numbered, rows_of, sample_ids, several
-from liger_multi.patching.packing.tree import Tree, check_other_rows, offered
+from liger_multi.patching.packing.tree import check_other_rows, offered
 from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
 from liger_multi.patching.report import warn_once
 from liger_multi.patching.swap import Patched, Swap, swapped, unpatched_class
@@ -66,7 +66,7 @@ def _checked(cls: Any) -> Callable[..., Any]:
                 offer.taken_by = self
                 inner = functools.partial(below.forward, self)
                 arguments = shared.arguments_of(self, arguments, rows, offer.tree)
-                check_shared(self, inner, arguments, rows, offer.tree)
+                check_shared(self, inner, arguments, rows)
                 return shared.call(self, inner, arguments, offer)
             if isinstance(rows, Tensor):
                 check_other_rows(self, rows)
@@ -181,20 +181,18 @@ def check_shared(
     forward: Callable[..., Any],
     arguments: Mapping[str, Any],
     rows: Tensor,
-    tree: Tree,
 ) -> None:
     """Try a model with shared prefixes, unless that is known.
 
     Raises:
         PackingError: It computes something else than for every path by itself, or cannot be tried.
     """
-    nested = max(tree.levels, default=0) > 1
     with _first_call:
         known = _verdicts.setdefault(model, _Verdicts())
-    with known.lock:
-        form = ("shared", nested, _form(model, arguments))
+    with known.lock:  # whatever the tree: FSDP2 gathers weights in a trial, and ranks' trees differ
+        form = ("shared", _form(model, arguments))
         if form not in known:
-            known[form] = shared.trial(model, forward, arguments, rows, nested)
+            known[form] = shared.trial(model, forward, arguments, rows)
         verdict = known[form]
     name, attention = unpatched_class(model).__name__, set(_attentions(model)) - {NAME}
     way = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""

@@ -22,11 +22,11 @@ from liger_multi.patching.packing.tree import Branch, Offer, Tree, planted, run
 from liger_multi.patching.packing.trial import SHIFT, Arguments, Verdict
 from liger_multi.patching.swap import unpatched_class
 
-EXAMPLES: dict[bool, Branch] = {
-    False: (17, [(11, []), (1, []), (6, [])]),
-    True: (9, [(5, [(7, []), (1, [])]), (1, []), (3, [(4, []), (6, [(2, []), (3, [])])])]),
-}
-"""The trees of a trial, without and with branches of branches."""
+EXAMPLE: Branch = (
+    9,
+    [(5, [(7, []), (1, [])]), (1, []), (3, [(4, []), (6, [(2, []), (3, [])])])],
+)
+"""The tree of a trial."""
 _PER_TOKEN = ("position_ids", "attention_mask")
 _SAMPLES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -142,14 +142,13 @@ def trial(
     forward: Callable[..., Any],
     called_with: Mapping[str, Any],
     rows: Tensor,
-    nested: bool,
 ) -> Verdict:
     """Try a model on a small tree, with the form of the arguments of a call.
 
     The model is afterwards what it was, as after :func:`.trial.trial`.
     """
     row = trials.row_of(model, called_with, rows)
-    tree, _ = planted([EXAMPLES[nested]])
+    tree, _ = planted([EXAMPLE])
     plain = trials.arguments_of(called_with, row, rows)
     long = {
         n: v for n, v in plain.items() if isinstance(v, Tensor) and v.shape[:2] == (1, row.tokens)
