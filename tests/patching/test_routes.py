@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 from liger_multi import ops, routes, trees
 from liger_multi.patching import patch, register_attention
 from liger_multi.routes import Routes, RoutesError
-from tests.comparing import assert_same_gradients, gradients
-from tests.models import build, recorded
+from tests.comparing import assert_same_gradients, gradients, recorded
+from tests.models import build
 
 QUIET = {"output_router_logits": False}
 LENGTHS = (9, 6, 4)
