@@ -518,7 +518,7 @@ def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
     finally:
         update(source)
     assert static_table.sources(name) == before
-    monkeypatch.setattr(static_table, "_told", lambda: {name: "another launch"})
+    monkeypatch.setattr(static_table, "_facts", lambda: {name: "another launch"})
     assert static_table.sources(name) != before
 
 

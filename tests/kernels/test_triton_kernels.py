@@ -447,10 +447,10 @@ CARDS = {
     "dyt": {"x": TALL[0], "alpha": T((1,)), "weight": TALL[1], "bias": TALL[1]},
     "attention_residuals": {"blocks": T((2, 40, 512)), "query": TALL[1]},
     "hyper_connections": {
-        "x": T((300, 4, 256), torch.bfloat16),
+        "x": T((1200, 4, 64), torch.bfloat16),
         "bias": T((24,)),
         "scale": T((3,)),
-        "weight": T((24, 1024), torch.bfloat16, 0.03),
+        "weight": T((24, 256), torch.bfloat16, 0.06),
     },
     "causal_conv1d": {"x": T((2, 64, 16)), "weight": T((16, 4)), "bias": T((16,))},
     "gated_short_conv": {"x": T((2, 64, 48)), "weight": T((16, 3)), "bias": T((16,))},

@@ -194,7 +194,7 @@ def test_the_first_page_runs(tmp_path, saved, monkeypatch):
     Path("train.txt").write_text("one two three four\n" * 4)
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
-    assert [b.count("Qwen/Qwen2.5-0.5B") for b in blocks] == [1, 2, 1]
+    assert [b.count("Qwen/Qwen2.5-0.5B") for b in blocks] == [1, 1, 1]
     trained = []
     for block in blocks:
         own = {}
