@@ -198,7 +198,7 @@ def around_kernels(name: str) -> Directions:
 
 Arguments = Mapping[str, Any]
 FP32 = torch.float32
-WRITTEN_BYTES, WRITTEN_SHARE, PAIRS_BYTES = 2**26, 0.72, 2**27  # of experts
+WRITTEN_BYTES, WRITTEN_SHARE, PAIRS_BYTES = 2**26, 1.0, 2**27  # of experts
 CHUNK = 64  # tokens of a chunk of linear attention
 SPAN = 256  # tokens of a program of the selective scan
 CHANNELS, TOKENS = 32, 4  # of a program of the selective scan, and between states in memory

@@ -371,6 +371,7 @@ def test_one_graph_under_the_compiler():
     torch.testing.assert_close(compiled(x), module(x))
 
 
+@pytest.mark.slow
 def test_data_parallel_processes_count_every_gradient_once(tmp_path):
     body = """
         import sys, torch, torch.distributed as dist

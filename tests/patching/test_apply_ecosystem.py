@@ -70,6 +70,7 @@ def test_a_loss_object_in_the_graph():
     assert any("layer_norm" in name for name in graphs.targets)
 
 
+@pytest.mark.slow
 def test_a_loss_object_of_the_caller_in_the_graph():
     stock, ours = pair("llama", num_hidden_layers=1, patching={})
     inputs = graph_batch(labels=False)
@@ -88,6 +89,7 @@ def own_loss(logits, ids):
     return loss + 0.01 * logits.logsumexp(-1).pow(2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"fused_linear_cross_entropy": False, "cross_entropy": True}], ids=str
 )

@@ -74,6 +74,7 @@ def test_static_cache(model_type):
     assert all_ones(train(policy, ids, 60), old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_left_padding(model_type):
     """Prompts of three lengths are decoded together, trained together, and scored alone."""

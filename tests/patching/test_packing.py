@@ -564,6 +564,7 @@ def test_a_model_within_a_module():
         model(input_ids=tokens(), position_ids=positions())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph(counted):
     run = torch.compile(patched(), backend="eager", fullgraph=True)
     run(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()

@@ -109,6 +109,7 @@ def test_spread_rows_train_as_whole_ones(names, count, tmp_path):
     run(tmp_path, count, names)
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again(tmp_path):
     run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True)
 

@@ -231,6 +231,7 @@ def test_a_model_trains_right_under_the_quarantine(verified):
     assert all(loss == loss for loss in right)
 
 
+@pytest.mark.slow
 def test_verify_under_a_quarantine_says_what_it_would_lift(verified, tmp_path):
     """The operators that are right by now, and those that still are not."""
     _, _, _, root = verified

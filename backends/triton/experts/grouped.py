@@ -414,7 +414,12 @@ def weight_gradient(
     return _gradient_by_kernel(k, left, right, groups, out)
 
 
-WRITTEN_SHARE = 0.72  # of the rows, at most, that are gathered for the library's grouped GEMM
+WRITTEN_SHARE = 1.0
+"""Of the rows, at most, that are gathered for the library's grouped GEMM.
+
+8192 tokens, 2048 to 768, 128 experts, 8 each (H200, 2026-11-28): 1.02 of the time and 0.65 of the
+memory of gradients that overwrite nothing; 0.72 of the rows: 1.07 and 0.54.
+"""
 WRITTEN_BYTES = 2**26  # so few are all gathered
 
 
