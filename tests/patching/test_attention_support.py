@@ -646,16 +646,21 @@ def test_training_equals_eager(model_type, name, calls):
         assert (eager(**PLAIN).loss - loss).abs() > 1e-4, "the packing mattered"
 
 
-def test_packed_rows_of_a_model_whose_masks_get_no_positions():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_packed_rows_of_a_model_whose_masks_get_no_positions(compiled):
     """The patched model keeps samples apart where eager gpt_oss does not."""
     eager, other = pair("gpt_oss")
     liger_multi.patch(other)
+    run = other
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(other, backend="aot_eager", fullgraph=True, dynamic=True)
     length = 6
     positions = torch.cat([torch.arange(length), torch.arange(13 - length)])[None]
     labels = TOKENS.clone()
     labels[:, length] = -100
     batch = {"labels": labels, "use_cache": False}
-    loss = other(input_ids=TOKENS, position_ids=positions, **batch).loss
+    loss = run(input_ids=TOKENS, position_ids=positions, **batch).loss
     loss.backward()
     sums = [
         eager(input_ids=part, labels=part, use_cache=False).loss * part[:, 1:].numel()

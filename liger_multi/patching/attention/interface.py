@@ -196,16 +196,38 @@ def samples_of_call(
         _samples.reset(token)
 
 
+class _Graph:
+    """Ids of samples ``(B or 1, T)`` of a call that a compiler follows; it sees no ContextVar."""
+
+    ids: Tensor | None = None
+
+
+_graph = _Graph()
+
+
+def samples_in_graph(ids: Tensor | None, call: Callable[[], Any]) -> Any:
+    """``call()`` with masks as in :func:`samples_of_call`, while a compiler follows it."""
+    before = _graph.ids
+    _graph.ids = ids
+    try:
+        return call()
+    finally:
+        _graph.ids = before
+
+
 def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any:
     """A mask function whose queries see their own sample alone; the same one for one sample."""
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-    ids, others = _samples.get() or (None, ())
-    if ids is None or getattr(config, "model_type", None) in others:
-        return mask_function
-    if _has_part(mask_function, packed_sequence_mask_function.__name__):
-        return mask_function
-    of_tokens = ids()
+    if _tracing():
+        of_tokens = _graph.ids
+    else:
+        ids, others = _samples.get() or (None, ())
+        if ids is None or getattr(config, "model_type", None) in others:
+            return mask_function
+        if _has_part(mask_function, packed_sequence_mask_function.__name__):
+            return mask_function
+        of_tokens = ids()
     if of_tokens is None or of_tokens.shape[1] != tokens:
         return mask_function
     return and_masks(mask_function, packed_sequence_mask_function(of_tokens.expand(batch, -1)))
@@ -252,7 +274,7 @@ def mask(
     shape = (batch_size, 1, queries, kv_length)
     if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
         attention_mask = None if bool(attention_mask.all()) else attention_mask
-    if attention_mask is None and queries == kv_length and not _tracing():
+    if attention_mask is None and queries == kv_length:
         mask_function = _kept_apart(mask_function, batch_size, queries, options.get("config"))
     last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
     padding = None if _tracing() else attention_mask

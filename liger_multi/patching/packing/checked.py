@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from liger_multi.arguments import by_name, fills_cache, has_cache
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
-from liger_multi.patching.attention.interface import NAME, samples_of_call
+from liger_multi.patching.attention.interface import NAME, samples_in_graph, samples_of_call
 from liger_multi.patching.packing import shared
 from liger_multi.patching.packing.samples import is_numbered, rows_of, sample_ids, several
 from liger_multi.patching.packing.tree import check_other_rows, offered
@@ -76,6 +76,12 @@ def _checked(cls: Any) -> Callable[..., Any]:
                     return below.forward(self, *args, **kwargs)
             if _has_numbered_masks(self, arguments):
                 warn_once(_NUMBERED.format(unpatched_class(self).__name__), "numbered masks")
+        elif isinstance(self, CheckedModel) and _is_unmasked(self, kwargs):
+            positions = kwargs.get("position_ids")
+            text_alone = not getattr(self.config, "sub_configs", ())
+            if text_alone and isinstance(positions, Tensor) and positions.ndim == 2:
+                ids = sample_ids({"position_ids": positions})
+                return samples_in_graph(ids, lambda: below.forward(self, *args, **kwargs))
         return below.forward(self, *args, **kwargs)
 
     return forward
@@ -86,11 +92,16 @@ def _forward(below: Any, model: Any, **arguments: Any) -> Any:
         return below.forward(model, **arguments)
 
 
+def _is_unmasked(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of a model with our attention has neither a mask nor a cache."""
+    unmasked = NAME in _attentions(model) and arguments.get("attention_mask") is None
+    return unmasked and not has_cache((), arguments) and not fills_cache(arguments)
+
+
 @contextlib.contextmanager
 def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Our attention, where a model uses it, keeps apart what the arguments tell apart."""
-    unmasked = NAME in _attentions(model) and arguments.get("attention_mask") is None
-    if not unmasked or has_cache((), arguments) or fills_cache(arguments):
+    if not _is_unmasked(model, arguments):
         yield
         return
 
