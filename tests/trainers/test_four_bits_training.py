@@ -10,14 +10,13 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from tests.models import arguments, build, rows, tokenizer
+from tests.patching.test_four_bits_experts import STACKS, with_lora
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("datasets")
-
-STACKS = ("gate_up_proj", "down_proj")
 
 
 def model_of(words):
@@ -37,21 +36,6 @@ def model_of(words):
                 numbers = weight.dequantized().contiguous()
                 other._parameters[name] = nn.Parameter(numbers, requires_grad=False)
     return model, dense
-
-
-def adapted(model):
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj", "o_proj"],
-        target_parameters=[f"mlp.experts.{name}" for name in STACKS],
-    )
-    torch.manual_seed(5)
-    model = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            p.data = torch.randn(p.shape, generator=generator) * 0.05
-    return model
 
 
 def reward(completion_ids, **_):
@@ -101,7 +85,7 @@ def plain_losses(model, tmp_path):
 @pytest.mark.parametrize("name", [*KINDS, "plain"])
 def test_trainers(name, tmp_path):
     """The losses of every step are those of the numbers, unpatched."""
-    ours, stock = (adapted(model) for model in model_of(tokenizer()))
+    ours, stock = (with_lora(model) for model in model_of(tokenizer()))
     report = liger_multi.patch(ours)
     assert report.count("fused_moe") == 2
     expected = losses(name, stock, tmp_path / "stock")
