@@ -21,7 +21,7 @@ from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
 from liger_multi.memory.breakdown import estimate_page
-from liger_multi.memory.compress import FORMATS as FORMATS_OF_ACTIVATIONS
+from liger_multi.memory.offload import FORMATS as FORMATS_OF_ACTIVATIONS
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.cost import DEFAULT_HOST_MEMORY
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page

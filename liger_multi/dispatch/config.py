@@ -275,8 +275,7 @@ def _expect(value: object, expected_type: type, where: str, description: str) ->
 
 def _section(content: Any, keys: tuple[str, ...], where: str, label: str) -> dict[str, Any]:
     """A mapping of some keys, without those that have no value."""
-    description = f"a mapping with the keys {', '.join(keys)}"
-    _expect(content, Mapping, where, description)
+    _expect(content, Mapping, where, f"a mapping with the keys {', '.join(keys)}")
     named = {_name(key, f"{label} {where}", keys): value for key, value in content.items()}
     return {key: value for key, value in named.items() if value is not None}
 

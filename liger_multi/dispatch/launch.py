@@ -142,8 +142,7 @@ def launch_config(
         shape: Sizes that the formula takes and entries bound, such as ``rows=8192, cols=4096``.
     """
     if _simulated:
-        simulated: Config = _config(name, formula, _simulated[-1], shape)
-        return simulated
+        return _config(name, formula, _simulated[-1], shape)  # type: ignore[no-any-return]
     key = (name, device, any_rows.get(), *shape.values())
     cached: Config | None = _configs.get(key)
     if cached is None:
@@ -177,8 +176,7 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
         if any_rows.get() and _orders_sums(entry):
             continue
         if _holds(entry["when"], known):
-            fields: dict[str, int] = entry["config"]
-            return fields
+            return entry["config"]  # type: ignore[no-any-return]
     return {}
 
 

@@ -121,8 +121,7 @@ def _output(
         entropy="entropy" in names,
         **arguments,
     )
-    labels = kwargs["labels"][:, 1:]
-    mask = labels != -100
+    mask = kwargs["labels"][:, 1:] != -100
 
     def placed(values: Tensor) -> Tensor:
         return batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)

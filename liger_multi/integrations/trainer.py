@@ -10,7 +10,7 @@ from liger_multi.errors import PatchError
 from liger_multi.integrations import sequence
 from liger_multi.integrations.prefixes import share_prefixes, unshare_prefixes
 from liger_multi.patching import PatchReport
-from liger_multi.patching.held import HeldPatch
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.options import OpChoice
 
 

@@ -317,17 +317,15 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, child in module.named_children():
             place = f"{path}.{name}" if path else name
             blocks = list(child.named_children()) if isinstance(child, nn.ModuleList) else []
-            if blocks and all(_matrices(block) > 1 for _, block in blocks):
+            if blocks and all(
+                sum(p.ndim > 1 for p in block.parameters()) > 1 for _, block in blocks
+            ):
                 layers.extend((f"{place}.{number}", block) for number, block in blocks)
             else:
                 visit(child, place)
 
     visit(model, "")
     return layers
-
-
-def _matrices(module: nn.Module) -> int:
-    return sum(p.ndim > 1 for p in module.parameters())
 
 
 class _Recomputed:

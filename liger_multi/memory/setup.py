@@ -11,7 +11,7 @@ import torch
 from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import long_name
 from liger_multi.errors import shown, unknown
-from liger_multi.memory.compress import FORMATS
+from liger_multi.memory.offload import FORMATS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

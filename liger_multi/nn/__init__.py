@@ -6,12 +6,20 @@ from liger_multi.nn.losses import (
     CrossEntropyLoss,
     DistillationLoss,
     DPOLoss,
+    FusedLinearCrossEntropyLoss,
+    FusedLinearJSDLoss,
+    FusedLinearKLDivLoss,
+    FusedLinearLogProb,
+    FusedLinearTVDLoss,
+    JSDLoss,
+    KLDivLoss,
     KTOLoss,
     MTPLoss,
     ORPOLoss,
     PolicyLoss,
     SequenceLoss,
     SimPOLoss,
+    TVDLoss,
 )
 from liger_multi.nn.mlp import (
     GEGLUMLP,
@@ -30,16 +38,6 @@ from liger_multi.nn.norms import (
     LayerNorm,
     ModulatedRMSNorm,
     RMSNorm,
-)
-from liger_multi.nn.operator_losses import (
-    FusedLinearCrossEntropyLoss,
-    FusedLinearJSDLoss,
-    FusedLinearKLDivLoss,
-    FusedLinearLogProb,
-    FusedLinearTVDLoss,
-    JSDLoss,
-    KLDivLoss,
-    TVDLoss,
 )
 
 __all__ = [

@@ -10,10 +10,9 @@ from its code, what that reads, and trials of a replica. ``packing`` keeps packe
 
 from liger_multi.patching.apply import patch, patched, unpatch
 from liger_multi.patching.attention.interface import register_attention, unregister_attention
-from liger_multi.patching.experts.interface import register_experts, unregister_experts
+from liger_multi.patching.experts.find import register_experts, unregister_experts
 from liger_multi.patching.head.traced import real_logits
-from liger_multi.patching.mlp.kinds import MlpKind, MlpNames
-from liger_multi.patching.norms.kinds import NormKind
+from liger_multi.patching.kinds import MlpKind, MlpNames, NormKind
 from liger_multi.patching.registered import Replacement, register, unregister
 from liger_multi.patching.report import Entry, PatchReport, Skipped, Watched
 

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import modeltypes, registered
-from liger_multi.patching.attention.find import find_sparse_attention
-from liger_multi.patching.changes import Change, Relabel, Replace, Restore
+from liger_multi.patching.attention.sparse import find_sparse_attention
 from liger_multi.patching.experts.find import find_experts
 from liger_multi.patching.experts.lora import find_expert_adapters
 from liger_multi.patching.float8.find import find_float8
-from liger_multi.patching.four_bits.find import find_four_bits
-from liger_multi.patching.head.find import find_loss_head
+from liger_multi.patching.four_bits import find_four_bits
+from liger_multi.patching.head.module import find_loss_head
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.linear import find_linear
 from liger_multi.patching.lora.find import find_lora, find_shared_inputs
-from liger_multi.patching.mixers.find import find_mixers
-from liger_multi.patching.mlp.find import find_mlps
-from liger_multi.patching.mlp.kinds import MLP_OPS
-from liger_multi.patching.norms.find import find_norms
-from liger_multi.patching.norms.kinds import NORM_OPS
-from liger_multi.patching.norms.rotated import find_rotated_norms
+from liger_multi.patching.mixers import find_mixers
+from liger_multi.patching.mlp import find_mlps
+from liger_multi.patching.norms import find_norms
 from liger_multi.patching.options import (
     MIXER_OPS,
     ROTATED,
@@ -36,11 +35,24 @@ from liger_multi.patching.options import (
     Request,
     parse_request,
 )
-from liger_multi.patching.packing.find import find_packed
+from liger_multi.patching.packing.checked import find_packed
 from liger_multi.patching.registered import find_registered
 from liger_multi.patching.report import Entry, PatchReport, Skipped, promised, warn_once
 from liger_multi.patching.rotary import find_rotary
-from liger_multi.patching.swap import Block, Patched, apply, buried, lock, refuse_buried, restore
+from liger_multi.patching.rotated_norms import find_rotated_norms
+from liger_multi.patching.swap import (
+    Block,
+    Change,
+    Patched,
+    Relabel,
+    Replace,
+    Restore,
+    apply,
+    buried,
+    lock,
+    refuse_buried,
+    restore,
+)
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -285,3 +297,53 @@ def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None
                 if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"
                 report.skipped.append(Skipped("", op, reason, strict=named))
+
+
+# --- for callbacks of trainers ---
+
+logger = logging.getLogger("liger_multi")
+
+
+class HeldPatch:
+    """Patches the models that a trainer brings, one at a time.
+
+    Args:
+        strict: As for :func:`liger_multi.patch`.
+        ops: As for :func:`liger_multi.patch`; checked here, not when training starts.
+    """
+
+    def __init__(self, strict: bool, ops: dict[str, OpChoice]) -> None:
+        parse_request(ops, registered.probes(), strict)
+        self.strict, self.ops = strict, ops
+        self.report: PatchReport | None = None
+        self._model: nn.Module | None = None
+        self._block: Block | None = None
+
+    def hold(self, model: nn.Module) -> None:
+        """Patch ``model``, unless it is the patched one or a wrapper around that.
+
+        An earlier model keeps its patch: a trainer that brings another one is done with it.
+        """
+        if self._model is not None and any(m is self._model for m in model.modules()):
+            return
+        block = Block(model)
+        self.report = patch(model, strict=self.strict, **self.ops)
+        self._model, self._block = model, block
+        logger.info("%s", self.report)
+
+    def release(self) -> None:
+        """Give every module the class that it had before; warn where that cannot be done."""
+        block, self._block, self._model = self._block, None, None
+        try:
+            if block is not None:
+                block.end()
+        except PatchError as error:  # the end of a training run is no place for an exception
+            warnings.warn(f"the model stays patched: {error}", stacklevel=3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options only: a copy of a callback has patched nothing."""
+        return {"strict": self.strict, "ops": self.ops}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start over with the options."""
+        HeldPatch.__init__(self, **state)

@@ -17,13 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from liger_multi.dispatch.resolve import by_rows, inside_operator
 from liger_multi.parameters import is_computed, stored
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.options import MIXER_OPS, Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
+    Change,
     Patched,
+    Replace,
+    Restore,
     Swap,
     conflict_of,
     original,

@@ -14,8 +14,7 @@ from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import PatchError, unknown
 from liger_multi.ops.linear_float8 import SMALLEST
-from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS
-from liger_multi.patching.norms.kinds import NORM_OPS
+from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
 
 # --- mixers of hybrid models ---
 

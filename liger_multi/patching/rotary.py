@@ -19,15 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi.patching.calling import Call, Calling, named, renew
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
-from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import alike, probe_context, random, unusual
-from liger_multi.patching.evidence.reached import Reached
+from liger_multi.patching.evidence.reached import Outcomes, Reached
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, conflict_of, library_of, swapped
+from liger_multi.patching.swap import (
+    Call,
+    Calling,
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    conflict_of,
+    library_of,
+    named,
+    renew,
+    swapped,
+)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, cost, passes, search, store
+from liger_multi.memory.planning import Candidate, cost, predict, search, store
 from liger_multi.memory.planning.cost import CARDS, card_of
-from liger_multi.memory.planning.passes import Passes
-from liger_multi.memory.planning.predict import Predictor
+from liger_multi.memory.planning.predict import Passes, Predictor
 from liger_multi.memory.planning.result import plan_page
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.store import Store
@@ -684,7 +683,7 @@ def simulate_all(monkeypatch):
         monkeypatch.setattr(
             simulated,
             "_trace",
-            lambda settings, recompute: passes.Trace(
+            lambda settings, recompute: predict.Trace(
                 *simulated._simulate(settings, recompute, simulated.shapes.depth)
             ),
         )

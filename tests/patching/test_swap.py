@@ -36,7 +36,7 @@ from liger_multi.patching import (
     unpatch,
     unregister,
 )
-from liger_multi.patching.held import HeldPatch
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.harness import PATIENCE
 from tests.models import (

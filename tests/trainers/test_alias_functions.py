@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi.compat.liger_kernel import functional, losses, modules, op_functions
-from liger_multi.compat.liger_kernel.outputs import NAMES
+from liger_multi.compat.liger_kernel.signatures import NAMES
 from liger_multi.testing import FORMULAS
 from tests import processes
 

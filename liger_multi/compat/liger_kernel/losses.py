@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from liger_multi import checks
 from liger_multi.compat.liger_kernel import functional, op_functions
-from liger_multi.compat.liger_kernel.outputs import ArgumentError, CrossEntropyOutput
-from liger_multi.compat.liger_kernel.signatures import adapter, parameters
+from liger_multi.compat.liger_kernel.signatures import (
+    ArgumentError,
+    CrossEntropyOutput,
+    adapter,
+    parameters,
+)
 
 
 def defaults_of(names: str, like: Callable[..., Any], **defaults: Any) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional, model_forward
 from liger_multi.errors import PatchError, loading, unknown
 from liger_multi.patching import PatchReport, modeltypes, registered
-from liger_multi.patching.mlp.kinds import MLP_OPS
-from liger_multi.patching.norms.kinds import NORM_OPS
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.options import BUILT_IN, OFF, PACKING
 
 _DENSE = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"

@@ -16,8 +16,7 @@ from liger_multi import nn as ours
 from liger_multi import ops
 from liger_multi.compat.liger_kernel import functional, op_functions
 from liger_multi.compat.liger_kernel.functional import casting_of
-from liger_multi.compat.liger_kernel.outputs import ArgumentError
-from liger_multi.compat.liger_kernel.signatures import adapter
+from liger_multi.compat.liger_kernel.signatures import ArgumentError, adapter
 
 _INITS = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -337,8 +336,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(hidden, wide, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.w2(ops.swiglu(self.w1(x), self.w3(x)))
-        return result
+        return self.w2(ops.swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]
 
 
 class LigerSwiGLUMLPForMuseGlimmer(nn.Module):
@@ -354,8 +352,7 @@ class LigerSwiGLUMLPForMuseGlimmer(nn.Module):
         self.down_proj = nn.Linear(wide, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
-        return result
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 class LigerMLP(LigerSwiGLUMLPForMuseGlimmer):
@@ -537,8 +534,7 @@ class LigerFusedNeighborhoodAttention(nn.Module):
         joined = context.transpose(1, 2).reshape(hidden_states.shape)
         if self.dropout is not None:
             joined = self.dropout(joined)
-        result: Tensor = self.out_proj(joined)
-        return result
+        return self.out_proj(joined)  # type: ignore[no-any-return]
 
 
 class LigerFusedNeighborhoodAttentionLayer(nn.Module):
@@ -566,8 +562,7 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
         context = self.attention(self.layer_norm(hidden_states), attention_mask)
         if self.dropout is not None:
             context = self.dropout(context)
-        result: Tensor = hidden_states + context
-        return result
+        return hidden_states + context  # type: ignore[no-any-return]
 
 
 class LigerEmbedding(ours.Embedding):
@@ -611,7 +606,7 @@ class LigerMHC(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = functional.liger_mhc_forward(
+        return functional.liger_mhc_forward(  # type: ignore[no-any-return]
             x,
             self.layer,
             self.phi,
@@ -626,4 +621,3 @@ class LigerMHC(nn.Module):
             sinkhorn_eps=self.sinkhorn_eps,
             post_mult=self.post_mult,
         )
-        return out

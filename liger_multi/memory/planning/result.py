@@ -576,8 +576,7 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
         # in two lines, for names of ways leave little width to the axis
         axis.set_xlabel(f"{name} at the peak\ntime per token beside the bars; dashed: the budget")
         axis.grid(axis="y", visible=False)
-        size = format_bytes(plan.memory_bytes)
-        axis.set_title(f"{plan.model}, {plan.devices} x {size}")
+        axis.set_title(f"{plan.model}, {plan.devices} x {format_bytes(plan.memory_bytes)}")
         canvas.legend(loc="outside lower center", ncols=4)
 
 

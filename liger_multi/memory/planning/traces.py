@@ -224,8 +224,7 @@ class Head:
 
     def as_data(self) -> dict[str, Any]:
         """Plain data."""
-        segments = [self.loss.as_data(), self.backward.as_data()]
-        return {"segments": segments, "ends": self.ends}
+        return {"segments": [self.loss.as_data(), self.backward.as_data()], "ends": self.ends}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Head:

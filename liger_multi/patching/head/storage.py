@@ -23,16 +23,16 @@ from liger_multi._torch_private import (
     throw_on_mutable_data_ptr,
     transforms_active,
 )
-from liger_multi.dispatch.double_backward import not_differentiable
-from liger_multi.patching.head.deferred import DeferredLogits
-from liger_multi.patching.head.loss import SWAPS, loss_logits, without_hooks
-from liger_multi.patching.head.rules import (
+from liger_multi.dispatch.autograd import not_differentiable
+from liger_multi.patching.head.deferred import (
     WRITTEN_BELOW,
     WRITTEN_SINCE,
+    DeferredLogits,
     as_saved_by_the_head,
     recording,
     warn_above_budget,
 )
+from liger_multi.patching.head.loss import SWAPS, loss_logits, without_hooks
 
 Derive = Callable[..., Tensor]
 

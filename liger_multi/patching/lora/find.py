@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from liger_multi.patching.changes import Change, Relabel, Replace, Restore
 from liger_multi.patching.head.module import LazyHead
 from liger_multi.patching.lora.fused import (
     FusedLora,
@@ -19,7 +18,17 @@ from liger_multi.patching.lora.fused import (
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.rotary import FusedRotary
-from liger_multi.patching.swap import Swap, buried, conflict_of, stock_class, swapped
+from liger_multi.patching.swap import (
+    Change,
+    Relabel,
+    Replace,
+    Restore,
+    Swap,
+    buried,
+    conflict_of,
+    stock_class,
+    swapped,
+)
 
 
 def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:

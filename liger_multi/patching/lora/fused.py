@@ -24,7 +24,7 @@ from liger_multi.patching.float8.linear import (
     wide_dtype,
     wide_parts,
 )
-from liger_multi.patching.four_bits.linear import is_four_bit
+from liger_multi.patching.four_bits import is_four_bit
 from liger_multi.patching.options import Options, run_bound
 from liger_multi.patching.swap import Patched, original, stock_of, swapped
 
@@ -84,8 +84,12 @@ def adapters(layer: Any) -> list[Adapter] | str:
             continue
         a, b, drop = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
         if name in layer.lora_variant:
-            return f"its adapter {name!r} is no plain LoRA ({_variant(layer, name)})"
-        if type(drop) is not nn.Identity and not (type(drop) is nn.Dropout and _rests(drop)):
+            return (
+                f"its adapter {name!r} is no plain LoRA ({type(layer.lora_variant[name]).__name__})"
+            )
+        if type(drop) is not nn.Identity and not (
+            type(drop) is nn.Dropout and not (drop.training and drop.p)
+        ):
             return f"its adapter {name!r} has a dropout, whose numbers PEFT draws"
         if not is_plain_linear(a) or not is_plain_linear(b) or is_watched(drop):
             return f"something stands around the adapter {name!r}"
@@ -96,14 +100,6 @@ def adapters(layer: Any) -> list[Adapter] | str:
             return f"the scale of its adapter {name!r} is a {type(scale).__name__}"
         low_rank.append(Adapter(a.weight, b.weight, scale))
     return low_rank
-
-
-def _variant(layer: Any, name: str) -> str:
-    return type(layer.lora_variant[name]).__name__
-
-
-def _rests(drop: nn.Dropout) -> bool:
-    return not (drop.training and drop.p)
 
 
 def one_adapter(layer: Any) -> Adapter | None:
@@ -252,8 +248,7 @@ def _outputs_of(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
     swap = swapped(layers[0])
     if swap is None:  # another thread has just taken the patch away
         return {}
-    options = cast(Options, swap.settings)
-    outputs = run_bound(options, ("lora_qkv",), _run, adapted, x)
+    outputs = run_bound(cast(Options, swap.settings), ("lora_qkv",), _run, adapted, x)
     return {layer: y for (layer, _), y in zip(adapted, outputs, strict=False)}
 
 
