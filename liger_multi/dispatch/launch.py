@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.documents import yaml_of
 from liger_multi.errors import ConfigurationError, unknown
@@ -99,11 +100,9 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 @functools.cache
 def _device_info(device: torch.device) -> DeviceInfo:
-    from liger_multi.dispatch.registry import serving
-
     if device.type == "cpu":
         return INTERPRETER
-    for record in serving(device.type):
+    for record in registry.serving(device.type):
         if record.device_info is not None:
             return record.device_info(device)
     raise ConfigurationError(f"no available backend knows the limits of the device {device}")
@@ -203,11 +202,9 @@ def proved_with(info: DeviceInfo) -> Mapping[str, Sequence[str]]:
 
 def _content(backend: str, arch: str) -> Mapping[str, Any]:
     """What ``backends/<backend>/launch/<arch>.yaml`` holds; empty without a file."""
-    from liger_multi.dispatch.registry import packages
-
-    if backend not in packages():
+    if backend not in registry.packages():
         return {}
-    file = importlib.resources.files(packages()[backend]) / "launch" / f"{arch}.yaml"
+    file = importlib.resources.files(registry.packages()[backend]) / "launch" / f"{arch}.yaml"
     if not file.is_file():
         return {}
     content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
@@ -242,10 +239,8 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
 @functools.cache
 def bounded_by_rows() -> frozenset[str]:
     """Kernels of which an entry of any table gives some numbers of rows other bits."""
-    from liger_multi.dispatch.registry import packages
-
     names = set()
-    for backend, package in packages().items():
+    for backend, package in registry.packages().items():
         folder = importlib.resources.files(package) / "launch"
         for file in folder.iterdir() if folder.is_dir() else ():
             entries = table(backend, file.name.removesuffix(".yaml"))

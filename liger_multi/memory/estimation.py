@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from liger_multi.errors import need, shown
-from liger_multi.memory.breakdown import Profile, summarize
+from liger_multi.memory.breakdown import Profile, estimate_page, summarize
 from liger_multi.memory.offload import compress_activations, offload_activations
 from liger_multi.memory.recorder import (
     GRADIENTS,
@@ -108,13 +108,9 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        from liger_multi.memory.breakdown import estimate_page
-
         return estimate_page(self).plain()
 
     def __rich__(self) -> Any:
-        from liger_multi.memory.breakdown import estimate_page
-
         return estimate_page(self).rich()
 
 

@@ -22,7 +22,7 @@ from liger_multi.patching.four_bits import find_four_bits
 from liger_multi.patching.head.module import find_loss_head
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.linear import find_linear
-from liger_multi.patching.lora.find import find_lora, find_shared_inputs
+from liger_multi.patching.lora import find_lora, find_shared_inputs
 from liger_multi.patching.mixers import find_mixers
 from liger_multi.patching.mlp import find_mlps
 from liger_multi.patching.norms import find_norms

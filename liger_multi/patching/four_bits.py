@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
 from liger_multi.ops import QuantizedWeight
@@ -247,9 +248,7 @@ def decompress_others(hook: Any, model: nn.Module, args: Any) -> None:
 
 
 def _apply(layer: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
-    from liger_multi.ops import linear, linear_float8
-
-    return (linear_float8 if weight.float8 else linear)(x, weight, layer.bias)
+    return (ops.linear_float8 if weight.float8 else ops.linear)(x, weight, layer.bias)
 
 
 def multiplied(weight: QuantizedWeight, options: FourBitOptions) -> QuantizedWeight:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_multi import ops
 from liger_multi.dispatch.resolve import by_rows, inside_operator
 from liger_multi.parameters import is_computed, stored
 from liger_multi.patching.evidence import redirect
@@ -139,10 +140,8 @@ class LinearByRows(Patched):
 
 
 def _apply(layer: Any, x: Tensor, module_class: type[LinearByRows]) -> Tensor:
-    from liger_multi.ops import linear
-
     weight = layer.weight
-    return linear(x, weight.t() if module_class._liger_multi_transposed else weight, layer.bias)
+    return ops.linear(x, weight.t() if module_class._liger_multi_transposed else weight, layer.bias)
 
 
 class _LinearCalls(TorchFunctionMode):
@@ -157,9 +156,7 @@ class _LinearCalls(TorchFunctionMode):
 
 def _called(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The operator, with the names of ``F.linear``."""
-    from liger_multi.ops import linear
-
-    return linear(input, weight, bias)
+    return ops.linear(input, weight, bias)
 
 
 class CallsLinear(Patched):

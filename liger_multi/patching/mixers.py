@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.dispatch.explain import passed_over
@@ -240,8 +241,6 @@ _POWERS = (-10, -6, -3, -1, 1, 3)  # of inputs; results are products of three nu
 def _is_gated(
     replica: Any, biased: tuple[bool, ...], reach: int, generator: torch.Generator
 ) -> bool:
-    from liger_multi import ops
-
     width, (bias, into, out) = 6, biased
     replica.in_proj = linear(generator, width, 3 * width, into)
     replica.out_proj = linear(generator, width, width, out)
@@ -281,8 +280,6 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _convolves(body: Callable[..., Tensor], draw: _Draw) -> bool:
-    from liger_multi import ops
-
     x, weight, bias = draw(2, 5, 9), draw(5, 4), draw(5)
     return all(
         draw.close(
@@ -300,8 +297,6 @@ def _follows_a_delta_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], d
 
 def _same_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw, many: int) -> bool:
     """Whether results agree for two heads of keys and ``many`` of values."""
-    from liger_multi import ops
-
     channels = (8,) if op == "kimi_delta_attention" else ()
     q, k, v = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, many, 6)
     g, beta = -draw(1, 70, many, *channels).abs(), draw(1, 70, many).sigmoid()
@@ -321,8 +316,6 @@ def _same_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw,
 
 
 def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
-    from liger_multi import ops
-
     x, dt, a, d = draw(2, 37, 4, 6), draw(2, 37, 4), -draw(4).abs(), draw(4)
     b, c = draw(2, 37, 2, 8), draw(2, 37, 2, 8)
     options: dict[str, Any] = {
@@ -340,8 +333,6 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> boo
 
 
 def _scans_channels(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
-    from liger_multi import ops
-
     u, delta, z, a = draw(2, 6, 11), draw(2, 6, 11), draw(2, 6, 11), -draw(6, 4).abs()
     b, c, d, bias = draw(2, 4, 11), draw(2, 4, 11), draw(6), draw(6)
     options: dict[str, Any] = {"D": d, "delta_bias": bias, "delta_softplus": True}
@@ -502,8 +493,6 @@ class FusedMixer(Calling):
 
 
 def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
-    from liger_multi import ops
-
     code = reached.reached([method])
     if isinstance(code, str):  # what it does may change in ways that nothing tells
         return copy
@@ -577,8 +566,6 @@ def _ids(seq_idx: Tensor | None, tokens: int) -> Tensor | None:
 
 
 def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    from liger_multi import ops
-
     def served(
         hidden_states: Tensor,
         weight: Tensor,
@@ -618,8 +605,6 @@ def _has_states(kwargs: dict[str, Any]) -> bool:
 
 
 def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    from liger_multi import ops
-
     def served(
         query: Tensor,
         key: Tensor,
@@ -661,7 +646,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def _from_state(op: str, options: Options, arguments: Callable[..., Arguments]) -> Run:
     """One call of a recurrence over a tree; its arguments follow from the tensors per token."""
-    from liger_multi import ops
 
     def run(rows: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
         args, kwargs = arguments(*rows)
@@ -679,8 +663,6 @@ def _kept(state: Tensor | None) -> Tensor | None:
 
 
 def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    from liger_multi import ops
-
     def served(
         hidden_states: Tensor,
         dt: Tensor,
@@ -729,8 +711,6 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
 
 
 def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    from liger_multi import ops
-
     def served(
         hidden_states: Tensor,
         dt: Tensor,

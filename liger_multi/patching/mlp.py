@@ -54,7 +54,7 @@ from liger_multi.patching.float8.linear import (
 )
 from liger_multi.patching.four_bits import is_four_bit
 from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, MlpKind, MlpNames
-from liger_multi.patching.lora.fused import Adapter, fits, one_adapter
+from liger_multi.patching.lora import Adapter, fits, one_adapter
 from liger_multi.patching.options import TOLD, MlpOptions, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (

@@ -33,7 +33,7 @@ from liger_multi.patching.evidence.probe import (
     skeleton,
 )
 from liger_multi.patching.evidence.signature import code_holds, globally_hooked, holds, is_watched
-from liger_multi.patching.lora.fused import SharedInput, in_one
+from liger_multi.patching.lora import SharedInput, in_one
 from liger_multi.patching.norms import FusedNorm, NormSettings, Rotation, apply_rotated
 from liger_multi.patching.options import ROTATED, Options, Request
 from liger_multi.patching.report import Skipped, executed

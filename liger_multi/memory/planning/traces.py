@@ -23,7 +23,7 @@ from liger_multi._torch_private import current_autograd_node
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.planning.cost import EXPERTS, OWN
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS
-from liger_multi.memory.simulation import Simulation
+from liger_multi.memory.simulation import CHUNKED, Simulation
 
 # --- a step, cut ---
 
@@ -711,7 +711,6 @@ def _bytes(tensor: Tensor) -> int:
 def _entered(target: str) -> tuple[str, ...]:
     """Operators whose inner operators are seen and counted one by one."""
     from liger_multi.dispatch.op import OPS
-    from liger_multi.memory.meta_kernels import CHUNKED
 
     return tuple(OPS) if target == "cpu" else CHUNKED
 

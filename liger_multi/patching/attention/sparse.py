@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_multi import checks
+from liger_multi import checks, ops
 from liger_multi._torch_private import EnableTorchFunction, say
 from liger_multi.arguments import by_name, cache_parameter, caches
 from liger_multi.errors import ConfigurationError, PatchError
@@ -270,8 +270,6 @@ class SparseIndexer(Patched):
 def _select(
     options: Options, q: Tensor, k: Tensor, w: Tensor, ranges: Tensor, count: int, scale: float
 ) -> Tensor:
-    from liger_multi import ops
-
     def run(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
         return ops.indexer_topk(q, k, w, count, ranges=ranges, scale=scale).indices
 
@@ -427,8 +425,6 @@ class _Absorbed(NamedTuple):
 def _run(
     q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, value_dim: int | None, scale: float
 ) -> Any:
-    from liger_multi import ops
-
     return ops.sparse_attention(q, k, v, indices, value_dim=value_dim, scale=scale)
 
 

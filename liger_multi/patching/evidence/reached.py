@@ -350,7 +350,7 @@ def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None
     if value_class is tuple:
         return (value_class, value) if all(token(v) for v in value) else None
     if value_class is FunctionType:
-        inside = (_held(cell) for cell in value.__closure__ or ())
+        inside = (contents(cell) for cell in value.__closure__ or ())
         return (value_class, value) if all(token(v) for v in inside) else None
     if value_class is BuiltinFunctionType:
         of = getattr(value, "__self__", None)
@@ -364,7 +364,8 @@ def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None
     return None
 
 
-def _held(cell: CellType) -> Any:
+def contents(cell: CellType) -> Any:
+    """What a variable of a closure holds; None while it holds nothing."""
     try:
         return cell.cell_contents
     except ValueError:  # empty

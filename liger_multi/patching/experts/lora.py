@@ -34,7 +34,7 @@ from liger_multi.patching.experts.fused import (
     routes_of,
 )
 from liger_multi.patching.experts.quantized import is_watched_by_others, stack_declared
-from liger_multi.patching.lora.fused import Adapter, adapters
+from liger_multi.patching.lora import Adapter, adapters
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (

@@ -17,7 +17,7 @@ from liger_multi.patching.float8.linear import (
 from liger_multi.patching.float8.weight import unit_of, units
 from liger_multi.patching.head.module import find_heads
 from liger_multi.patching.linear import LinearByRows, looks_like_linear
-from liger_multi.patching.lora.fused import looks_like_lora, matrices
+from liger_multi.patching.lora import looks_like_lora, matrices
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (

@@ -23,10 +23,18 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.resolve import automatic
 from liger_multi.errors import PatchError
+from liger_multi.ops.linear_float8 import (
+    Float8Rows,
+    linear_float8,
+    linear_float8_with_codes,
+    op,
+    rounded_rows,
+)
 from liger_multi.parameters import is_computed
 from liger_multi.patching.evidence.signature import (
     PLAIN,
@@ -149,8 +157,6 @@ def cached_rows(weight: Tensor) -> Any:
     place, key = followed.weights[id(weight)], _key(weight)
     cached = place.cached
     if cached is None or cached.key != key:
-        from liger_multi.ops.linear_float8 import rounded_rows
-
         _read(followed)
         with torch.no_grad():
             sums = bit_sums(weight)
@@ -350,8 +356,6 @@ def handed_out(module: nn.Module, op: str, call: functools.partial[Any]) -> Tens
     which compare the calls of a recomputation with those of forward. A hook may write to the result
     through ``.data``, which no version counts, so not where one stands on the module either.
     """
-    from liger_multi import ops
-
     if torch.is_inference_mode_enabled() or dispatch_mode_count():
         return cast(Tensor, call())
     if is_hooked(module):
@@ -500,13 +504,6 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _apply(layer: Any, x: Tensor) -> Tensor:
-    from liger_multi.ops.linear_float8 import (
-        Float8Rows,
-        linear_float8,
-        linear_float8_with_codes,
-        op,
-    )
-
     weight, scale, codes = wide_parts(layer)
     operands: Any = {"weight_scale": scale, "weight_codes": codes}
     if torch.compiler.is_compiling():

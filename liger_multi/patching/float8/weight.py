@@ -30,6 +30,7 @@ from liger_multi._torch_private import (
     tree_map_only,
 )
 from liger_multi.errors import PatchError
+from liger_multi.ops.linear_float8 import rounded_rows
 
 aten = torch.ops.aten
 Outputs = tuple[Tensor, ...]
@@ -424,8 +425,6 @@ class TrainedShard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
         """What every rank gives: codes of its rows, made now."""
-        from liger_multi.ops.linear_float8 import rounded_rows
-
         rows = rounded_rows(self.plain())
         return to_gather(rows.codes, rows.scale, self.whole, mesh)
 

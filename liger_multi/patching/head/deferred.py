@@ -306,7 +306,7 @@ class DeferredLogits:
         if self.guard is None:
             return contextlib.nullcontext()
         if _tracing(self.guard):
-            return self.guard.traced()
+            return traced_autocast(self.guard.device_type, self.guard.autocast_dtype)
         self.guard.check(self.head)
         return self.guard.entered(self.grad)
 
@@ -422,12 +422,14 @@ class _Circumstances:
                     stack.callback(tensor.requires_grad_, not required)
             yield
 
-    def traced(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as in the forward pass, in a form that a compiler traces."""
-        device_type, dtype = self.device_type, self.autocast_dtype
-        if dtype == autocast_dtype(device_type):
-            return contextlib.nullcontext()
-        return autocast(device_type, dtype)
+
+def traced_autocast(
+    device_type: str, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Autocast as it was, in a form that a compiler traces."""
+    if dtype == autocast_dtype(device_type):
+        return contextlib.nullcontext()
+    return autocast(device_type, dtype)
 
 
 class Guard(_Circumstances):

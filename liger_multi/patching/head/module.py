@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_work
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
@@ -40,7 +41,7 @@ from liger_multi.patching.head.loss import follow_weight, loss_logits
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.linear import LinearByRows
-from liger_multi.patching.lora.fused import FusedLora, adapters, fits, looks_like_lora
+from liger_multi.patching.lora import FusedLora, adapters, fits, looks_like_lora
 from liger_multi.patching.options import HeadSettings, Request
 from liger_multi.patching.report import Skipped, warn_once
 from liger_multi.patching.swap import (
@@ -87,9 +88,7 @@ class LazyHead(Patched):
         layer = self.layer if isinstance(self, Evaluated) else self  # read before, or not
         own = unpatched_class(layer).forward
         if own is nn.Linear.forward and by_rows():
-            from liger_multi.ops import linear
-
-            return linear(hidden, self.weight, self.bias)
+            return ops.linear(hidden, self.weight, self.bias)
         return cast(Tensor, own(self, hidden))
 
     def thin(self) -> tuple[Tensor, ...]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_multi._torch_private import top_saved_tensor_hooks
-from liger_multi.checks import autocast, autocast_dtype
+from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.parameters import Job
-from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step
+from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step, traced_autocast
 from liger_multi.patching.options import FusedOptions, run_bound
 
 CHUNK_BYTES = 64 * 2**20
@@ -71,15 +71,9 @@ class _Plan:
     def chunk(self, start: int, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         rows = slice(start, start + self.step)
         logits = self.deferred.finish(self.deferred.product(hidden, *weights))
-        with self.called():
+        # the head's was that of the forward pass
+        with traced_autocast(self.device_type, self.autocast_dtype):
             return self.function(logits, *(e[rows] for e in self.extras))
-
-    def called(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast of the reduction's call; the head's was that of the forward pass."""
-        device_type, dtype = self.device_type, self.autocast_dtype
-        if dtype == autocast_dtype(device_type):
-            return contextlib.nullcontext()
-        return autocast(device_type, dtype)
 
     def forward(self, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, max(1, hidden.shape[0]), self.step)
