@@ -1,6 +1,5 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
-from liger_multi.nn.activations import DyT, Embedding, PolyNorm, ReLUSquared, Softmax, Sparsemax
 from liger_multi.nn.losses import (
     CPOLoss,
     CrossEntropyLoss,
@@ -31,13 +30,19 @@ from liger_multi.nn.mlp import (
     TiledMLP,
 )
 from liger_multi.nn.norms import (
+    DyT,
+    Embedding,
     FusedAddRMSNorm,
     GatedRMSNorm,
     GemmaRMSNorm,
     GroupNorm,
     LayerNorm,
     ModulatedRMSNorm,
+    PolyNorm,
+    ReLUSquared,
     RMSNorm,
+    Softmax,
+    Sparsemax,
 )
 
 __all__ = [

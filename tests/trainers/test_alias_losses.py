@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import ops
-from liger_multi.compat.liger_kernel import bases, functional, losses, policy, preference
+from liger_multi.compat.liger_kernel import bases, functional, modules, policy, preference
 from liger_multi.compat.liger_kernel.op_functions import LigerCrossEntropyFunction
 from liger_multi.errors import DoubleBackwardError
 from liger_multi.losses import Logits, policy_loss
@@ -95,10 +95,10 @@ DPO = preference.LigerFusedLinearDPOLoss
         (DPO, {"loss_type": "nothing"}, "^Unsupported loss_type: nothing"),
         (DPO, {"loss_type": "exo_pair"}, "^label_smoothing must be > 0 for loss_type='exo_pair'"),
         (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0.0, 0.5\) .*'robust'"),
-        (losses.LigerCrossEntropyLoss, {"label_smoothing": 2.0}, "label_smoothing"),
-        (losses.LigerFusedLinearCrossEntropyLoss, {"reduction": "x"}, "reduction"),
-        (losses.LigerCrossEntropyLoss, {"softcap": -1.0}, "softcap"),
-        (losses.LigerFusedLinearJSD, {"temperature": 0.0}, "temperature"),
+        (modules.LigerCrossEntropyLoss, {"label_smoothing": 2.0}, "label_smoothing"),
+        (modules.LigerFusedLinearCrossEntropyLoss, {"reduction": "x"}, "reduction"),
+        (modules.LigerCrossEntropyLoss, {"softcap": -1.0}, "softcap"),
+        (modules.LigerFusedLinearJSD, {"temperature": 0.0}, "temperature"),
     ],
 )
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
@@ -200,7 +200,7 @@ def test_cross_entropy_target_out_of_bounds(monkeypatch):
     """They raise on every device, as Liger-Kernel's assertion does, which people catch."""
     logits, target = torch.randn(4, 11, requires_grad=True), torch.tensor([1, -100, 11, 3])
     calls = (
-        losses.LigerCrossEntropyLoss(),
+        modules.LigerCrossEntropyLoss(),
         functional.liger_cross_entropy,
         lambda x, t: LigerCrossEntropyFunction.apply(x, t, None),
     )

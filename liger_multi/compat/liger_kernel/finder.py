@@ -225,8 +225,6 @@ HOMES: dict[str, dict[str, str]] = {
         ),
         "transformers.experimental": "LigerEmbedding",
         "transformers.experimental.embedding": "LigerEmbedding",
-    },
-    "losses": {
         "transformers.cross_entropy": "LigerCrossEntropyLoss",
         "transformers.fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
         "transformers.fused_linear_jsd": "LigerFusedLinearJSD",
@@ -379,8 +377,8 @@ OF_OPS = (
 )
 """File of ``liger_kernel.ops`` and its class, without ``Liger`` and ``Function``."""
 
-EXPORTED = ("modules", "losses")
-"""What submodules of ``transformers`` have of these modules here, ``transformers`` has too."""
+EXPORTED = "modules"
+"""What submodules of ``transformers`` have of this module here, ``transformers`` has too."""
 
 _CAUSAL = (
     "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe "
@@ -407,7 +405,7 @@ def _sources() -> Iterator[tuple[str, str, str]]:
     for home, paths in HOMES.items():
         for path, names in paths.items():
             yield path, home, names
-            if home in EXPORTED:
+            if home == EXPORTED:
                 yield "transformers", home, names
     for file, _, name in (entry.partition(":") for entry in OF_OPS.split()):
         for path in (f"ops.{file}", "ops"):

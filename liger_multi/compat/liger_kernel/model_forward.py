@@ -21,7 +21,7 @@ from liger_multi import ops, patching
 from liger_multi._torch_private import outside_of_graphs
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.functional import casting_of, liger_rms_norm
-from liger_multi.compat.liger_kernel.losses import (
+from liger_multi.compat.liger_kernel.modules import (
     LigerForCausalLMLoss,
     LigerFusedLinearCrossEntropyLoss,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel import bases
 from liger_multi.compat.liger_kernel.bases import check_policy, ranks, sampler_ratios
-from liger_multi.compat.liger_kernel.losses import Options, defaults_of
+from liger_multi.compat.liger_kernel.modules import Options, defaults_of
 from liger_multi.compat.liger_kernel.signatures import ArgumentError, adapter, function_class
 from liger_multi.losses import policy as formulas
 from liger_multi.losses.policy import POLICY, _vespo_weight

@@ -18,7 +18,7 @@ from liger_multi.compat.liger_kernel.bases import (
     pair_answers,
     reference_answers,
 )
-from liger_multi.compat.liger_kernel.losses import Options, defaults_of
+from liger_multi.compat.liger_kernel.modules import Options, defaults_of
 from liger_multi.compat.liger_kernel.signatures import ArgumentError
 from liger_multi.losses.preference import DPO, _log_odds, sequences
 
