@@ -361,8 +361,8 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
         # positions of a share must not look to transformers like those of a packed row
         new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
     if isinstance(base, PackedModel) or "seq_idx" in new:
-        told = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
-        new = {**new, "seq_idx": told} if told is not None else new
+        seq_idx = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
+        new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
     sharded.ends.append(shards.enter(row))
