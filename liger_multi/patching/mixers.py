@@ -357,9 +357,7 @@ _PROBES: dict[str, Callable[[Any, _Draw], bool]] = {
 }
 
 
-# --- what serves them ---
-
-# --- Recurrences and convolutions over a row of trees ---
+# --- recurrences and convolutions over a row of trees ---
 
 # A recurrence goes level by level: the segments of a level are the rows of a call, each from the
 # state that its parent ended with, whose gradient is then the sum over its branches. Shorter

@@ -71,8 +71,6 @@ from liger_multi.patching.swap import (
 
 # --- one operator between the linear layers ---
 
-# --- gated MLPs ---
-
 
 @dataclass(frozen=True)
 class MlpSettings:
@@ -321,8 +319,6 @@ def _one_dtype(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 # --- which modules: a small copy is compared with every formula ---
-
-# --- gated MLPs ---
 
 
 def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:

@@ -480,7 +480,7 @@ class Relabel:
 Change: TypeAlias = Replace | Restore | Relabel | Skipped
 
 
-# --- Modules whose methods call functions of ours under global names of their modeling file ---
+# --- modules whose methods call functions of ours under global names of their modeling file ---
 
 # A behavior says which calls of a class it serves, and by what. The methods are made with the
 # class of an instance: copies that load our function

@@ -417,7 +417,7 @@ def _one(layouts: Any) -> Any:
     return layouts[0] if isinstance(layouts, tuple) and len(layouts) == 1 else layouts
 
 
-# --- The output embedding, whose loss is fused; it stays so when a vocabulary is resized ---
+# --- the output embedding, whose loss is fused; it stays so when a vocabulary is resized ---
 
 
 def with_heads(model: nn.Module) -> Iterator[nn.Module]:
