@@ -223,17 +223,12 @@ def unproved(facts: dict[str, Any]) -> list[str]:
 def _explained() -> list[dict[str, Any]]:
     import liger_multi
 
-    return [as_data(row) for row in liger_multi.explain().rows]
+    return [asdict(row) for row in liger_multi.explain().rows]
 
 
 def _switched_off() -> list[str]:
     """What does not work because this PyTorch lacks a private symbol."""
     return [str(symbol) for symbol in _torch_private.absent() if symbol.lost]
-
-
-def as_data(row: Any) -> dict[str, Any]:
-    """One row of an explanation as plain data."""
-    return asdict(row)
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -107,9 +107,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             return ops.cross_entropy_with_outputs(input, target, self.weight, **options)
         return ops.cross_entropy(input, target, self.weight, **options)
 
-    def extra_repr(self) -> str:
-        """What was chosen."""
-        return changed(self)
+    extra_repr = changed
 
 
 # --- whole methods ---
@@ -431,9 +429,7 @@ class OperatorLoss(nn.Module):
         def __getattr__(self, name: str) -> Any:
             """Options are attributes."""
 
-    def extra_repr(self) -> str:
-        """What was chosen."""
-        return changed(self)
+    extra_repr = changed
 
 
 class KLDivLoss(OperatorLoss):

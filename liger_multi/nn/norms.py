@@ -512,9 +512,7 @@ class Softmax(nn.Module):
         """Probabilities."""
         return ops.softmax(input, self.dim)
 
-    def extra_repr(self) -> str:
-        """What was chosen."""
-        return changed(self)
+    extra_repr = changed
 
 
 class Sparsemax(nn.Module):
@@ -538,9 +536,7 @@ class Sparsemax(nn.Module):
         """Probabilities."""
         return ops.sparsemax(input, self.dim)
 
-    def extra_repr(self) -> str:
-        """What was chosen."""
-        return changed(self)
+    extra_repr = changed
 
 
 class Embedding(nn.Embedding):

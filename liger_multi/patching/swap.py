@@ -149,13 +149,14 @@ def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
 _classes: dict[Swap, type[nn.Module]] = {}
 
 
-def _class_of(swap: Swap) -> type[nn.Module]:
+def made_class(swap: Swap) -> type[nn.Module]:
+    """The class that :func:`apply` gives to an instance."""
     swapped_class = _classes.get(swap)
     if swapped_class is None:
         stock = swap.stock
         bases = (swap.behavior, stock)
         if swap.around is not None:
-            bases = (swap.around, _class_of(replace(swap, around=None, around_settings=None)))
+            bases = (swap.around, made_class(replace(swap, around=None, around_settings=None)))
         namespace = {
             "_liger_multi_swap": swap,
             "_liger_multi_inner": bases[-1],
@@ -170,11 +171,6 @@ def _class_of(swap: Swap) -> type[nn.Module]:
     return swapped_class
 
 
-def made_class(swap: Swap) -> type[nn.Module]:
-    """The class that :func:`apply` gives to an instance."""
-    return _class_of(swap)
-
-
 def _note_code(module_class: Any, swap: Swap) -> None:
     """Record on a class of ours the code that it was probed with, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
@@ -183,7 +179,7 @@ def _note_code(module_class: Any, swap: Swap) -> None:
 
 
 def _new(swap: Swap) -> nn.Module:
-    swapped_class = _class_of(swap)
+    swapped_class = made_class(swap)
     return swapped_class.__new__(swapped_class)
 
 
@@ -220,11 +216,11 @@ def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
     before = swapped(module)
     _drop_own_forward(module)
-    _note_code(_class_of(swap), swap)  # probed just now
+    _note_code(made_class(swap), swap)  # probed just now
     if before == swap:
         swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
         return "already patched"
-    module.__class__ = _class_of(swap)
+    module.__class__ = made_class(swap)
     if before and before.behavior is not swap.behavior:
         before.behavior.left(module)
     swap.behavior.entered(module, swap.settings)

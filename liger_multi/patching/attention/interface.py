@@ -275,7 +275,7 @@ def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any
     """A mask function whose queries see their own sample alone; the same one for one sample."""
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-    if _tracing():
+    if torch.compiler.is_compiling():
         of_tokens = _graph.ids
     else:
         ids, others = _samples.get() or (None, ())
@@ -328,12 +328,16 @@ def mask(
     assert q_length is not None
     queries = q_length
     shape = (batch_size, 1, queries, kv_length)
-    if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
+    if (
+        not torch.compiler.is_compiling()
+        and attention_mask is not None
+        and attention_mask.shape[-1] >= kv_length
+    ):
         attention_mask = None if bool(attention_mask.all()) else attention_mask
     if attention_mask is None and queries == kv_length:
         mask_function = _kept_apart(mask_function, batch_size, queries, options.get("config"))
     last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
-    padding = None if _tracing() else attention_mask
+    padding = None if torch.compiler.is_compiling() else attention_mask
     shifts = key_shifts(padding, kv_offset) if by_rows() else ()
     if attention_mask is None and (last or queries == kv_length):
         if mask_function is causal_mask_function and allow_is_causal_skip:
@@ -487,10 +491,6 @@ def _reads_tensors(function: Any) -> bool:
     return bool(tensors) or any(_reads_tensors(v) for v in values if callable(v))
 
 
-def _tracing() -> bool:
-    return torch.compiler.is_compiling()
-
-
 def _compressed(
     shape: tuple[int, int, int, int],
     dense: Callable[[], Iterator[Tensor]],
@@ -499,7 +499,7 @@ def _compressed(
     """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
     parts = [one_range(part) for part in dense()]
     ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if _tracing():
+    if torch.compiler.is_compiling():
         assert_async(
             exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
         )

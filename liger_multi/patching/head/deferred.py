@@ -29,7 +29,6 @@ from liger_multi._torch_private import (
     WithoutAutocast,
     is_any_autocast_enabled,
     next_sequence_nr,
-    without_saved_tensor_hooks,
 )
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import use
@@ -712,11 +711,3 @@ def recording() -> contextlib.AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
-
-
-def as_saved_by_the_head() -> contextlib.AbstractContextManager[None]:
-    """Without hooks on saved tensors: the head's forward, which stands behind, ran outside of them.
-
-    A checkpointed function would count tensors that its recomputation, on real logits, never saves.
-    """
-    return without_saved_tensor_hooks()
