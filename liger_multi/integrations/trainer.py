@@ -1,4 +1,4 @@
-"""A callback for the ``Trainer`` of transformers and those of TRL, rows over ranks, shared prefixes."""
+"""A callback for the trainers of transformers and TRL, rows over ranks, shared prefixes."""
 
 from __future__ import annotations
 
