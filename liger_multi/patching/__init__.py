@@ -5,8 +5,8 @@ Importing this imports no transformers; ``docs/recognition.md`` says how it work
 Every kind of layer has a file or folder: ``attention``, ``experts`` (mixtures), ``float8``,
 ``four_bits`` and ``lora`` (linear layers), ``head`` (the output embedding and its loss), ``mixers``
 (convolutions and recurrences), ``mlp``, ``norms`` and ``rotary``. ``evidence`` decides whether a
-module computes a known formula: from its code, what that reads, and trials of a replica. ``packing``
-keeps packed samples apart.
+module computes a known formula: from its code, what that reads, and trials of a replica.
+``packing`` keeps packed samples apart.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
