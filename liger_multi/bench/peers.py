@@ -487,22 +487,13 @@ def _log_prob_products(
     return (log_prob,) * len(outputs) if len(outputs) > 1 else log_prob
 
 
-class _PairProducts(torch.autograd.Function):
+def _pair_products(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor
+) -> Any:
     """The four GEMMs of a divergence of two heads and nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, other: Tensor, head: Tensor) -> Tensor:
-        """Both logits; the student's are kept as if they were their own gradient."""
-        logits = hidden @ weight.mT
-        _ = other @ head.mT
-        ctx.save_for_backward(hidden, weight, logits)
-        return logits.new_ones((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """GEMMs with the shapes of both gradients."""
-        hidden, weight, logits = ctx.saved_tensors
-        return logits @ weight, logits.mT @ hidden, None, None
+    with torch.no_grad():
+        _ = teacher_hidden @ teacher_weight.mT  # kept while the student's logits are made
+    return _apply(_Products, hidden, weight)
 
 
 EXPERTS = {
@@ -511,11 +502,7 @@ EXPERTS = {
     "transformers-loop": "eager",
 }
 """Implementations of experts in transformers, by provider."""
-_PAIR_PRODUCTS: dict[str, Formula] = {
-    "products": lambda hidden, weight, teacher_hidden, teacher_weight, target: _apply(
-        _PairProducts, hidden, weight, teacher_hidden, teacher_weight
-    )
-}
+_PAIR_PRODUCTS: dict[str, Formula] = {"products": _pair_products}
 _INPLACE = {"cross_entropy": False, "cross_entropy_inplace": True}
 _PEERS: dict[str, dict[str, Formula]] = {
     **ATTENTION_PEERS,

@@ -54,7 +54,7 @@ from liger_multi._torch_private import is_stashed, stash_in_thread, stashed
 from liger_multi.dispatch import registry
 from liger_multi.documents import read_yaml
 from liger_multi.dtypes import long_name, short_name
-from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.errors import ConfigurationError, check_name, shown, unknown
 
 # --- the form of a configuration ---
 
@@ -283,9 +283,7 @@ def _section(content: Any, keys: tuple[str, ...], where: str, label: str) -> dic
 
 def _name(name: object, label: str, known: Iterable[str]) -> str:
     """``name``, if it is a text that is known."""
-    if not isinstance(name, str) or name not in known:
-        raise ConfigurationError(unknown(label, name, known))
-    return str.__str__(name)
+    return str.__str__(check_name(ConfigurationError, label, name, known))
 
 
 def _device(name: object, source: str) -> str:

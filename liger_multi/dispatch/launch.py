@@ -20,7 +20,7 @@ import torch
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.documents import yaml_of
-from liger_multi.errors import ConfigurationError, unknown
+from liger_multi.errors import ConfigurationError, check_name
 
 __all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 
@@ -210,8 +210,7 @@ def _content(backend: str, arch: str) -> Mapping[str, Any]:
     content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
     for section, known in _SECTIONS.items():
         for key in content.get(section) or {}:
-            if key not in known:
-                raise ConfigurationError(unknown(f"key of {section} in {file}", key, known))
+            check_name(ConfigurationError, f"key of {section} in {file}", key, known)
     return {**content, "file": str(file)}
 
 
@@ -252,8 +251,7 @@ def _entry(
     entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     for key in entry:
-        if key not in _ENTRY:
-            raise ConfigurationError(unknown(f"key of {name} in {file}", key, _ENTRY))
+        check_name(ConfigurationError, f"key of {name} in {file}", key, _ENTRY)
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
     equal_bits = bool(entry.get("equal_bits", False))
     return {"when": {**when, **limits}, "config": dict(entry["config"]), "equal_bits": equal_bits}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,11 +27,8 @@ from liger_multi.memory.recorder import (
     Block,
     Recorder,
 )
-from liger_multi.page import Page
+from liger_multi.page import Page, Paged
 from liger_multi.pictures import INK, PARTS, figure
-
-if TYPE_CHECKING:
-    from liger_multi.memory.estimation import Estimate
 
 # --- data ---
 
@@ -63,7 +60,7 @@ class Holder:
 
 
 @dataclass
-class Profile:
+class Profile(Paged):
     """Memory of one step.
 
     Attributes:
@@ -150,17 +147,29 @@ class Profile:
         """Write a PNG of the timeline (needs matplotlib)."""
         draw_timelines([self], Path(path))
 
-    def __str__(self) -> str:
-
-        return profile_page(self).plain()
-
-    def __rich__(self) -> Any:
-
-        return profile_page(self).rich()
+    def page(self) -> Page:
+        """One step: what was held at the peak, and what forward kept."""
+        page, peak = Page(), self.peak_bytes
+        where = " in ".join(part for part in (self.peak_op, self.peak_module) if part)
+        facts = [
+            ("peak", format_bytes(peak)),
+            ("reached", f"{self.peak_phase}: {where}" if where else self.peak_phase),
+            ("seen by", f"{self.method} on {self.device}"),
+        ]
+        facts += [(name, format_bytes(size)) for name, size in self.allocator.items()]
+        page.add(f"Memory of {self.title}", facts)
+        rows = [
+            (name, format_bytes(size), percent(size, peak), format_bytes(self.largest[name]))
+            for name, size in self.at_peak.items()
+            if size or self.largest[name]
+        ]
+        page.add("By category", rows, ("category", "at the peak", "share", "own largest"))
+        _origins(page, self, peak)
+        return page
 
 
 @dataclass
-class Comparison:
+class Comparison(Paged):
     """Two profiles in one table, as ``stock`` and ``patched``."""
 
     first: Profile
@@ -175,13 +184,27 @@ class Comparison:
         """Write a PNG with both timelines on one scale (needs matplotlib)."""
         draw_timelines([self.first, self.second], Path(path))
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """Two steps in one table."""
+        page = Page()
+        a, b = self.first, self.second
 
-        return comparison_page(self).plain()
+        def row(name: str, x: int, y: int) -> Sequence[str]:
+            ratio = f"{y / x:.2f}" if x else "-"
+            return name, format_bytes(x), format_bytes(y), format_bytes(y - x), ratio
 
-    def __rich__(self) -> Any:
-
-        return comparison_page(self).rich()
+        rows = [row("peak", a.peak_bytes, b.peak_bytes)]
+        rows += [
+            row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
+        ]
+        saved = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
+        rows.append(row("kept by forward", *saved))
+        for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
+            sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
+            rows.append(row(f"  {key[0] or '-'}", *sizes))
+        header = ("", a.title, b.title, "difference", "ratio")
+        page.add("Peak memory and where it goes", rows, header)
+        return page
 
 
 def summarize(
@@ -245,8 +268,6 @@ def summarize(
 
 
 def _phase_of(phases: Sequence[tuple[int, str]]) -> Any:
-    import bisect
-
     starts = [at for at, _ in phases]
 
     def phase(at: int) -> str:
@@ -283,29 +304,9 @@ def _holders(
 ROWS = 10  # of a list of origins
 
 
-def _share(part: int, total: int) -> str:
+def percent(part: int, total: int) -> str:
+    """A part of a total."""
     return f"{100 * part / total:.0f} %" if total else "-"
-
-
-def profile_page(profile: Profile) -> Page:
-    """One step: what was held at the peak, and what forward kept."""
-    page, peak = Page(), profile.peak_bytes
-    where = " in ".join(part for part in (profile.peak_op, profile.peak_module) if part)
-    facts = [
-        ("peak", format_bytes(peak)),
-        ("reached", f"{profile.peak_phase}: {where}" if where else profile.peak_phase),
-        ("seen by", f"{profile.method} on {profile.device}"),
-    ]
-    facts += [(name, format_bytes(size)) for name, size in profile.allocator.items()]
-    page.add(f"Memory of {profile.title}", facts)
-    rows = [
-        (name, format_bytes(size), _share(size, peak), format_bytes(profile.largest[name]))
-        for name, size in profile.at_peak.items()
-        if size or profile.largest[name]
-    ]
-    page.add("By category", rows, ("category", "at the peak", "share", "own largest"))
-    _origins(page, profile, peak)
-    return page
 
 
 def _origins(page: Page, profile: Profile, peak: int) -> None:
@@ -313,7 +314,7 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
     page.add(
         "Held at the peak by",
         [
-            (category, module_class or "-", op or "-", format_bytes(size), _share(size, peak))
+            (category, module_class or "-", op or "-", format_bytes(size), percent(size, peak))
             for (category, module_class, op), size in at_peak[:ROWS]
         ],
         ("category", "module", "operator", "bytes", "share"),
@@ -323,94 +324,10 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
     page.add(
         "Kept by forward for backward",
         [
-            (module_class or "-", op or "-", format_bytes(size), _share(size, total))
+            (module_class or "-", op or "-", format_bytes(size), percent(size, total))
             for (module_class, op), size in saved[:ROWS]
         ],
         ("module", "operator", "bytes", "share"),
-    )
-
-
-def comparison_page(both: Comparison) -> Page:
-    """Two steps in one table."""
-    page = Page()
-    a, b = both.first, both.second
-
-    def row(name: str, x: int, y: int) -> Sequence[str]:
-        ratio = f"{y / x:.2f}" if x else "-"
-        return name, format_bytes(x), format_bytes(y), format_bytes(y - x), ratio
-
-    rows = [row("peak", a.peak_bytes, b.peak_bytes)]
-    rows += [
-        row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
-    ]
-    saved = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
-    rows.append(row("kept by forward", *saved))
-    for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
-        sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
-        rows.append(row(f"  {key[0] or '-'}", *sizes))
-    page.add("Peak memory and where it goes", rows, ("", a.title, b.title, "difference", "ratio"))
-    return page
-
-
-def estimate_page(estimate: Estimate) -> Page:
-    """A prediction: static, dynamic, peak."""
-    page = Page()
-    trained = f"{estimate.trained / 1e6:,.1f} M trained of {estimate.total / 1e6:,.1f} M parameters"
-    rows = [("model", trained)]
-    rows += [(f"static: {name}", format_bytes(size)) for name, size in estimate.parts.items()]
-    rows.append(("static", format_bytes(estimate.static_bytes)))
-    if estimate.host_bytes:
-        rows.append(("on the host instead", format_bytes(estimate.host_bytes)))
-    rows.append(("dynamic, at its own peak", format_bytes(estimate.dynamic_bytes)))
-    for name in CATEGORIES[3:]:
-        if estimate.profile.largest.get(name):
-            rows.append((f"  {name}, largest", format_bytes(estimate.profile.largest[name])))
-    if estimate.gathered_bytes:
-        rows.append(("shards of others, for a while", format_bytes(estimate.gathered_bytes)))
-    if estimate.workspace_bytes:
-        rows.append(("workspace of products", format_bytes(estimate.workspace_bytes)))
-    rows.append(("peak of a device", format_bytes(estimate.peak_bytes)))
-    page.add(f"Estimate for {estimate.title}", rows)
-    at_peak = {
-        **estimate.profile.at_peak,
-        "shards of others": estimate.gathered_bytes,
-        "workspace of products": estimate.workspace_bytes,
-        "sum, the peak": estimate.peak_bytes,
-    }
-    peak = [
-        (name, format_bytes(size), _share(size, estimate.peak_bytes))
-        for name, size in at_peak.items()
-        if size
-    ]
-    page.add(f"At the peak ({estimate.profile.peak_phase})", peak, ("category", "bytes", "share"))
-    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(_why_below(estimate), 1)])
-    return page
-
-
-def _why_below(estimate: Estimate) -> Iterator[str]:
-    """Why the peak is less than static and dynamic together, if it is."""
-    sum_bytes = (
-        estimate.static_bytes
-        + estimate.dynamic_bytes
-        + estimate.gathered_bytes
-        + estimate.workspace_bytes
-    )
-    if sum_bytes <= estimate.peak_bytes:
-        return
-    at_peak = estimate.profile.at_peak
-    absent = [
-        f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
-        for name, size in estimate.parts.items()
-        if at_peak.get(name, 0) < size
-    ]
-    dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
-    if dynamic < estimate.dynamic_bytes:
-        sizes = format_bytes(dynamic), format_bytes(estimate.dynamic_bytes)
-        absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
-    yield (
-        f"Static and dynamic have their highest moments at different times: together they would be "
-        f"{format_bytes(sum_bytes)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
-        f"{' and '.join(absent)}."
     )
 
 

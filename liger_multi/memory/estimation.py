@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from liger_multi.errors import need, shown
-from liger_multi.memory.breakdown import Profile, estimate_page, summarize
+from liger_multi.memory.breakdown import Profile, percent, summarize
+from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.offload import compress_activations, offload_activations
 from liger_multi.memory.recorder import (
+    CATEGORIES,
     GRADIENTS,
     LOGITS,
     OTHER,
@@ -36,6 +38,7 @@ from liger_multi.memory.setup import (
 from liger_multi.memory.simulation import Simulation, on_meta
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops.dequantize import FORMATS
+from liger_multi.page import Page, Paged
 from liger_multi.patcher import patcher
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ EXCHANGED = 4  # tensors of the hidden size that an all-to-all of a mixer moves,
 
 
 @dataclass
-class Estimate:
+class Estimate(Paged):
     """What one device will hold.
 
     Attributes:
@@ -107,11 +110,62 @@ class Estimate:
             "profile": self.profile.as_data(),
         }
 
-    def __str__(self) -> str:
-        return estimate_page(self).plain()
+    def page(self) -> Page:
+        """A prediction: static, dynamic, peak."""
+        page = Page()
+        trained = f"{self.trained / 1e6:,.1f} M trained of {self.total / 1e6:,.1f} M parameters"
+        rows = [("model", trained)]
+        rows += [(f"static: {name}", format_bytes(size)) for name, size in self.parts.items()]
+        rows.append(("static", format_bytes(self.static_bytes)))
+        if self.host_bytes:
+            rows.append(("on the host instead", format_bytes(self.host_bytes)))
+        rows.append(("dynamic, at its own peak", format_bytes(self.dynamic_bytes)))
+        for name in CATEGORIES[3:]:
+            if self.profile.largest.get(name):
+                rows.append((f"  {name}, largest", format_bytes(self.profile.largest[name])))
+        if self.gathered_bytes:
+            rows.append(("shards of others, for a while", format_bytes(self.gathered_bytes)))
+        if self.workspace_bytes:
+            rows.append(("workspace of products", format_bytes(self.workspace_bytes)))
+        rows.append(("peak of a device", format_bytes(self.peak_bytes)))
+        page.add(f"Estimate for {self.title}", rows)
+        at_peak = {
+            **self.profile.at_peak,
+            "shards of others": self.gathered_bytes,
+            "workspace of products": self.workspace_bytes,
+            "sum, the peak": self.peak_bytes,
+        }
+        peak = [
+            (name, format_bytes(size), percent(size, self.peak_bytes))
+            for name, size in at_peak.items()
+            if size
+        ]
+        page.add(f"At the peak ({self.profile.peak_phase})", peak, ("category", "bytes", "share"))
+        page.add("Notes", [(f"{i}.", note) for i, note in enumerate(self._why_below(), 1)])
+        return page
 
-    def __rich__(self) -> Any:
-        return estimate_page(self).rich()
+    def _why_below(self) -> Iterator[str]:
+        """Why the peak is less than static and dynamic together, if it is."""
+        sum_bytes = (
+            self.static_bytes + self.dynamic_bytes + self.gathered_bytes + self.workspace_bytes
+        )
+        if sum_bytes <= self.peak_bytes:
+            return
+        at_peak = self.profile.at_peak
+        absent = [
+            f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
+            for name, size in self.parts.items()
+            if at_peak.get(name, 0) < size
+        ]
+        dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
+        if dynamic < self.dynamic_bytes:
+            sizes = format_bytes(dynamic), format_bytes(self.dynamic_bytes)
+            absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
+        yield (
+            "Static and dynamic have their highest moments at different times: together they would "
+            f"be {format_bytes(sum_bytes)}, the peak is {format_bytes(self.peak_bytes)}. At the "
+            f"peak, {' and '.join(absent)}."
+        )
 
 
 def estimate(

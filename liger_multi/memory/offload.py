@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_multi._torch_private import detached
-from liger_multi.errors import unknown
+from liger_multi.errors import check_name
 from liger_multi.memory.recompute import decoder_layers, store
 
 # --- activations in a byte: codes with a scale per row ---
@@ -548,8 +548,8 @@ def offload_activations(
     for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value!r}")
-    if compress is not None and compress not in FORMATS:
-        raise ValueError(unknown("format of activations", compress, FORMATS))
+    if compress is not None:
+        check_name(ValueError, "format of activations", compress, FORMATS)
     return Offload(model, min_bytes, in_flight_bytes, compress=compress, timed=timed)
 
 
@@ -575,6 +575,5 @@ def compress_activations(
     """
     if min_bytes < 0:
         raise ValueError(f"min_bytes must not be negative, got {min_bytes!r}")
-    if format not in FORMATS:
-        raise ValueError(unknown("format of activations", format, FORMATS))
+    check_name(ValueError, "format of activations", format, FORMATS)
     return Offload(model, min_bytes, 0, compress=format, stays=True)

@@ -202,39 +202,42 @@ def _gemms(module: nn.Module) -> set[str]:
 
 def _find_calls(path: str, module: nn.Module, options: Options | None) -> Iterator[Change]:
     """A module that is no linear layer, where it multiplies with weights of its own."""
-    ours, gemms = isinstance(module, CallsLinear), _gemms(module)
-    if not gemms or (isinstance(module, Patched) and not ours):
+    gemms = _gemms(module)
+    if not gemms or (isinstance(module, Patched) and not isinstance(module, CallsLinear)):
         return
     others = ", ".join(sorted(gemms - {"linear"}))
     itself = f"it multiplies with its weights itself ({others})" if others else None
     reason = conflict_of(module) or itself
-    if ours and (reason or options is None):
+    yield from _changes_of(path, module, options, reason, CallsLinear, "linear in its forward")
+
+
+def _changes_of(
+    path: str,
+    module: nn.Module,
+    options: Options | None,
+    reason: str | None,
+    patched_class: type[Patched],
+    runs: str,
+) -> Iterator[Change]:
+    if isinstance(module, patched_class) and (reason or options is None):
         yield Restore(path, module)
     if options is not None and reason:
         yield Skipped(path, "linear", reason)
     elif options is not None:
-        swap = Swap("linear", stock_class(module), CallsLinear, options)
-        yield Replace(path, module, swap, "linear in its forward", options.shown())
+        swap = Swap("linear", stock_class(module), patched_class, options)
+        yield Replace(path, module, swap, runs, options.shown())
 
 
 def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
     """Linear layers that nothing else serves, the last of all."""
     options = request.get("linear")
     for path, module in model.named_modules():
-        ours = isinstance(module, LinearByRows)
         swap = swapped(module)
         if options is not None and swap is not None and swap.op in MIXER_OPS:
             yield Skipped(path, "linear", DECODED, strict=False)
         if not looks_like_linear(module):
             yield from _find_calls(path, module, options)
             continue
-        if isinstance(module, Patched) and not ours:
-            continue
-        reason = options and (conflict_of(module) or linear_refusal(module))
-        if ours and (reason or options is None):
-            yield Restore(path, module)
-        if reason:
-            yield Skipped(path, "linear", reason)
-        elif options is not None:
-            swap = Swap("linear", stock_class(module), LinearByRows, options)
-            yield Replace(path, module, swap, "linear", options.shown())
+        if not isinstance(module, Patched) or isinstance(module, LinearByRows):
+            reason = None if options is None else conflict_of(module) or linear_refusal(module)
+            yield from _changes_of(path, module, options, reason, LinearByRows, "linear")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, cast
@@ -100,9 +100,10 @@ class MlpSettings:
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
-        if self.spec.activation and _bare(module, self.names) and self.options.whole:
+        whole = bool(self.spec.activation) and self.options.whole
+        if whole and _bare(module, self.names, is_plain_linear):
             return f"gated_mlp[{self.spec.activation}]"
-        if self.spec.activation and self.options.whole and _in_float8(module, self.names):
+        if whole and _bare(module, self.names, bare_float8):
             return f"gated_mlp_float8[{self.spec.activation}]"
         if self.spec.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.spec.activation}]"
@@ -180,7 +181,7 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     layers = [module._modules[name] for name in names.all]
     parts = [bare_parts(layer) for layer in layers]
     if None in parts:
-        if settings.options.whole and _in_float8(module, names):
+        if settings.options.whole and _bare(module, names, bare_float8):
             return _float8(x, layers, settings.spec.activation)
         thin = _adapted(module, names) if settings.lora else None
         if thin is None:
@@ -275,18 +276,11 @@ def _for(down: Any, x: Tensor) -> Tensor:
     return x if autocast_dtype(x.device.type) is not None else x.to(dtype)
 
 
-def _bare(module: nn.Module, names: MlpNames) -> bool:
-    """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
+def _bare(module: nn.Module, names: MlpNames, is_bare: Callable[[Any], bool]) -> bool:
+    """Whether gate, up and down do nothing but multiply, in high precision or in FP8."""
     if names.up is None or globally_hooked():
         return False
-    return all(is_plain_linear(module._modules[name]) for name in names.all)
-
-
-def _in_float8(module: nn.Module, names: MlpNames) -> bool:
-    """Whether gate, up and down do nothing but multiply in FP8."""
-    if names.up is None or globally_hooked():
-        return False
-    return all(bare_float8(module._modules[name]) for name in names.all)
+    return all(is_bare(module._modules[name]) for name in names.all)
 
 
 def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:

@@ -25,7 +25,7 @@ from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, operators, unavailable
 from liger_multi.dispatch.torch_ops import Primitive
-from liger_multi.errors import BackendUnavailableError, unknown
+from liger_multi.errors import BackendUnavailableError, check_name
 from liger_multi.testing import samples
 from liger_multi.testing.samples import Sample, declared
 from liger_multi.testing.tolerance import excess
@@ -508,10 +508,8 @@ def check_operator(
         RuntimeError: The backend cannot run on this machine.
         AssertionError: A result, gradient or input is wrong; the message names the sample.
     """
-    if op not in operators():
-        raise ValueError(unknown("operator", op, operators(), "liger-multi explain"))
-    if backend not in backends():
-        raise ValueError(unknown("backend", backend, backends()))
+    check_name(ValueError, "operator", op, operators(), "liger-multi explain")
+    check_name(ValueError, "backend", backend, backends())
     if not implemented(backend, op):
         raise ValueError(f"{backend} does not implement {op}")
     reason = None if device is not None else refusal(backend)

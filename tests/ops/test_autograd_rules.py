@@ -236,7 +236,6 @@ def test_no_function_of_autograd_is_left_out():
                 if "@first_derivatives_only(" not in text:
                     left.add(f"{path.relative_to(package).as_posix()}:{node.name}")
     inert = {  # nothing is computed in them, or nobody trains with them
-        "bench/peers.py:_PairProducts",
         "bench/peers.py:_QuackLayerNorm",
         "bench/peers.py:_Products",
         "bench/measure.py:Identity",

@@ -15,7 +15,7 @@ from torch import nn
 
 from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional, model_forward
-from liger_multi.errors import PatchError, loading, unknown
+from liger_multi.errors import PatchError, check_name, loading
 from liger_multi.patching import PatchReport, registered
 from liger_multi.patching.apply import is_type_patched, register_type
 from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
@@ -89,8 +89,7 @@ def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
     choices = {**dict(ruled), **choices}
     known = (*BUILT_IN, *registered.probes())
     for name in choices:
-        if name not in known:
-            raise PatchError(unknown("kernel option", name, known))
+        check_name(PatchError, "kernel option", name, known)
     return {name: value for name, value in choices.items() if value is not _ON.get(name, True)}
 
 

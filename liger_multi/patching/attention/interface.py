@@ -497,19 +497,15 @@ def _compressed(
     shifts: tuple[int, ...],
 ) -> KeyMask:
     """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
-    parts = [one_range(part) for part in dense()]
-    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if torch.compiler.is_compiling():
-        assert_async(
-            exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
-        )
-        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
-    if bool(exact.all()):
-        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
-    parts = [_two_ranges(part) for part in dense()]
-    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if bool(exact.all()):
-        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
+    for ranges_of in (one_range, _two_ranges):
+        parts = [ranges_of(part) for part in dense()]
+        ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+        if torch.compiler.is_compiling():
+            assert_async(
+                exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
+            )
+        if torch.compiler.is_compiling() or bool(exact.all()):
+            return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
     return KeyMask(shape, dense=torch.cat(list(dense()), 2))
 
 

@@ -34,6 +34,7 @@ from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.resolve import mode_in_force
 from liger_multi.parameters import Evaluated, Job
+from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.report import warn_once
 from liger_multi.patching.swap import Patched, buried
@@ -615,16 +616,6 @@ def refuse_late_hook(func: Any, args: Sequence[Any]) -> None:
         "= liger_multi.patching.real_logits(outputs.logits) before the loss is computed from "
         "these, or patch with fused_linear_cross_entropy=False"
     )
-
-
-_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
-
-
-def is_infrastructure(hook: Any, libraries: tuple[str, ...] = _INFRASTRUCTURE) -> bool:
-    """Whether a hook belongs to a library that gathers and shards parameters, not to the user."""
-    while hasattr(hook, "func"):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(libraries)
 
 
 def warn_above_budget(deferred: DeferredLogits) -> None:

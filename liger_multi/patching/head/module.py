@@ -28,6 +28,7 @@ from liger_multi.patching.evidence.signature import (
     PLAIN,
     calls_replaced,
     global_hooks,
+    is_infrastructure,
     is_plain_linear,
 )
 from liger_multi.patching.head.deferred import (
@@ -35,7 +36,6 @@ from liger_multi.patching.head.deferred import (
     Guard,
     TracedGuard,
     count_optimizer_steps,
-    is_infrastructure,
 )
 from liger_multi.patching.head.loss import follow_weight, loss_logits
 from liger_multi.patching.head.protocol import lazy_logits

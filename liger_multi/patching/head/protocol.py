@@ -28,6 +28,7 @@ from liger_multi._torch_private import (
     tree_map,
 )
 from liger_multi.parameters import Job
+from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,
     HOOKS,
@@ -38,7 +39,6 @@ from liger_multi.patching.head.deferred import (
     asking,
     called,
     finished,
-    is_infrastructure,
     refuse_late_hook,
 )
 from liger_multi.patching.head.loss import (

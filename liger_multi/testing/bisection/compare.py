@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.dispatch.bitwise import MODES, promised
+from liger_multi.documents import plain
 from liger_multi.errors import ConfigurationError, shown
-from liger_multi.page import Page
+from liger_multi.page import Page, Paged
 from liger_multi.pictures import ALARM, INK, LIGER, OURS, SOFT, STOCK, figure
 from liger_multi.testing.bisection import recorder as recording
 from liger_multi.testing.bisection.recorder import (
@@ -127,7 +128,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Bisection:
+class Bisection(Paged):
     """Two runs side by side.
 
     Attributes:
@@ -148,9 +149,6 @@ class Bisection:
     def equal(self) -> bool:
         """Whether no record differs."""
         return self.first is None
-
-    def __str__(self) -> str:
-        return self.page().plain()
 
     def page(self) -> Page:
         """The first difference, the rows around it, and counts."""
@@ -198,7 +196,7 @@ class Bisection:
             "rows": [asdict(row) for row in self.rows],
             "notes": list(self.notes),
         }
-        return _finite(data)  # type: ignore[no-any-return]
+        return plain(data)  # type: ignore[no-any-return]
 
     def to_json(self) -> str:
         """:meth:`as_data` as text."""
@@ -252,16 +250,6 @@ def _cells(row: Row, first: bool) -> list[str]:
         f"{row.difference:.1e}" if row.difference else "",
         f"{state} <- first" if first else state,
     ]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
 
 
 # --- the picture ---
