@@ -33,6 +33,7 @@ class Tensor:
         ignore_index: The id of an ignored target.
         positive: Draw values in [0.5, 1.5) (class weights).
         negative: The negated magnitudes of the values (logarithms of decays).
+        wide: Follow the test's dtype, but no narrower than fp32.
         whole: Integers (sums without rounding, whose order every dtype agrees on).
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
         (last two
@@ -51,6 +52,7 @@ class Tensor:
     positive: bool = False
     negative: bool = False
     whole: bool = False
+    wide: bool = False
     layout: str = "contiguous"
 
     def make(
@@ -67,11 +69,17 @@ class Tensor:
         if self.positive:
             values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
         values = self.formed(values)
-        return _LAYOUTS[self.layout](values.to(device, self.dtype or dtype), self.shape)
+        return _LAYOUTS[self.layout](values.to(device, self.dtype_of(dtype)), self.shape)
+
+    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the values, where the test's is ``dtype``."""
+        if self.wide and dtype.itemsize < torch.float32.itemsize:
+            return torch.float32
+        return self.dtype or dtype
 
     def empty(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """The tensor without values, for devices that have none."""
-        dtype = self.dtype or (torch.int64 if self.classes else dtype)
+        dtype = self.dtype_of(torch.int64 if self.classes else dtype)
         shape = (1, *self.shape[1:]) if self.layout == "expanded" else self.shape
         return _LAYOUTS[self.layout](torch.empty(shape, dtype=dtype, device=device), self.shape)
 
