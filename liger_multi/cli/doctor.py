@@ -30,7 +30,7 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 
 @dataclass(frozen=True)
 class Sign:
-    """What shows that a machine has an accelerator: device nodes, perhaps a tool on the path."""
+    """Evidence of an accelerator: device nodes, perhaps a tool on the path."""
 
     hardware: str
     nodes: str
@@ -207,7 +207,7 @@ def configuration() -> list[dict[str, Any]]:
 
 
 def unproved(facts: dict[str, Any]) -> list[str]:
-    """Accelerators whose launch numbers nobody proved with this Triton."""
+    """Accelerators whose launch tables were not checked with this Triton."""
     from liger_multi.dispatch.launch import device_info, proved_with
 
     sentences, triton = [], facts["versions"].get("triton", "")

@@ -20,7 +20,7 @@ from liger_multi.errors import DoubleBackwardError
 
 
 class _Raises(torch.autograd.Function):
-    """Tensors as they are, followed by those that they depend on."""
+    """Returns its first tensors unchanged; the others are what these depend on."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ def first_derivatives_only(name: str) -> Callable[[Callable[..., Any]], Callable
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *grads: Any) -> Any:
-            tensors = ctx.saved_tensors  # read once: checkpointing lets nobody read them again
+            tensors = ctx.saved_tensors  # read once: under checkpointing they cannot be read again
             if not torch.is_grad_enabled():
                 return backward(ctx, tensors, *grads)
             with torch.no_grad():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def replicated(op: Op) -> tuple[str, ...]:
-    """The tensors without rows, which every rank needs whole."""
+    """Names of the tensors without rows, which must be replicated."""
     tensors = (op.fwd.params[i] for i in op.fwd.tensor_indices)
     return tuple(name for name in tensors if name not in op.bitwise.batched)
 

@@ -88,7 +88,7 @@ class DyT(nn.Module):
         return ops.dyt(input, self.alpha, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Width and what else was chosen."""
+        """The width and the options that differ from the defaults."""
         others = [part for part in (changed(self),) if part]
         return ", ".join([f"{self.hidden_size}", *others])
 
@@ -224,7 +224,7 @@ class Embedding(nn.Embedding):
     ) -> None:
         name = type(self).__name__
         args = {n: v for n, v in others.items() if v is not None and v is not False}
-        args.pop("norm_type", None)  # without max_norm it says nothing
+        args.pop("norm_type", None)  # norm_type has no meaning without max_norm
         if args:
             raise ValueError(f"{name} does not support {', '.join(args)}; use torch.nn.Embedding")
         rows = size(name, "num_embeddings", num_embeddings)
@@ -240,11 +240,11 @@ class Embedding(nn.Embedding):
         self.validate = checks.boolean(name, "validate", validate)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows of some ids."""
+        """Look up the rows of ids."""
         return ops.embedding(
             input, self.weight, self.padding_idx, scale=self.scale, validate=self.validate
         )
 
     def extra_repr(self) -> str:
-        """Sizes, and what was chosen."""
+        """Sizes, and the options that differ from the defaults."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {changed(self)}".rstrip(", ")

@@ -60,7 +60,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the norm one without effect of the weight."""
+        """Set the weight so that it has no effect."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Root-mean-square norm in fp32 whose weight is what is added to one.
+    """Root-mean-square norm in fp32 that multiplies by ``1 + weight``.
 
     Like:
         transformers ``GemmaRMSNorm``, ``Gemma2RMSNorm``, ``Gemma3RMSNorm``.
@@ -244,7 +244,7 @@ class GroupNorm(nn.GroupNorm):
             self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
-        """Make the norm one without effect of its parameters."""
+        """Set the parameters so that they have no effect."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:

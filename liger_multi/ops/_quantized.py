@@ -1,7 +1,7 @@
 """A frozen weight in 4 bits: a view on the storage of the library that loaded it.
 
-To everybody else it is a weight of 16 bits. Operators dequantize it for as long as a GEMM of theirs
-runs; autograd keeps the codes. An operation of PyTorch that knows nothing of codes gets numbers.
+To all other code it is a weight of 16 bits. Operators dequantize it for as long as a GEMM of theirs
+runs; autograd keeps the codes. Any other PyTorch operation sees the dequantized weight.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class QuantizedWeight(StoredWeight):
     def sealed(self) -> QuantizedWeight:
         """The same for one backward pass, which raises once a tensor has been written to."""
         weight = self.changed()
-        if not any(t.is_inference() for t in self.tensors):  # whose writes nobody counts
+        if not any(t.is_inference() for t in self.tensors):  # no version counters
             weight._versions = tuple(t._version for t in self.tensors)
         return weight
 
@@ -236,7 +236,7 @@ class QuantizedWeight(StoredWeight):
         """What every rank gives to FSDP2: bytes of codes and scales, as many as all others."""
         missing = -(-self.whole // mesh.size()) - self.codes.shape[0]
         parts = [self.codes, self.scales.view(torch.uint8)]
-        if missing:  # the numbers of these are never read
+        if missing:  # the values of these padding members are never read
             parts = [torch.cat([p, p.new_zeros(missing, *p.shape[1:])]) for p in parts]
         # a single rank copies only the first of several tensors
         joined = torch.cat([p.flatten(1) for p in parts], 1)
@@ -259,7 +259,7 @@ class QuantizedWeight(StoredWeight):
         return f"QuantizedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """For compilers: the tensors inside, and the rest."""
+        """The inner tensors and the other attributes, for compilers."""
         rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
         rest |= {"divides": self.divides, "turned": self.turned, "float8": self.float8}
         rest["whole"] = self.whole
@@ -272,7 +272,7 @@ class QuantizedWeight(StoredWeight):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], rest: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedWeight:
-        """The opposite."""
+        """Rebuild the weight from :meth:`__tensor_flatten__`."""
         options = {**rest, **{n: inner[f"_{n}"] for n in rest["more"]}}
         del options["more"]
         return cls(inner["codes"], inner["scales"], **options)
@@ -421,7 +421,7 @@ def _zeros(weight: QuantizedWeight, size: Any, **options: Any) -> QuantizedWeigh
 
 
 def _view(weight: QuantizedWeight, size: Any) -> Any:
-    """Flat, for FSDP2, or as it was; else numbers."""
+    """A flat view for FSDP2, or the shape it had; any other view is of the dequantized weight."""
     if list(size) == list(weight.shape):
         return _detach(weight)
     if list(size) in ([-1], [weight.numel()]) and _by_members(weight):
@@ -437,7 +437,7 @@ def _strided(
 
 
 def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> Any:
-    """Codes of another one; or numbers that are its own, as DDP sends them to every rank."""
+    """Copy the codes of another weight, or the numbers it already has (DDP's broadcast)."""
     if isinstance(source, QuantizedWeight):
         weight.codes.copy_(source.codes)
         weight.scales.view(torch.uint8).copy_(source.scales.view(torch.uint8))
