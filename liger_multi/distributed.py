@@ -158,8 +158,8 @@ def _base(model: nn.Module) -> nn.Module:
         )
     base = inner[0]
     rope = getattr(base.config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    unable = {k.get("rope_type") for k in kinds} & set(LENGTH_DEPENDENT)
+    rope_sections = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    unable = {k.get("rope_type") for k in rope_sections} & set(LENGTH_DEPENDENT)
     if unable:
         raise PatchError(
             f"shard_sequence: rotary embeddings of type {unable.pop()!r} depend on the length "
@@ -362,8 +362,8 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
         # positions of a share must not look to transformers like those of a packed row
         new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
     if isinstance(base, PackedModel) or "seq_idx" in new:
-        told = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
-        new = {**new, "seq_idx": told} if told is not None else new
+        segment_ids = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
+        new = {**new, "seq_idx": segment_ids} if segment_ids is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
     sharded.ends.append(shards.enter(row))

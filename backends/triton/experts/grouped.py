@@ -95,8 +95,8 @@ def fitted(
         elif large and info.shared_bytes < 200_000:
             most, share = 2, 16
     stage = (m + factors * n) * k * element_bytes
-    room = info.shared_bytes // (2 if large else 1)
-    stages = max(1, min(most, room // stage))
+    budget = info.shared_bytes // (2 if large else 1)
+    stages = max(1, min(most, budget // stage))
     threads = max(info.warp_size, min(256, m * n * factors // share))
     return ProductConfig(m, n, k, stages, warps(threads, info.warp_size))
 
