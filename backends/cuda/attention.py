@@ -103,7 +103,7 @@ def _recurs(q: Tensor, k: Tensor) -> bool:
 
 
 def _forward_block(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Forward of one block of a tree; cuDNN only for sizes that recur from batch to batch."""
+    """Forward of one block of a tree; Triton's kernels for sizes that may not recur."""
     return (forward if _recurs(q, k) else kernels.forward)(q, k, *rest)
 
 

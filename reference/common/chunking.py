@@ -86,7 +86,7 @@ def chunk_rows(
 
 
 def whole_steps(rows: int) -> int:
-    """The number of rows, rounded down to whole tiles of a GEMM."""
+    """The number of rows, rounded down to whole tiles of a GEMM unless it is small."""
     return rows if rows < MIN_ROWS else rows // STEP_ROWS * STEP_ROWS
 
 

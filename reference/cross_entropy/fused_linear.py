@@ -98,12 +98,12 @@ class Places:
 def has_static_nonzero(device_type: str) -> bool:
     """Whether a device has a kernel that gives places without saying how many they are."""
     if device_type in ("cpu", "meta"):
-        return False  # this does not wait
+        return False  # a wait costs nothing there
     if dispatch_key is None or has_kernel is None:
         return False
     try:
         key = dispatch_key(device_type)
-    except RuntimeError:  # an out-of-tree backend with a device name of its own
+    except RuntimeError:  # a PrivateUse1 backend with a name of its own
         key = "PrivateUse1"
     # not by a trial: a fall back to the CPU would pass it, and wait
     return has_kernel("aten::nonzero_static", key)

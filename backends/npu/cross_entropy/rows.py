@@ -342,7 +342,7 @@ def _finished(
     """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
     valid = target != spec.ignore_index
     inside = (target >= 0) & (target < cols)
-    log_prob = torch.where(inside, log_prob, float("nan"))  # -1 names no class
+    log_prob = torch.where(inside, log_prob, float("nan"))  # NaN for no class
     ce = -log_prob
     if weight is not None:
         ce = ce * weight.float()[torch.where(inside, target, 0)]

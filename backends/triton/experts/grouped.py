@@ -396,14 +396,14 @@ def weight_gradient(
     left: RowOperand,
     right: RowOperand,
     groups: Groups,
-    turned: bool,
+    transposed: bool,
     dtype: Optional[torch.dtype] = None,
 ) -> Tensor:
-    """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``.
+    """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``transposed``.
 
     The result has the dtype of the left rows, if no other one is given.
     """
-    if turned:
+    if transposed:
         left, right = right, left
     p, q = left.source, right.source
     m, n = p.shape[1], q.shape[1]

@@ -321,7 +321,7 @@ def _first_pass(
     dy: Tensor | None = None,
     before: Tensor | None = None,
 ) -> None:
-    """Run the first pass over all spans; their ends are not needed after the last one."""
+    """Run the first pass over all spans; for ends without the last one, which nothing follows."""
     active = parts.spans - (out.ends is not None)
     batch, length, cols = c.u.shape
     args = (

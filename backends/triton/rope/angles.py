@@ -185,7 +185,7 @@ def _rope_angles_kernel(
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
     row, cos_ptr = token * angle_token_stride, cos_ptr + angle
-    if ANGLES != "positions":  # other layouts have frequencies there, the same for all tokens
+    if ANGLES != "positions":  # positions: frequencies, the same for all
         sin_ptr += angle
     if GRIDS > 1:  # whole tensors apart
         pair = tl.arange(0, HALF)[None, None, :]
