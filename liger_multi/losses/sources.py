@@ -5,7 +5,7 @@ Every loss takes its policy, reference, student or teacher in one of these forms
 * :class:`Head`: hidden states and the head behind them, never rows x vocabulary in memory;
 * :class:`Logits`, or a tensor with one axis more than the targets: given logits;
 * :class:`~liger_multi.ops.LogProbOutput`, or a tensor of the targets' shape: log-probabilities that
-  somebody has computed already.
+  exist already.
 
 The weight of a head is reached through the head's own call: hooks of FSDP and ZeRO-3 gather a
 sharded weight when the module that owns it is called, and free it again after the call and after
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from liger_multi import checks, ops
 from liger_multi._torch_private import WithoutAutocast
+from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import parse_bytes
-from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_types, counted, field_types
 from liger_multi.ops import LogProbOutput
@@ -507,8 +507,7 @@ def tokens(
             output = kept_tokens((hidden, weight, bias), args, target, keep)
         return named(op(*args), target, args[-1]) if output is None else output
 
-    result: LogProbOutput = typed_source.run(run)
-    return result
+    return typed_source.run(run)  # type: ignore[no-any-return]
 
 
 def detached(log_prob_output: LogProbOutput) -> LogProbOutput:

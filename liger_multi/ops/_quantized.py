@@ -100,7 +100,7 @@ class QuantizedWeight(StoredWeight):
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        """The numbers, in memory of their own."""
+        """The dequantized weight, as a new tensor."""
         self._check_versions()
         flat = self.codes.ndim < self.scales.ndim
         y = dequantize(

@@ -117,7 +117,7 @@ def supports(k: Tensor, v: Tensor) -> str | None:
             f"takes {dtype} keys of up to {widest} elements on {info.arch} (registers), got {size}"
         )
     if tile_rows(128, max(v.shape[2] * v.shape[3], k.shape[2] * size)) == 1:
-        return "takes tokens of less than 8 MiB"  # what the results are stored by
+        return "takes tokens of less than 8 MiB"  # the stride of tokens in the results
     return None
 
 

@@ -123,7 +123,7 @@ def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
             dtype = str(x.dtype).removeprefix("torch.")
             return f"takes {dtype} states of up to {widest} on {info.arch} (registers), got {size}"
     if tile_rows(128, max(x.shape[2] * value, B.shape[2] * size)) == 1:
-        return "takes tokens of less than 8 MiB"  # what the results are stored by
+        return "takes tokens of less than 8 MiB"  # the stride of tokens in the results
     return None
 
 
