@@ -56,13 +56,13 @@ def in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 Checked = TypeVar("Checked")
 _VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
 _MOST = 1024  # bounded, for programs that draw options anew at every call
 
 
-def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
+def remembered(check: Callable[Parameters, Checked]) -> Callable[Parameters, Checked]:
     """Cache the results of a check of values, not of tensors.
 
     Types are part of the key, because Python takes 1 for True and for 1.0. Refusals are not cached,
@@ -71,7 +71,7 @@ def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
     known: dict[Any, Any] = {}
 
     @functools.wraps(check)
-    def run(*args: Given.args, **named: Given.kwargs) -> Checked:
+    def run(*args: Parameters.args, **named: Parameters.kwargs) -> Checked:
         types = tuple(map(type, args))
         if named or torch.compiler.is_compiling() or not _VALUES.issuperset(types):
             return check(*args, **named)

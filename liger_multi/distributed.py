@@ -157,8 +157,8 @@ def _base(model: nn.Module) -> nn.Module:
         )
     base = inner[0]
     rope = getattr(base.config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    unable = {k.get("rope_type") for k in kinds} & set(LENGTH_DEPENDENT)
+    rope_sections = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    unable = {k.get("rope_type") for k in rope_sections} & set(LENGTH_DEPENDENT)
     if unable:
         raise PatchError(
             f"shard_sequence: rotary embeddings of type {unable.pop()!r} depend on the length "

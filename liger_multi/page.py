@@ -41,7 +41,7 @@ class Page:
             sys.stdout.write(self.plain())
             return
         console = Console(highlight=False)
-        # A pipe has no width: cells would be folded at 80 columns for nobody.
+        # A pipe has no width, so cells must not be folded at 80 columns.
         if not console.is_terminal:
             sys.stdout.write(self.plain())
             return

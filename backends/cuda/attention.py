@@ -55,7 +55,7 @@ ORDERED: dict[tuple[int, int], tuple[str, ...]] = {
     key: () if key == (9, 128) else tuple(name for name in names if name != "cudnn")
     for key, names in ROUTES.items()
 }
-_forced: list[str] = []  # by benchmarks of one route
+_forced: list[str] = []  # set by benchmarks that compare the routes
 
 
 def route(
@@ -103,7 +103,7 @@ def _recurs(q: Tensor, k: Tensor) -> bool:
 
 
 def _forward_block(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Of a block of a tree, whose sizes may be new in every batch."""
+    """Forward of one block of a tree; Triton's kernels for sizes that may not recur."""
     return (forward if _recurs(q, k) else kernels.forward)(q, k, *rest)
 
 
@@ -112,7 +112,7 @@ def _backward_block(dy: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
 
 
 def _with_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A sink takes ``sigmoid(sink - lse)`` of a row's probability."""
+    """Rescale y and lse for the sinks, each of which takes ``sigmoid(sink - lse)`` of its row."""
     if sinks is None:
         return y, lse
     sink = sinks.float()[None, :, None]
@@ -121,12 +121,12 @@ def _with_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """The contract's order in memory, (B, L, H, D)."""
+    """A copy whose memory has the contract's order, (B, L, H, D)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Heads of adjacent elements, rows that do not overlap."""
+    """``x`` with adjacent channels and rows that do not overlap; copied only where needed."""
     return x if x.stride(3) == 1 and 0 not in x.stride()[:3] else x.contiguous()
 
 
@@ -177,9 +177,19 @@ def backward(
     """Backward of FlashAttention or cuDNN, from the lse that includes the sinks; or Triton's."""
     parts = None if len(q) != 1 else blocks_of(ranges)
     if parts is not None:
-        needs = (needs_q, needs_k, needs_v, needs_sinks)
-        options = (scale, softcap)
-        return blocks.backward(_backward_block, dy, q, k, v, sinks, parts, y, lse, options, needs)
+        return blocks.backward(
+            _backward_block,
+            dy,
+            q,
+            k,
+            v,
+            sinks,
+            blocks=parts,
+            y=y,
+            lse=lse,
+            options=(scale, softcap),
+            needs=(needs_q, needs_k, needs_v, needs_sinks),
+        )
     by = route(q, k, v, ranges, causal, softcap, backward=True)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
@@ -217,7 +227,7 @@ def backward(
 def _cudnn(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Any:
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of no dropout: never read
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # unread: there is no dropout
     none: Any = None
     return cudnn_attention_backward(
         dy,

@@ -20,7 +20,7 @@ def _probe() -> str | None:
 def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on a CPU only under its interpreter (TRITON_INTERPRET=1)"
-    # bytes hold codes of 4 bits
+    # uint8 holds two 4-bit codes per byte
     if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.uint8):
         name = str(dtype).removeprefix("torch.")
         return f"has kernels for float32, float16 and bfloat16, not {name}"
@@ -40,7 +40,7 @@ def _describe() -> dict[str, str]:
 
 
 def _gemm_by_rows() -> Callable[..., None]:
-    """Imported when it is asked for: it needs Triton."""
+    """The GEMM with independent rows; imported here because it needs Triton."""
     gemm: Callable[..., None] = importlib.import_module(f"{__name__}.common.gemm").gemm_by_rows
     return gemm
 

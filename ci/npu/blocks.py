@@ -239,7 +239,7 @@ def launches_of(
 
 
 # By what was seen of the compiler: the mixture of two distributions takes the most, and tanh.
-ROOM = {"KIND": (1, 2, 3, 0), "ACTIVATION": (0, 2, 1), "CAPPED": (0, 1), "HALF": (1, 0)}
+ROOM = {"FORMULA": (1, 2, 3, 0), "ACTIVATION": (0, 2, 1), "CAPPED": (0, 1), "HALF": (1, 0)}
 
 
 def appetite(launch: Launch) -> tuple[int, int]:

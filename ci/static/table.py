@@ -367,7 +367,7 @@ def _several_pairs(case: StaticCase) -> bool:
 # bits a thread: which of the launches, and why. Nothing may store so.
 ADDRESSED = {
     "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
-    "_rope_kinds_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
+    "_rope_angles_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
     "_moe_up_": (
         _has_argument("order_ptr"),
         "tokens of a tile stand where the order of pairs says",

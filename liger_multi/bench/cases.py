@@ -1,6 +1,6 @@
-"""What the benchmark runs: samples scaled to the device, their inputs, and the fp64 truth.
+"""Cases of the benchmark: samples scaled to the device, their inputs, and the fp64 results.
 
-They also give the peak: the least work of every operator, and what the device reaches.
+Also the peak: the minimal work of every operator, and the rates that the device reaches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ceilings:
     matmul_operations_per_second: float
 
     def floor_ms(self, bytes_: float, operations: float) -> float:
-        """No implementation is faster than the slower of both."""
+        """Lower bound of the time: the slower of memory traffic and arithmetic."""
         return 1e3 * max(
             bytes_ / self.copy_bytes_per_second, operations / self.matmul_operations_per_second
         )

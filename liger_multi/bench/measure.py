@@ -27,7 +27,7 @@ WARM_CALLS, WARM_SECONDS = 3, 0.2
 
 
 class Identity(torch.autograd.Function):
-    """Give a leaf a history at no cost: autograd lets no leaf be overwritten in place."""
+    """A free operation on a leaf, because autograd does not let leaves be overwritten in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

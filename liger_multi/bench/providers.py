@@ -79,11 +79,11 @@ def _prepared(loss: Formula, prepare: Formula) -> Formula:
     return call
 
 
-def _given_logs(x: Tensor, form: str) -> Tensor:
+def _log_probs_of(x: Tensor, form: str) -> Tensor:
     return x.log_softmax(-1) if form == "logits" else x
 
 
-def _given_probabilities(x: Tensor, form: str) -> Tensor:
+def _probabilities_of(x: Tensor, form: str) -> Tensor:
     return x.softmax(-1) if form == "logits" else x.exp()
 
 
@@ -215,13 +215,13 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     "kl_div": (
         "liger_kl_div",
         lambda f: _prepared(
-            lambda q, p: f(q, p, reduction="batchmean", log_target=True), _given_logs
+            lambda q, p: f(q, p, reduction="batchmean", log_target=True), _log_probs_of
         ),
     ),
-    "jsd": ("liger_jsd", lambda f: _prepared(lambda q, p: f(q, p), _given_logs)),
+    "jsd": ("liger_jsd", lambda f: _prepared(lambda q, p: f(q, p), _log_probs_of)),
     "tvd": (
         "liger_tvd",
-        lambda f: _prepared(lambda q, p: f(q, p, reduction="batchmean"), _given_probabilities),
+        lambda f: _prepared(lambda q, p: f(q, p, reduction="batchmean"), _probabilities_of),
     ),
     "fused_linear_jsd": (
         "liger_fused_linear_jsd",
@@ -298,7 +298,7 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     if name == "transformers" and (function := missing(case.op)):
         return f"the installed transformers has no {function}"
     if name == "compile":
-        torch.compiler.reset()  # what one case compiled must not make the next one dynamic
+        torch.compiler.reset()  # shapes compiled for one case must not make the next one dynamic
         formula = _accepting(torch.compile(formula, dynamic=False), formula)
     options = _options(name, case, formula)
     if isinstance(options, str):

@@ -89,7 +89,7 @@ class Bench:
 
     def case(self, case: Case) -> None:
         """Check, then measure, every provider of one case."""
-        # garbage is collected for every provider; what stays by now need not be looked through
+        # garbage is collected for every provider; objects that exist now are excluded
         gc.collect()
         gc.freeze()
         available = self._providers(case)
@@ -98,7 +98,7 @@ class Bench:
         try:
             self._run(case, available, rows)
         except Exception as failure:
-            # inputs, truth or interleaved calls did not fit: nobody keeps a half-measured row
+            # inputs, the fp64 result or the calls did not fit: drop half-measured rows
             for row in rows.values():
                 if row["status"] == "ok":
                     _failed(row, failure)

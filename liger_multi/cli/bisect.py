@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from liger_multi.testing import Bisection, bisect
 TINY = "tiny-llama"
 EXAMPLE = "such as rms_norm=reference,split=1"
 _FLAGS = {"true": True, "false": False}
-Made = TypeVar("Made")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What commands check before they work: devices, numbers, places to write to."""
+"""Checks of commands before they start: devices, numbers, output paths."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def name(text: str) -> str:
 def _number(text: str, least: int, most: int) -> int:
     try:
         value = int(text)
-    except ValueError:  # no number, or one of thousands of digits
+    except ValueError:  # not a number, or one with thousands of digits
         value = least - 1
     if not least <= value <= most:
         raise argparse.ArgumentTypeError(
@@ -109,7 +109,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(data: Any) -> None:
-    """What a command found, on standard output."""
+    """Write a command's result to standard output as JSON."""
     sys.stdout.write(json.dumps(data, indent=1, default=str) + "\n")
 
 

@@ -32,7 +32,7 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 
 @dataclass(frozen=True)
 class Sign:
-    """What shows that a machine has an accelerator: device nodes, perhaps a tool on the path."""
+    """Evidence of an accelerator: device nodes, perhaps a tool on the path."""
 
     hardware: str
     nodes: str
@@ -203,7 +203,7 @@ def configuration() -> list[dict[str, Any]]:
 
 
 def unproved(facts: dict[str, Any]) -> list[str]:
-    """Accelerators whose launch numbers nobody proved with this Triton."""
+    """Accelerators whose launch tables were not checked with this Triton."""
     sentences, triton = [], facts["versions"].get("triton", "")
     for entry in facts["devices"]:
         device = torch.device(entry["device"])

@@ -251,9 +251,9 @@ def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Trainin
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """No collections of cycles, which go through all of PyTorch and transformers.
+    """Run without garbage collection, which scans all of PyTorch and transformers.
 
-    They take a fifth of the time, and a simulation leaves little to collect.
+    It takes a fifth of the time, and a simulation leaves little to collect.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -288,7 +288,7 @@ def progress(command: str) -> Iterator[Callable[[str], None]]:
 
 
 def _log(command: str) -> Callable[[str], None]:
-    """Write the first words at once, and of others what is said when it is time for a line."""
+    """Write the first message at once, later ones at most once per interval."""
     begin = time.monotonic()
     due = begin
 

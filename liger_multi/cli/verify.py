@@ -136,7 +136,7 @@ def verify(
     ]
     groups.sort(
         key=lambda group: -len(group[1])
-    )  # the longest first: none is left alone at the end
+    )  # longest first, so that no long case runs alone at the end
     with _progress(sum(len(one) for _, one in groups)) as (begun, heard):
         most = MOST_JOBS if device.type != "cpu" else os.cpu_count() or 1
         seconds = limit or LIMITS.get(device.type, LIMIT)
@@ -171,7 +171,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     known = doctor.versions()
     versions = {k: known[k].split()[0] for k in ("torch", "triton", "python")}
     for record in (*serving(device.type), backends()["triton"]):
-        with contextlib.suppress(Exception):  # a driver that cannot be asked is no finding
+        with contextlib.suppress(Exception):  # a driver that gives no answer is not a finding
             versions |= {k: v for k, v in record.describe().items() if k in ("driver", "ptxas")}
     named = [d for d in doctor.devices(doctor.Probes()) if d["device"].startswith(device.type)]
     entry = named[device.index or 0] if named else {}

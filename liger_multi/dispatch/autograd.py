@@ -1,7 +1,7 @@
 """The ``autograd.Function`` that joins forward and backward of an operator, by argument name.
 
-:mod:`liger_multi.dispatch.codegen` writes its code. Here stands what that leaves to others: where
-the arguments of backward come from, and what is unusual in a backward pass.
+:mod:`liger_multi.dispatch.codegen` writes its code. This module has the rest: where the arguments
+of backward come from, and the unusual cases of a backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _Raises(torch.autograd.Function):
-    """Tensors as they are, followed by those that they depend on."""
+    """Returns its first tensors unchanged; the others are what these depend on."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ def first_derivatives_only(name: str) -> Callable[[Callable[..., Any]], Callable
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *grads: Any) -> Any:
-            tensors = ctx.saved_tensors  # read once: checkpointing lets nobody read them again
+            tensors = ctx.saved_tensors  # read once: under checkpointing they cannot be read again
             if not torch.is_grad_enabled():
                 return backward(ctx, tensors, *grads)
             with torch.no_grad():
@@ -191,7 +191,7 @@ def make_function(op: Op, run_forward: Callable[..., Any], run_backward: Callabl
 def backward_slow_path(
     name: str, gradients: Gradients, ctx: Any, upstream: Tensors, saved: Tensors
 ) -> Tensors:
-    """Gradients that somebody may differentiate, or under another configuration, or compiled."""
+    """Backward for every case: double backward, another configuration in force, compilers."""
     if not torch.is_grad_enabled():
         return _configured(name, gradients, ctx, upstream, saved)
     with torch.no_grad():
@@ -221,12 +221,12 @@ def _configured(
 
 
 def transforming() -> bool:
-    """Whether a transform such as ``grad`` or ``vmap`` runs, or a level of dual tensors is open."""
+    """Whether a functorch transform runs or a level of forward-mode derivatives is open."""
     return transforms_active() or forward_ad_level() >= 0
 
 
 def is_transformed(tensors: Iterable[Any]) -> bool:
-    """Whether a call is one of a transform, or has a tensor with a tangent, which it would lose."""
+    """Whether a call is under a transform, or has a dual tensor, whose tangent it would lose."""
     if transforms_active():
         return True
     return forward_ad_level() >= 0 and any(

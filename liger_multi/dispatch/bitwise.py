@@ -187,7 +187,7 @@ def promised(name: str, prim: Primitive) -> Promise:
 
 
 def goes_row_by_row(name: str, prim: Primitive) -> bool:
-    """Whether a backend's function is called for every row alone under "rows"."""
+    """Whether a backend's function is called row by row under "rows"."""
     spec: Bitwise = prim.op.bitwise
     promised_rows = getattr(spec, prim.direction).since("rows") is not None
     if name != REFERENCE or prim.op.inplace or not promised_rows:
@@ -222,7 +222,7 @@ STEP = 16  # elements; Triton compiles another kernel for strides that are no mu
 
 
 def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
-    """Run a direction on tensors that lie as an allocator places them; the others are copied."""
+    """Run forward or backward on aligned tensors; others are copied first."""
     tensors = {i: args[i] for i in prim.tensor_indices if args[i] is not None}
     has_rows = {i for i in tensors if prim.op.bitwise.axis(prim.params[i]) is not None}
     moved = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t, i in has_rows)}
@@ -239,7 +239,7 @@ def _fresh(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor, has_rows: bool = False) -> bool:
-    """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
+    """Whether every row starts at a multiple of 16 bytes, if adjacent rows of its length would.
 
     Axes of size 1 count as well: a row that was sliced out keeps the stride of its tensor. Kernels
     are compiled for steps that 16 divides, or for others. A tensor that ``has_rows`` must be of the
@@ -260,7 +260,7 @@ def _is_aligned(x: Tensor, has_rows: bool = False) -> bool:
 
 
 def without_cache(prim: Primitive, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments without what only saves work, and belongs to all rows of the call."""
+    """The arguments without cached ones, which only save work and belong to the whole call."""
     cached = prim.op.bitwise.cached
     return tuple(
         a if name not in cached else a[:0] if isinstance(a, Tensor) else False
@@ -308,7 +308,7 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def several(result: Any) -> tuple[Any, ...]:
-    """What a direction returned, as a tuple."""
+    """The outputs of forward or backward as a tuple."""
     return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
 
 

@@ -1,13 +1,13 @@
-"""What runs at every call of an operator, written out as Python.
+"""Generated Python for what runs at every call of an operator.
 
 Which arguments are tensors, which of them backward reads and where its results go is known when an
-operator is declared. The loops over these tables run once, here, and write straight code. A small
-tensor's norm is done by the device before a loop in Python has ended.
+operator is declared. The loops over these tables run once, here, and emit straight-line code: on
+small tensors, such loops would take longer than the kernels.
 
-Every piece of code asks for what is unusual first, and then leaves it to a slow path that knows
-every case (``Op.slow_path``, ``Primitive.slow_path``, ``autograd.backward_slow_path``). Fast and
-slow path have equal results, as ``tests/dispatch/test_dispatch.py`` checks for every operator. The
-call of ``rms_norm`` is::
+Every piece of code first tests for unusual cases and leaves them to a slow path that handles every
+case (``Op.slow_path``, ``Primitive.slow_path``, ``autograd.backward_slow_path``). Fast and slow
+path have equal results, as ``tests/dispatch/test_dispatch.py`` checks for every operator. The call
+of ``rms_norm`` is::
 
     def call(x, weight, eps, offset, casting):
         if (
@@ -71,7 +71,7 @@ COMPILING = f"_compiler.{_torch_private.IS_COMPILING}"
 
 
 def compiled(source: str, name: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """The last function of ``source``, which tracebacks show."""
+    """Compile ``source`` and return its last function; tracebacks show its lines."""
     file, namespace = f"<liger_multi {name}>", {f"_{n}": v for n, v in {**NAMES, **names}.items()}
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     before = set(namespace)
@@ -190,7 +190,7 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
         not_saved: Arguments of the function that names tensors which are not saved after all.
     """
     params, returns = op.fwd.params, op.fwd.returns
-    outs = {name: f"_{name}" for name in returns}  # an output may be called as an argument is
+    outs = {name: f"_{name}" for name in returns}  # an output may have the name of an argument
     tensors = [_saved_values(op, n, n) if n in params else outs[n] for n in saved]
     if not_saved is not None:
         named = zip(saved, tensors, strict=True)
@@ -203,7 +203,7 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
     return f"def forward(ctx, {', '.join(params)}):\n" + block(
         "_config = _current()",
         f"{targets} = _run_forward(_config, {', '.join(params)})",
-        # views made in here could not be written to
+        # views that an autograd.Function returns cannot be written to
         *(f"if {y}._is_view():\n    {y} = {y}.detach()" for y in results),
         f"_increment_version({op.inplace})" if op.inplace else None,
         None if not_saved is None else f"_unsaved = _not_saved({', '.join(not_saved)})",

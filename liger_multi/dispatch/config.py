@@ -81,11 +81,9 @@ _PATTERN = re.compile(r"[a-z0-9_*?\[\]!-]{1,128}")
 class Choice:
     """The backends to try for one operator.
 
-    Attributes:
-        order: Their names.
-        pinned: A single name was given.
-        source: Who says so.
-        named: The operator was named itself, not by a pattern or a default.
+    Attributes: order: Their names. pinned: Whether the choice is a single name, which is binding.
+        source: The configuration that makes the choice. named: Whether the operator is named
+        itself, and not by a pattern or a default.
     """
 
     order: tuple[str, ...]
@@ -115,7 +113,7 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one source says: operator patterns per section (``""`` is any device)."""
+    """One configuration source: operator patterns per section (``""`` is any device)."""
 
     source: str
     ops: Mapping[str, Named] = field(default_factory=dict)
@@ -138,7 +136,7 @@ class Layer:
         return any("/" in section for section in (*self.ops, *self.default, *kept))
 
     def choice(self, op: str, sections: Iterable[str]) -> Choice | None:
-        """What this layer says of ``op`` in sections, the narrowest first."""
+        """This layer's choice for ``op``; sections come narrowest first."""
         for section in sections:
             patterns = self.ops.get(section, {})
             matches = [p for p in patterns if p == op] or [
@@ -150,7 +148,7 @@ class Layer:
         return None
 
     def kept_from(self, op: str, sections: Iterable[str]) -> Choice | None:
-        """What the quarantine of this layer says of ``op``."""
+        """This layer's quarantine of ``op``."""
         for section in sections if self.quarantine else ():
             order = self.quarantine.ops.get(section, {}).get(op)  # type: ignore[union-attr]
             if order is not None:
@@ -361,7 +359,7 @@ def order(value: object) -> tuple[str, ...]:
 # --- scopes, calls and the file ---
 
 ENVIRONMENT_VARIABLE = "LIGER_MULTI_CONFIG"
-MOST_CONFIGURATIONS = 64  # that keep their plans for when they are configured again
+MOST_CONFIGURATIONS = 64  # configurations whose plans are kept, in case they are configured again
 
 
 Key = tuple[tuple[str, tuple[str, ...]], ...]
@@ -392,7 +390,7 @@ class Configuration:
         return self.choice_in(op, sections_of(device, dtype) if narrow else (device.type, ""))
 
     def choice_in(self, op: str, sections: tuple[str, ...]) -> Choice:
-        """The same in sections; a quarantine goes before all but who names the operator."""
+        """The choice for some sections; a quarantine yields only to sources naming the operator."""
         choices = [(layer.choice(op, sections), layer) for layer in self.layers]
         for choice, layer in choices if self.quarantined else ():
             kept = layer.kept_from(op, sections)
@@ -413,7 +411,7 @@ class Configuration:
 
     @functools.cached_property
     def head_gemms(self) -> str:
-        """How heads with a loss multiply: ``exact``, ``float8`` or ``float8_logits``."""
+        """Precision of the GEMMs of fused losses: ``exact``, ``float8`` or ``float8_logits``."""
         return next((x.head_gemms for x in self.layers if x.head_gemms), "exact")
 
     @functools.cached_property
@@ -438,7 +436,7 @@ class Configuration:
         configuration = self._scopes.get(key)
         if configuration is None:
             for op, value in choices.items():
-                _order(value, op, source)  # None says nothing in a file, and here something wrong
+                _order(value, op, source)  # None is allowed in a file, and is an error here
             ops = {k: v for k, v in choices.items() if k != "default"}
             mapping: dict[str, Any] = {"ops": ops}
             if "default" in choices:
@@ -467,7 +465,7 @@ def _innermost(layers: tuple[Layer, ...]) -> str | None:
 
 
 def _said(op: str, names: tuple[str, ...]) -> Any:
-    """The value of a scope's key, as it was given to :func:`use`."""
+    """The value of a scope's key, as it was passed to :func:`use`."""
     return _SWITCH[names[0]] if op == "deterministic" else list(names)
 
 
@@ -480,7 +478,7 @@ HANDED = "liger_multi.scope"
 
 
 class _Local(threading.local):
-    """What this thread hands over, once it has entered a scope."""
+    """Thread-local state of threads that have entered a scope."""
 
     caller: _Caller | None = None
 
@@ -489,7 +487,7 @@ _local = _Local()
 
 
 class _OfProcess:
-    """What the configuration of the process, and the last ``use``, name as ``deterministic``."""
+    """``deterministic`` as the process-wide configuration and the last ``use`` set it."""
 
     def __init__(self) -> None:
         self.deterministic: str | None = None
@@ -497,10 +495,10 @@ class _OfProcess:
 
 
 class _OfThread(threading.local):
-    """What the enclosing ``use`` blocks of a thread name as ``deterministic``.
+    """``deterministic`` as the enclosing ``use`` blocks of a thread set it.
 
-    Autograd computes again what is checkpointed in threads of its own, which Python did not start.
-    They follow the last ``use``: whoever waits for them is in it.
+    Autograd recomputes checkpointed layers in threads that Python did not start. These follow the
+    last ``use``, because the thread that waits for them is inside of it.
     """
 
     def __init__(self) -> None:
@@ -512,7 +510,7 @@ _of_process, _of_thread = _OfProcess(), _OfThread()
 
 
 def stated() -> str | None:
-    """What a layer names as ``deterministic``, from attributes that a compiler guards on.
+    """``deterministic`` of the innermost layer that sets it, from attributes compilers guard on.
 
     Compilers cannot look into context variables. A graph that read these is compiled again where
     another setting is in force.
@@ -522,7 +520,7 @@ def stated() -> str | None:
 
 
 class _Caller:
-    """The scope of a thread, for the threads in which autograd works for it.
+    """The scope of a thread, for autograd threads that run its backward.
 
     Those see none of its context variables, but PyTorch hands them this thread-local object when a
     backward pass starts.
@@ -567,7 +565,7 @@ def current() -> Configuration:
 def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Configuration:
     """Set the process-wide configuration from a YAML file or a mapping; None resets it.
 
-    Saying again what was said before costs nothing: equal configurations share their plans.
+    Repeating a configuration costs nothing: equal ones share their plans.
 
     Args:
         source: Path of a YAML file, a mapping of the same form, or None to fall back to the file
@@ -615,17 +613,17 @@ def in_quarantine(ops: Iterable[str] | None = None) -> list[str]:
             if requested is None or op in requested
         ]
         if sent:
-            made = f" (written for {quarantine.made_with})" if quarantine.made_with else ""
+            written_for = f" (written for {quarantine.made_with})" if quarantine.made_with else ""
             since = f" since {quarantine.since}" if quarantine.since else ""
             sentences.append(
-                f"quarantine{since}{made}, from {source}: {'; '.join(sent)}; "
+                f"quarantine{since}{written_for}, from {source}: {'; '.join(sent)}; "
                 "`liger-multi verify` says what may be lifted"
             )
     return sentences
 
 
 def forget() -> None:
-    """Drop all plans and the configuration in force, as after backends have changed."""
+    """Drop all plans and the configuration in force, for example after backends have changed."""
     global _base
     _known.clear()
     _base = None
@@ -667,7 +665,7 @@ def scope(choices: Mapping[str, Any], source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(configuration: Configuration) -> Iterator[None]:
-    """Put exactly ``configuration`` in force within a block, whatever is configured meanwhile."""
+    """Use exactly ``configuration`` within a block, whatever is configured meanwhile."""
     token = _scope.set((configuration, True))
     try:
         yield

@@ -1,8 +1,8 @@
-"""Operators that keep what backward reads before they compute the rest of their result.
+"""Operators that save what backward reads before they compute their result.
 
-Under checkpointing PyTorch computes a layer again until all is there that backward needs, and then
-stops. An ``autograd.Function`` hands its tensors over when its forward is over: the last operator
-of a layer would always run to its end, and the GEMM that gives its result would run for nothing.
+Under checkpointing, PyTorch recomputes a layer until all tensors that backward needs are saved, and
+then stops. An ``autograd.Function`` saves its tensors at the end of its forward. So the last
+operator of a layer would run to its end, and the GEMM of its result would run for nothing.
 
 Here forward is two functions. The first computes what is kept, and gives an empty result of the
 right shape, without memory. The second computes the result, and takes the first one's place in the
@@ -31,7 +31,7 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, empty: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute it."""
+        """Compute the result."""
         ctx.set_materialize_grads(False)
         y = compute()
         return y.detach() if y._is_view() else y  # a view made in here could not be written to
@@ -43,7 +43,7 @@ class _Result(torch.autograd.Function):
 
 
 class _Handover(threading.local):
-    """What the first function leaves for the second."""
+    """Values that the first function leaves for the second."""
 
     value: Any = None
 

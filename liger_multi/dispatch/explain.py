@@ -124,7 +124,7 @@ def _reason(item: Candidate, winner: Candidate | None, tried: list[Candidate]) -
 
 
 def passed_over(op: str, tensors: Mapping[str, Tensor]) -> str | None:
-    """Why forward falls back to the reference, although a kernel serves the device.
+    """Why forward falls back to the reference although the device has a kernel.
 
     Args:
         op: Operator's name.

@@ -109,14 +109,14 @@ def _device_info(device: torch.device) -> DeviceInfo:
 
 
 _configs: dict[tuple[Any, ...], Any] = {}
-_MOST = 16384  # most shapes of a program with that many do not come again
+_MOST = 16384  # programs with more shapes than this rarely see one again
 
 
 def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
-    """Cache what follows from hashable values.
+    """Cache a result by hashable values.
 
-    The values name the kernel and all that decides: sizes, strides, dtypes, the device. Launch
-    configurations may be part of the result.
+    They must name the kernel and everything that the result depends on: sizes, strides, dtypes, the
+    device. Launch configurations may be part of the result.
     """
     if _simulated:
         return make()
@@ -163,7 +163,7 @@ def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dic
 
 
 def _known(info: DeviceInfo, shape: Mapping[str, int]) -> dict[str, int]:
-    """What entries may bound."""
+    """Names of sizes that entries may bound."""
     return {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
 
 
@@ -180,7 +180,7 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
 
 
 def _orders_sums(entry: Mapping[str, Any]) -> bool:
-    """Whether the bits of a row may follow the number of rows by an entry."""
+    """Whether an entry lets the bits of a row depend on the number of rows."""
     return "rows" in entry["when"] and not entry.get("equal_bits")
 
 
@@ -190,9 +190,9 @@ def table_of(info: DeviceInfo) -> Mapping[str, Any]:
 
 
 def proved_with(info: DeviceInfo) -> Mapping[str, Sequence[str]]:
-    """The compilers that the entries of a device's table were measured and checked with, by name.
+    """Compiler versions, by name, that the entries of a device's table were checked with.
 
-    Empty where nobody did, and where there is no table.
+    Empty without a table, or if its entries were not checked.
     """
     names = (info.arch, info.table or info.arch)
     contents = (_content(info.backend, name) for name in names)
@@ -237,7 +237,7 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
 
 @functools.cache
 def bounded_by_rows() -> frozenset[str]:
-    """Kernels of which an entry of any table gives some numbers of rows other bits."""
+    """Kernels for which some table's entries make bits depend on the number of rows."""
     names = set()
     for backend, package in registry.packages().items():
         folder = importlib.resources.files(package) / "launch"

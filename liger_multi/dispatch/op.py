@@ -5,7 +5,7 @@ schema and the body the shape rule. Backward is declared by names, from which bo
 ``reads="dy x weight rstd"``, ``dy`` is the gradient of output ``y``, ``x`` and ``weight`` are
 inputs of forward, and ``rstd`` is an output of forward kept as a residual. The returned ``dx``
 belongs to ``x``. ``needs_x`` tells whether the gradient of ``x`` is needed, and ``x_dtype`` is the
-dtype of ``x``; so a name also tells a type. The gradient ``dx`` is as large as ``x``; one that is
+dtype of ``x``; so a name also implies a type. The gradient ``dx`` is as large as ``x``; one that is
 not needed, or that no upstream gradient reaches, is an empty tensor and becomes None.
 
 How a call runs:
@@ -54,7 +54,7 @@ from liger_multi.errors import ContractError, TransformError
 
 
 def replicated(op: Op) -> tuple[str, ...]:
-    """The tensors without rows, which every rank needs whole."""
+    """Names of the tensors without rows, which must be replicated."""
     tensors = (op.fwd.params[i] for i in op.fwd.tensor_indices)
     return tuple(name for name in tensors if name not in op.bitwise.batched)
 
@@ -258,7 +258,7 @@ class Op:
 
     @functools.cached_property
     def traced(self) -> Any:
-        """The one that a compiler looks into, where it may."""
+        """The ``autograd.Function`` that traces the reference, for compilers that may inline it."""
         if self.compile != "trace":
             return self.function
         traces = (functools.partial(_without_configuration, p.trace) for p in self.primitives)
@@ -266,7 +266,7 @@ class Op:
 
     @functools.cached_property
     def apply(self) -> Any:
-        """The part in C++; what Python does around it serves functorch and setup_context."""
+        """``apply`` without its Python wrapper, which serves functorch and setup_context."""
         return super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
     @property
@@ -279,7 +279,7 @@ class Op:
         if torch.compiler.is_compiling():
             traced = self.compile == "trace" and not mode_in_force() and automatic(self.name)
             return self.torch_op(*args, traced, source_hash())
-        if is_tracing() and not self.inplace:  # torch.jit.trace, which sees no kernels
+        if is_tracing() and not self.inplace:  # torch.jit.trace does not see kernels
             return self.torch_op(*args, False, source_hash())
         apply = self.function.apply if self._is_special(args) else self.apply
         return self._run(args, apply, self.fwd.run)
@@ -310,7 +310,7 @@ class Op:
         for i in self.fwd.tensor_indices:
             tensor_class = type(args[i])
             if tensor_class is Tensor or tensor_class is Parameter:
-                special |= is_functorch_wrapped(args[i])  # dead wrappers, which leak out
+                special |= is_functorch_wrapped(args[i])  # dead functorch wrappers, which leak out
             elif tensor_class.__name__ == "DTensor":
                 prepare(self, args)
                 return True
@@ -319,7 +319,7 @@ class Op:
     # --- the operator that compilers see ---
 
     def _define(self) -> Any:
-        """The arguments of ``__call__``, and how to expand it."""
+        """Define the third operator: the schema of ``__call__``, and its expansion."""
         inputs, _, outputs = self.fwd.schema.partition(" -> ")
         args = [a for a in inputs.strip("()").split(", ") if not a.split()[1].startswith("needs_")]
         outs = outputs.strip("()").split(", ")[: len(self.visible)]
@@ -330,7 +330,7 @@ class Op:
         return getattr(torch.ops.liger_multi, self.name).default
 
     def _expand(self, *arguments: Any) -> Any:
-        """Run as forward and backward, for whoever looks below autograd."""
+        """Run forward and backward as operators, for tracers that look below autograd."""
         *args, traced, _ = arguments
         self._is_special(tuple(args))
         function = self.traced if traced else self.function

@@ -7,7 +7,7 @@ dtype), which return the reason for a refusal or None. Modules are imported when
 checked against the operator's schema.
 ``liger_multi.reference`` ends every automatic chain.
 
-A device is checked against what PyTorch and the backends know, and what a machine has.
+A device name is checked against PyTorch, the backends and the machine.
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ def _per_call(implementation: Any, prim: Primitive) -> Callable[..., str | None]
     names = inspect.signature(supports).parameters
     known = {*prim.op.fwd.params, *prim.op.bwd.params, "direction"}
     wrong = next((name for name in names if name not in known), None)
-    if wrong is not None:  # it would never be asked
+    if wrong is not None:  # it would never be called
         what = f"argument of {supports.__module__}.{supports.__qualname__}"
         raise ContractError(unknown(what, wrong, sorted(known)))
     if not set(names) <= {*prim.params, "direction"}:
-        return None  # it speaks of arguments that only the other direction has
+        return None  # it takes arguments that only the other direction has
     index = {name: prim.params.index(name) for name in names if name != "direction"}
     direction = {"direction": prim.direction} if "direction" in names else {}
     return lambda args: supports(**{n: args[i] for n, i in index.items()}, **direction)
@@ -104,8 +104,8 @@ def candidate(
 def _strictly(name: str, prim: Primitive, call: Any, mode: str) -> Callable[..., Any]:
     """The function under a setting of the switch.
 
-    Under "rows", the reference goes row by row, and kernels get starts that they can load from by
-    vectors: a row's bits would follow its address otherwise.
+    Under "rows", the reference runs row by row, and kernels get aligned tensors: otherwise the bits
+    of a row would depend on its address.
     """
     strict = importlib.import_module("liger_multi.reference.common.strict")
     record = backends()[name]
@@ -203,7 +203,7 @@ class Dispatch:
         )
 
     def _log(self, name: str, refused: list[str]) -> None:
-        """Tell, once, that an accelerator's own backend was passed over for the reference."""
+        """Log once that an accelerator's backend was skipped in favor of the reference."""
         text = "; ".join(refused)
         if name == REFERENCE and refused and not self.choice.pinned and text not in self.logged:
             self.logged.add(text)
@@ -246,7 +246,7 @@ def may_overwrite(op: Op, tensor: Tensor) -> bool:
 
 @constant_in_graphs
 def _read_configuration() -> None:
-    """A file that the environment names is read before its settings are asked for."""
+    """Read the file that the environment names before its settings are needed."""
     current()
 
 
@@ -278,7 +278,7 @@ def inside_operator() -> bool:
 
 @constant_in_graphs
 def automatic(op: str) -> bool:
-    """Whether its reference may be traced: nobody pinned a backend."""
+    """Whether its reference may be traced, because no backend is pinned."""
     for layer in current().layers:
         kept = layer.quarantine.ops if layer.quarantine else {}
         for section in {"", *layer.ops, *layer.default, *kept}:

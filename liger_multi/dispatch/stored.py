@@ -23,7 +23,7 @@ class StoredWeight(Tensor):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is stored."""
+        """The stored tensors."""
         raise NotImplementedError
 
     def pieces(self) -> Sequence[StoredWeight]:
@@ -31,7 +31,7 @@ class StoredWeight(Tensor):
         raise NotImplementedError
 
     def dequantized(self) -> Tensor:
-        """The numbers, in memory of their own."""
+        """The dequantized weight, as a new tensor."""
         raise NotImplementedError
 
     def sealed(self) -> StoredWeight:

@@ -97,7 +97,7 @@ class Primitive:
 
     @functools.cached_property
     def run_configured(self) -> Callable[..., Any]:
-        """The same for a caller that passes the configuration in force before the arguments."""
+        """As :attr:`run`, for callers that pass the configuration before the arguments."""
         source = codegen.primitive_source(self, configured=True)
         return self._written(source, "in a configuration")
 
@@ -112,7 +112,7 @@ class Primitive:
         return codegen.compiled(source, f"{self.op.name} {self.direction} {title}", names)
 
     def slow_path(self, *args: Any) -> Any:
-        """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
+        """Call directly for plain tensors; compilers and dispatch modes see ``torch.ops``."""
         if torch.compiler.is_compiling():
             return self.overload(*args)
         if profiler_enabled() or is_tracing():
@@ -153,7 +153,7 @@ class Primitive:
             return self.call(*args)
         with torch.no_grad():
             result = self.call(*args)
-        if result is None:  # it writes to its arguments
+        if result is None:  # this operator writes to its arguments
             return None
         outs = (result,) if isinstance(result, Tensor) else result
         tensors = [args[i] for i in self.tensor_indices]
@@ -168,12 +168,12 @@ class Primitive:
             return getattr(reference, self.direction)(*args)
 
 
-_CALL = Primitive.call  # recorders of calls replace the attribute of the class
+_CALL = Primitive.call  # tools that record calls replace the attribute of the class
 
 
 @functools.cache
 def _module_of_several(device: torch.device) -> Any:
-    """The module of a type of device of which this machine has several, else None."""
+    """The ``torch.<device type>`` module if the machine has several such devices, else None."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device.type)

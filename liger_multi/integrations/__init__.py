@@ -1,4 +1,4 @@
-"""Callbacks for trainers, and gpt-oss in 4 bits; each loads its library when somebody asks for it.
+"""Callbacks for trainers, and gpt-oss in 4 bits; each loads its library on first use.
 
 Plain loops and accelerate need none: call :func:`liger_multi.patch` on the model.
 """

@@ -108,7 +108,7 @@ def _tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[str, Te
 
 def _weight(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     """The stack (E, in, out) of transformers, over rows of outputs as they are stored."""
-    return QuantizedWeight(blocks.flatten(-2), scales, format="mxfp4", dtype=dtype, turned=True)
+    return QuantizedWeight(blocks.flatten(-2), scales, format="mxfp4", dtype=dtype, transposed=True)
 
 
 def _fill(model: nn.Module, name: str, value: Tensor) -> None:
@@ -195,8 +195,8 @@ def merge_mxfp4(weight: QuantizedWeight, delta: Tensor, path: str = "") -> Merge
             f"merge_mxfp4: needs a weight in mxfp4 and an update of its shape, got {weight!r} and "
             f"{tuple(delta.shape)}"
         )
-    added = delta.mT if weight.turned else delta
-    plain = weight.changed(turned=False, dtype=torch.float32)
+    added = delta.mT if weight.transposed else delta
+    plain = weight.changed(transposed=False, dtype=torch.float32)
     lost, total, update = 0.0, 0.0, 0.0
     for e in range(plain.codes.shape[0] if plain.ndim > 2 else 1):
         part = plain[e] if plain.ndim > 2 else plain

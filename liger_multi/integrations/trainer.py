@@ -193,7 +193,7 @@ class SequenceParallel(ParallelismConfig):
 
     accelerate then brings the same rows to all ranks of a group, and FSDP2 shards states over them.
     To accelerate, the Trainer and TRL these are ranks that compute the same loss of the same batch
-    (``tp_size``), as they do: nobody else cuts rows or asks for other attention, and
+    (``tp_size``), as is true: nothing else cuts rows or requires another attention, and
     ``num_items_in_batch`` and counts of tokens are of whole rows.
 
     Pass it as ``parallelism_config`` of ``TrainingArguments`` or ``Accelerator``. With

@@ -38,7 +38,7 @@ class TopK:
     log_prob: Tensor
 
     def __post_init__(self) -> None:
-        """Check the kinds of both."""
+        """Check the types of both."""
         checks.ids("TopK", "ids", self.ids)
         checks.floating("TopK", log_prob=self.log_prob)
 
@@ -117,7 +117,7 @@ class DistillationOptions(Options):
             over the first classes that both have; ``equal`` raises.
         rest: What becomes of the probability outside of a top-k teacher's tokens: ``renormalize``
             (both are distributions over those tokens) or ``bucket`` (one more class).
-        metrics: Further metrics, which cost one more look at the student's logits: entropy,
+        metrics: Further metrics, which cost one more pass over the student's logits: entropy,
             token_accuracy.
     """
 
@@ -216,7 +216,7 @@ def _soft(
         raise TypeError("Distillation: the teacher must be a losses.Head, logits or losses.TopK")
     other = replace(other, temperature=other.temperature * o.temperature)
     if isinstance(warm, Logits):
-        return _given(warm, other, target, ignore_index, o)
+        return _loss_of_logits(warm, other, target, ignore_index, o)
     plain = DIVERGENCES[o.divergence].fused is not None and _alike(warm, other)
     return warm.run(lambda *own: _of_head(warm, own, other, plain, target, ignore_index, o))  # type: ignore[no-any-return]
 
@@ -318,7 +318,7 @@ def _same_size(student: int, teacher: int, o: DistillationOptions) -> None:
         )
 
 
-def _given(
+def _loss_of_logits(
     student: Logits,
     teacher: Head | Logits,
     target: Tensor,
@@ -331,9 +331,12 @@ def _given(
             "losses.Head, or the teacher's logits too"
         )
     _same_size(student.logits.shape[-1], teacher.logits.shape[-1], o)
-    mine, theirs = curved(student.logits, student), curved(teacher.logits.detach(), teacher)
+    student_logits, teacher_logits = (
+        curved(student.logits, student),
+        curved(teacher.logits.detach(), teacher),
+    )
     valid = target != ignore_index
-    return torch.where(valid, _rows(o)(mine, theirs), 0).sum()
+    return torch.where(valid, _rows(o)(student_logits, teacher_logits), 0).sum()
 
 
 # --- a teacher's likeliest tokens ---

@@ -1,11 +1,11 @@
 """Sums over tokens whose loss depends on the token's own statistics: one pass over the vocabulary.
 
-Two ways lead to the same numbers. With two passes, :func:`fused_linear_log_prob` gives statistics
-that any formula may use, and computes the logits once more in backward: four products of a head,
-8 M H V operations. With one pass, a chunk's statistics give at once what every row's gradient is
-multiplied by, its logits are overwritten by their gradient while they are there, and backward only
-scales: three products, 6 M H V operations, at the price of keeping the gradients of hidden states
-and weight (in the accumulator's dtype) until backward.
+There are two ways to compute such a sum. With two passes, :func:`fused_linear_log_prob` gives
+statistics that any formula may use, and computes the logits once more in backward: four products of
+a head, 8 M H V operations. With one pass, a chunk's statistics give at once what every row's
+gradient is multiplied by, its logits are overwritten by their gradient while they are there, and
+backward only scales: three products, 6 M H V operations, at the price of keeping the gradients of
+hidden states and weight (in the accumulator's dtype) until backward.
 
 The formula is the same function in both. It runs on the numbers of a chunk's rows under autograd,
 which costs a few small launches a chunk.
@@ -129,7 +129,7 @@ def _picked(
 
 
 def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    # NaN of a token that nobody could score goes nowhere either
+    # a NaN of a token that could not be scored is dropped too
     return torch.where(target != ignore_index, values, 0)
 
 
@@ -143,7 +143,7 @@ def _fused(
     ignore_index: int,
     passes: str,
 ) -> tuple[Any, ...] | None:
-    """One pass; None where two serve better."""
+    """The sum in one pass; None if two passes are used."""
     hidden, weight, bias = tensors
     args = prepared(
         hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs, **head.options()
@@ -184,7 +184,7 @@ def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
 def in_one_pass(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, one_pass: ChunkPass
 ) -> tuple[Tensor, ...]:
-    """The loss and the statistics of a pass that makes gradients as it goes."""
+    """Loss and statistics of a pass that also computes the gradients."""
     apply: Any = _OnePass.apply
     return apply(hidden, weight, bias, scale, one_pass)  # type: ignore[no-any-return]
 

@@ -47,7 +47,7 @@ def clipped(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
 
 
 def cispo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
-    """Clipped weights, of which nobody takes a gradient, on the log-probability."""
+    """Clipped weights without gradient, times the log-probability."""
     return -ratio.clamp(max=o.epsilon_high).detach() * c["advantage"] * log_prob
 
 
@@ -67,7 +67,7 @@ def vespo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
 
 
 class Batch(NamedTuple):
-    """What weights of tokens are made of."""
+    """The tensors that token weights are computed from."""
 
     mask: Tensor
     divisor: Callable[[], Tensor]
@@ -163,7 +163,7 @@ class PolicyOptions(Options):
         vespo_k_neg: Shape for the others.
         vespo_lambda_neg: Rate for the others.
         metrics: Further metrics: entropy.
-        passes: Looks at the vocabulary: one, two or auto.
+        passes: Passes over the vocabulary: one, two or auto.
     """
 
     loss_type: str = "grpo"
@@ -428,7 +428,7 @@ def _formula(o: PolicyOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
 def _beyond(
     log_prob_output: LogProbOutput, c: Columns, mask: Tensor, o: PolicyOptions
 ) -> dict[str, Tensor]:
-    """Columns that are known when all tokens are: weights of answers, and who is left out."""
+    """Columns that need all tokens first: weights of answers, and which are masked out."""
     assert log_prob_output.log_prob is not None
     own, a = log_prob_output.log_prob.detach(), c["advantage"]
     terms: dict[str, Tensor] = {"mask": mask}

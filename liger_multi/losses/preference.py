@@ -96,7 +96,7 @@ def pair_mask(name: str, target: Tensor, ignore_index: int) -> Tensor:
 def policy_tokens(
     name: str, policy: Source, target: Tensor, metrics: tuple[str, ...], ignore_index: int
 ) -> LogProbOutput:
-    """The policy's log-probabilities, and what further metrics need."""
+    """The policy's log-probabilities, and statistics for the requested metrics."""
     needs = {"entropy": "entropy", "token_accuracy": "argmax"}
     outputs = ("log_prob", *[needs[m] for m in metrics if m in needs])
     return tokens(policy, target, outputs, ignore_index=ignore_index, name=name, role="policy")
@@ -202,7 +202,7 @@ def logit_means(
     ignore_index: int,
     rows: tuple[Tensor, Tensor],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The means of logits over the tokens of two groups of answers, where somebody asks."""
+    """Means of logits over the tokens of both groups of answers, if requested."""
     if "logits" not in metrics:
         return None, None
     each = mean_logits(policy, target, ignore_index, name)

@@ -65,7 +65,7 @@ class SequenceOptions(Options):
         z_loss: Factor of ``lse^2`` (PaLM, arXiv:2204.02311 section 5).
         entropy_weight: Factor of the entropy, which is subtracted.
         metrics: Further metrics: entropy, token_accuracy, z_loss.
-        passes: Looks at the vocabulary: one, two or auto.
+        passes: Passes over the vocabulary: one, two or auto.
     """
 
     loss_type: str = "nll"

@@ -1,7 +1,7 @@
-"""What losses share: options that check themselves, and the way from tokens to a number.
+"""Shared by losses: options that check themselves, and reductions over tokens.
 
-Sums and means, and divisors that ranks share. Every mean divides by a count that is at least one,
-so that nothing to learn from is a loss of zero that is still connected to the model.
+Sums and means, and divisors that ranks share. Every mean divides by a count of at least one: a
+batch without targets has a loss of zero that is still connected to the model.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from liger_multi.errors import unknown
 
 # --- options ---
 
-Kinds: TypeAlias = tuple[tuple[str, str, bool], ...]
-_KINDS: dict[str, Callable[[str, str, object], Any]] = {
+FieldTypes: TypeAlias = tuple[tuple[str, str, bool], ...]
+_CHECKS: dict[str, Callable[[str, str, object], Any]] = {
     "bool": checks.boolean,
     "float": checks.number,
     "int": checks.integer,
 }
 
 
-def kinds_of(annotations: Mapping[str, str]) -> Kinds:
-    """The fields that are numbers or truth values: name, kind, and whether None is one more."""
+def field_types(annotations: Mapping[str, str]) -> FieldTypes:
+    """Fields that are numbers or booleans: name, type, and whether None is allowed."""
     plain = {name: type_name.removesuffix(" | None") for name, type_name in annotations.items()}
-    return tuple((n, k, annotations[n] != k) for n, k in plain.items() if k in _KINDS)
+    return tuple((n, k, annotations[n] != k) for n, k in plain.items() if k in _CHECKS)
 
 
-def check_kinds(title: str, kinds: Kinds, owner: object) -> None:
-    """Every field is of its kind."""
-    for name, type_name, optional in kinds:
+def check_types(title: str, types: FieldTypes, owner: object) -> None:
+    """Check that every field has its type."""
+    for name, type_name, optional in types:
         value = getattr(owner, name)
         if not (optional and value is None):
-            _KINDS[type_name](title, name, value)
+            _CHECKS[type_name](title, name, value)
 
 
 class Options:
     """Base of the dataclasses of options; an unknown name is an error that names the nearest."""
 
     NAMES: ClassVar[tuple[str, ...]] = ()
-    KINDS: ClassVar[Kinds] = ()
+    FIELD_TYPES: ClassVar[FieldTypes] = ()
 
     def __init_subclass__(cls) -> None:
         """Keep names and kinds: compilers do not follow ``dataclasses.fields``."""
         cls.NAMES = tuple(cls.__annotations__)
-        cls.KINDS = kinds_of(cls.__annotations__)
+        cls.FIELD_TYPES = field_types(cls.__annotations__)
 
     def __post_init__(self) -> None:
         """Check what annotations say; subclasses check ranges."""
-        check_kinds(self.title(), self.KINDS, self)
+        check_types(self.title(), self.FIELD_TYPES, self)
 
     @classmethod
     def of(cls, **options: Any) -> Any:
@@ -74,7 +74,7 @@ class Options:
         checks.number(self.title(), name, getattr(self, name), low, high, above=above)
 
     def serves(self, name: str, neutral: Any, served: bool, what: str) -> None:
-        """An option that nothing reads is an error, not a word in the wind."""
+        """Raise for an option that the loss type does not read."""
         value = getattr(self, name)
         if value != neutral and not served:
             raise ValueError(f"{self.title()}: {name}={value!r} has no meaning for {what}")
@@ -90,7 +90,7 @@ def counted(name: str, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def of_tokens(name: str, argument: str, x: Tensor, target: Tensor) -> Tensor:
-    """A tensor with something of every token."""
+    """Check a tensor with one entry per token."""
     if not isinstance(x, Tensor) or x.shape != target.shape:
         raise ValueError(
             f"{name}: {argument} must have shape {tuple(target.shape)}, got {checks.describe(x)}"
@@ -99,7 +99,7 @@ def of_tokens(name: str, argument: str, x: Tensor, target: Tensor) -> Tensor:
 
 
 def positive(name: str, argument: str, value: int) -> int:
-    """A number of things, at least one."""
+    """Check a count, which is at least one."""
     if checks.integer(name, argument, value) < 1:
         raise ValueError(f"{name}: {argument} must be at least 1, got {value}")
     return value

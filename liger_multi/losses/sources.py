@@ -5,7 +5,7 @@ Every loss takes its policy, reference, student or teacher in one of these forms
 * :class:`Head`: hidden states and the head behind them, never rows x vocabulary in memory;
 * :class:`Logits`, or a tensor with one axis more than the targets: given logits;
 * :class:`~liger_multi.ops.LogProbOutput`, or a tensor of the targets' shape: log-probabilities that
-  somebody has computed already.
+  exist already.
 
 The weight of a head is reached through the head's own call: hooks of FSDP and ZeRO-3 gather a
 sharded weight when the module that owns it is called, and free it again after the call and after
@@ -15,9 +15,9 @@ computed exactly, as columns beside the weight:
     h W^T + s dropout(h) A^T B^T = [h, s dropout(h) A^T] [W, B]^T
 
 Where a byte budget allows it, the logits of log-probabilities stay until backward. Losses of pairs
-and of sequences know what arrives at a token only when all tokens are known, so without logits they
-look at the vocabulary twice. Where the logits of all rows fit into a budget, they are kept and
-overwritten by their gradient: three products of the head, not four.
+and of sequences know what arrives at a token only when all tokens are known, so without kept logits
+they need two passes over the vocabulary. Where the logits of all rows fit into a budget, they are
+kept and overwritten by their gradient: three products of the head, not four.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from liger_multi._torch_private import WithoutAutocast
 from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.dispatch.resolve import resolve
-from liger_multi.losses.shared import check_kinds, counted, kinds_of
+from liger_multi.losses.shared import check_types, counted, field_types
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, named, op, prepared
@@ -197,7 +197,7 @@ def kept_tokens(
 
 
 class _Kept(torch.autograd.Function):
-    """A first chunk whose logits stay, and the others."""
+    """A chunk whose logits are kept, and the others, whose logits are computed twice."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ class _Kept(torch.autograd.Function):
         *tensors, entropy, lse, lse_low = saved
         normalizer = LogSumExp(lse, lse_low)
         hidden, weight, target, bias = tensors
-        kept, ctx.kept = ctx.kept, None  # a second backward multiplies again
+        kept, ctx.kept = ctx.kept, None  # a second backward would scale again
         with WithoutAutocast(), on_device(hidden):
             chunks = _chunks((*tensors, *ctx.rest), ctx.fit)
             ready = kept is not None
@@ -258,9 +258,9 @@ class _Kept(torch.autograd.Function):
                     raw, t, normalizer.at(where), chunks.spec, upstream.at(where)
                 )
                 into.add(place, where, h, raw)
-            kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+            dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
             scale = ctx.kernels.scale
-            scaled = [scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True)]
+            scaled = [scale(g, factor, k) for g, k in zip(into.gradients, dtypes, strict=True)]
         gradients = [
             g if need else None for g, need in zip(scaled, ctx.needs_input_grad, strict=False)
         ]
@@ -283,7 +283,7 @@ def _chunks(args: tuple[Any, ...], fit: int) -> Any:
             return self.buffer.new_empty(min(fit, self.rows), self.weight.shape[0])
 
         def widen(self, kept: Tensor) -> None:
-            """The others take the place of the first chunk, once that is done with."""
+            """Let the other chunks use the buffer of the first chunk once that is finished."""
             if kept.shape[0] > self.buffer.shape[0]:
                 self.buffer, self.step = kept, kept.shape[0]
 
@@ -344,7 +344,7 @@ class Head:
     keep: int | str = "auto"
 
     def __post_init__(self) -> None:
-        """Check what no operator is going to check, or what is read before."""
+        """Check options that operators do not check, or that are read before the operator runs."""
         checks.floating("Head", hidden=self.hidden, bias=self.bias, optional=("bias",))
         weight: Any = self.weight
         if isinstance(weight, Tensor) or not callable(weight):
@@ -400,7 +400,7 @@ class Logits:
     validate: bool = False
 
     def __post_init__(self) -> None:
-        """Check what no operator is going to check, or what is read before."""
+        """Check options that operators do not check, or that are read before the operator runs."""
         # lazy logits know their dtype, and are not to be computed here
         if not isinstance(self.logits, Tensor) or not self.logits.dtype.is_floating_point:
             raise TypeError(
@@ -410,12 +410,14 @@ class Logits:
         _check(self)
 
 
-_KINDS = {source_class: kinds_of(source_class.__annotations__) for source_class in (Head, Logits)}
+_FIELD_TYPES = {
+    source_class: field_types(source_class.__annotations__) for source_class in (Head, Logits)
+}
 
 
 def _check(source: Head | Logits) -> None:
     title = type(source).__name__
-    check_kinds(title, _KINDS[type(source)], source)
+    check_types(title, _FIELD_TYPES[type(source)], source)
     checks.number(title, "temperature", source.temperature, 0.0, above=True)
     if source.softcap is not None:
         checks.number(title, "softcap", source.softcap, 0.0, above=True)
@@ -486,7 +488,9 @@ def tokens(
     typed_source = as_source(name, source, target, role)
     checks.names(name, outputs, LogProbOutput._fields)
     if isinstance(typed_source, LogProbOutput):
-        return _given(name, typed_source, counted(name, target, ignore_index), outputs)
+        return _existing_statistics(
+            name, typed_source, counted(name, target, ignore_index), outputs
+        )
     if isinstance(typed_source, Logits):
         options = {k: v for k, v in vars(typed_source).items() if k != "logits"}
         return ops.token_log_prob(
@@ -496,7 +500,7 @@ def tokens(
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
         keep, tensors = typed_source.keep, (hidden, weight, target, bias)
         options = {"ignore_index": ignore_index, "outputs": outputs, **typed_source.options()}
-        if keep == "auto":  # which the operator does by itself
+        if keep == "auto":  # the operator does this itself
             return ops.fused_linear_log_prob(*tensors, **options)
         args, output = prepared(*tensors, keep=False, **options), None
         if keep and torch.is_grad_enabled():
@@ -520,7 +524,7 @@ def detached(log_prob_output: LogProbOutput) -> LogProbOutput:
     )
 
 
-def _given(
+def _existing_statistics(
     name: str, log_prob_output: LogProbOutput, valid: Tensor, outputs: tuple[str, ...]
 ) -> LogProbOutput:
     missing = [key for key in outputs if getattr(log_prob_output, key) is None]
@@ -542,8 +546,9 @@ def log_square_sum(
 ) -> Tensor:
     """``log sum_j p[j]^2`` of every token, without a gradient.
 
-    It is ``logsumexp(2 z) - 2 logsumexp(z)``, another look at half the temperature: twice a token's
-    log-probability less its log-probability there, which have more digits than both normalizers.
+    It is ``logsumexp(2 z) - 2 logsumexp(z)``, one more pass at half the temperature: twice a
+    token's log-probability less its log-probability there, which have more digits than both
+    normalizers.
     """
     typed_source = as_source(name, source, target)
     if isinstance(typed_source, LogProbOutput):

@@ -416,4 +416,4 @@ def _quantized(module: Any, weight: Any, format: str) -> QuantizedWeight | None:
         *lead, columns // group, dtype=dtypes.get(format, torch.float32), device="meta"
     )
     codes = torch.empty(*lead, columns // 2, dtype=torch.uint8, device="meta")
-    return QuantizedWeight(codes, scales, format=format, dtype=weight.dtype, turned=turned)
+    return QuantizedWeight(codes, scales, format=format, dtype=weight.dtype, transposed=turned)

@@ -1,4 +1,4 @@
-"""What modules share: checks of widths, and what they show of themselves."""
+"""Shared by modules: checks of widths, and ``extra_repr``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fits(module: nn.Module, x: Tensor, width: int) -> None:
 
 
 def changed(module: nn.Module) -> str:
-    """The arguments of the constructor that are not at their defaults, as it takes them."""
+    """Constructor arguments that differ from their defaults, as text."""
     texts = []
     for name, parameter in inspect.signature(type(module)).parameters.items():
         value = getattr(module, name, parameter.default)

@@ -85,7 +85,7 @@ class SwiGLUMLP(_GatedMLP):
 
     @property
     def gate_multiplier(self) -> float:
-        """By what the gate is multiplied before its activation."""
+        """Multiplier of the gate before its activation."""
         return float(getattr(self.config, "mlp_multipliers", (1.0, 1.0))[0])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty((3,), **factory))  # type: ignore[arg-type]
 
     def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Coefficients post and mix, and what the block is given."""
+        """Coefficients post and mix, and the input of the block."""
         pre, post, mix = ops.hyper_connections(
             hidden_streams,
             self.fn,
@@ -302,7 +302,7 @@ class HyperConnection(nn.Module):
 
 
 class _Surroundings:
-    """What a second run of a module needs to be the first one again: autocast, random numbers."""
+    """State that a second run of a module needs to repeat the first: autocast, random numbers."""
 
     def __init__(self, x: Tensor, random: bool) -> None:
         device_type = x.device.type
@@ -331,7 +331,7 @@ class _Surroundings:
 
 @contextlib.contextmanager
 def _quiet(parameters: list[Tensor]) -> Iterator[None]:
-    """Keep the hooks of parameters for their whole gradients: those of pieces are no event."""
+    """Suppress parameter hooks while gradients of pieces are accumulated."""
     hooks = [p._backward_hooks for p in parameters]
     try:
         for p in parameters:
@@ -465,5 +465,5 @@ class TiledMLP(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """In how many pieces."""
+        """The number of pieces."""
         return f"tiles={self.tiles or 'S / H'}"

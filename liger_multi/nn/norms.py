@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the norm one without effect of the weight."""
+        """Set the weight so that it has no effect."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Root-mean-square norm in fp32 whose weight is what is added to one.
+    """Root-mean-square norm in fp32 that multiplies by ``1 + weight``.
 
     Like:
         transformers ``GemmaRMSNorm``, ``Gemma2RMSNorm``, ``Gemma3RMSNorm``.
@@ -245,7 +245,7 @@ class GroupNorm(nn.GroupNorm):
             self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
-        """Make the norm one without effect of its parameters."""
+        """Set the parameters so that they have no effect."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:
@@ -441,7 +441,7 @@ class DyT(nn.Module):
         return ops.dyt(input, self.alpha, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Width and what else was chosen."""
+        """The width and the options that differ from the defaults."""
         others = [part for part in (changed(self),) if part]
         return ", ".join([f"{self.hidden_size}", *others])
 
@@ -573,7 +573,7 @@ class Embedding(nn.Embedding):
     ) -> None:
         name = type(self).__name__
         args = {n: v for n, v in others.items() if v is not None and v is not False}
-        args.pop("norm_type", None)  # without max_norm it says nothing
+        args.pop("norm_type", None)  # norm_type has no meaning without max_norm
         if args:
             raise ValueError(f"{name} does not support {', '.join(args)}; use torch.nn.Embedding")
         rows = size(name, "num_embeddings", num_embeddings)
@@ -595,5 +595,5 @@ class Embedding(nn.Embedding):
         )
 
     def extra_repr(self) -> str:
-        """Sizes, and what was chosen."""
+        """Sizes, and the options that differ from the defaults."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {changed(self)}".rstrip(", ")

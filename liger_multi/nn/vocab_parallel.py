@@ -1,8 +1,8 @@
 """Losses of a vocabulary that is split over the processes of a group.
 
 Every process has the logits, or the rows of the head's weight, of one contiguous part of the
-classes, and all have the same targets (and hidden states). What crosses processes is a few fp32
-numbers a row, never logits; all results are the same on every process of the group, and so is the
+classes, and all have the same targets (and hidden states). Only a few fp32 numbers per row are
+communicated, never logits; all results are the same on every process of the group, and so is the
 gradient of the hidden states.
 """
 
@@ -32,7 +32,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the group; everybody's upstream gradient is the same already."""
+    """Sum over the group; the upstream gradient is the same on all processes already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -47,7 +47,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """What all have and each uses for a part of its own: gradients are summed, in fp32."""
+    """A tensor that all processes hold and each uses for its part: gradients are summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -87,7 +87,7 @@ class _Joined(torch.autograd.Function):
         entropy: Tensor | None,
         lse: Tensor,
         lse_low: Tensor,
-        mine: Tensor,
+        is_local: Tensor,
         group: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         from liger_multi.reference.cross_entropy.rows import LogSumExp
@@ -101,14 +101,14 @@ class _Joined(torch.autograd.Function):
         below = (high - top) + (low - of_top)
         log_sum = torch.exp(below).scatter_(0, place, 0).sum(0).log1p_()
         share = below[dist.get_rank(group)] - log_sum  # a logarithm
-        total = torch.where(mine, log_prob + share, 0)
+        total = torch.where(is_local, log_prob + share, 0)
         dist.all_reduce(total, group=group)
         mixed = None
         if entropy is not None:  # of a mixture: that of the parts, and of which part
             mixed = torch.where(share == -math.inf, 0, share.exp() * (entropy - share))
             dist.all_reduce(mixed, group=group)
         joined = LogSumExp.of(top[0], of_top[0] + log_sum)
-        ctx.save_for_backward(share, mine, entropy, mixed)
+        ctx.save_for_backward(share, is_local, entropy, mixed)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(joined.low)
         return total, mixed, *joined
@@ -123,13 +123,13 @@ class _Joined(torch.autograd.Function):
         dlse: Tensor | None,
         dlow: None,
     ) -> tuple[Tensor | None, ...]:
-        """Everybody has the same upstream gradients, so nothing crosses processes."""
-        share, mine, entropy, mixed = saved
+        """All processes have the same upstream gradients, so nothing is communicated."""
+        share, is_local, entropy, mixed = saved
         part, out = share.exp(), torch.zeros_like(share)
         of_log_prob = of_entropy = None
         if dlog_prob is not None:
-            of_log_prob = torch.where(mine, dlog_prob, 0)
-            out = out - dlog_prob * torch.where(mine, torch.expm1(share), part)
+            of_log_prob = torch.where(is_local, dlog_prob, 0)
+            out = out - dlog_prob * torch.where(is_local, torch.expm1(share), part)
         if dlse is not None:
             out = out + dlse * part
         if dentropy is not None:
@@ -149,7 +149,7 @@ def vocab_range(vocabulary: int, group: Any = None) -> tuple[int, int]:
 
 
 class _Part:
-    """The classes of this process, and whose target is whose."""
+    """The classes of this process, and which rows have their target here."""
 
     def __init__(
         self,
@@ -175,13 +175,13 @@ class _Part:
             statistics = int(target[self.wrong][0])
             raise IndexError(f"{name}: target {statistics} is outside of [0, {vocabulary})")
         here = target - first
-        self.mine = self.valid & (here >= 0) & (here < local)
+        self.is_local = self.valid & (here >= 0) & (here < local)
         # of rows whose target is elsewhere, only the normalizer is used
-        self.target = torch.where(self.valid, torch.where(self.mine, here, 0), ignore_index)
+        self.target = torch.where(self.valid, torch.where(self.is_local, here, 0), ignore_index)
 
 
 class _RowStatistics(NamedTuple):
-    """What an operator finds in the classes of this process."""
+    """Statistics of rows over the classes of this process."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -190,7 +190,7 @@ class _RowStatistics(NamedTuple):
 
     @staticmethod
     def of(results: tuple[Tensor, ...], rows: torch.Size) -> _RowStatistics:
-        """From all outputs of an operator."""
+        """Statistics from the outputs of an operator."""
         log_prob, entropy, lse, _, low = results
         mixed = entropy.view(rows) if entropy.numel() == lse.numel() else None
         return _RowStatistics(log_prob.view(rows), mixed, lse.view(rows), low.view(rows))
@@ -214,7 +214,7 @@ def _joined_rows(
     lse = torch.where(part.valid, statistics.lse, 0)
     entropy = statistics.entropy if entropies else None
     low = torch.where(part.valid, statistics.lse_low, 0)
-    return _RowStatistics(*apply(statistics.log_prob, entropy, lse, low, part.mine, group))
+    return _RowStatistics(*apply(statistics.log_prob, entropy, lse, low, part.is_local, group))
 
 
 def _loss(

@@ -104,5 +104,5 @@ from liger_multi.ops.swiglu_packed import swiglu_packed as swiglu_packed
 from liger_multi.ops.token_log_prob import token_log_prob as token_log_prob
 from liger_multi.ops.tvd import tvd as tvd
 
-# what stands above under its own name
+# every name that is imported above
 __all__ = sorted(name for name, value in globals().items() if callable(value) and name[0] != "_")

@@ -238,7 +238,7 @@ def heads(
 
 
 def _real(*sizes: int) -> dict[str, T]:
-    """Of a real shape: among 100 000 wider logits, the largest lose a tolerance when bf16."""
+    """Tensors of a real shape: among 100,000 wider logits, bf16 would cost a tolerance."""
     return heads(*sizes, marked=0.0, spread=0.5)
 
 
@@ -326,6 +326,11 @@ def heads_work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
-    mine, theirs = (rows + classes) * width * size, (rows + classes) * other * size
+    student_bytes, teacher_bytes = (rows + classes) * width * size, (rows + classes) * other * size
     product, teacher = (2.0 * rows * classes * w for w in (width, other))
-    return Work(mine + theirs, 2 * mine + theirs, product + teacher, 3 * product + teacher)
+    return Work(
+        student_bytes + teacher_bytes,
+        2 * student_bytes + teacher_bytes,
+        product + teacher,
+        3 * product + teacher,
+    )

@@ -1,4 +1,4 @@
-"""What operators share that hand out FP8 codes of their result: the operator, checks and samples.
+"""Operators that also return FP8 codes of their result: declaration, checks and samples.
 
 The functions that return codes, such as ``rms_norm_quantized``, call an operator of their own.
 """
@@ -90,7 +90,7 @@ def _shapes(
 def quantized(
     op: Op, quantize: object, outputs: object, *args: Any
 ) -> tuple[Tensor | None, list[Tensor], Float8Rows]:
-    """Call an operator of :func:`with_codes`: y where it is needed, what follows it, its codes."""
+    """Call an operator of :func:`with_codes`: y if needed, the outputs after it, and its codes."""
     name = op.name.removesuffix("_quantized")
     checks.one_of(name, "quantize", quantize, QUANTIZE)
     requested = checks.names(name, outputs, OUTPUTS).split(",")
@@ -120,7 +120,7 @@ def coded_samples(
     sizes: str,
     options: Mapping[str, Mapping[str, Any]] = {},
 ) -> tuple[Sample, ...]:
-    """Samples of an operator with codes: shapes by name, options of some of them, real sizes."""
+    """Samples of an operator with codes: shapes by name, options for some of them, real sizes."""
     quantize = {"quantize": QUANTIZE[0]}
     some = [
         Sample(
@@ -152,7 +152,7 @@ SHAPES = {
 
 
 def coded(y: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, Float8Rows]:
-    """A result where it is needed, and its rows in FP8."""
+    """A result if it is needed, and its rows in FP8."""
     codes, scale = rounded(y.detach())
     rows = Float8Rows(codes.to(torch.float8_e4m3fn), scale.squeeze(-1).float())
     return y if "y" in outputs else None, rows

@@ -62,7 +62,7 @@ def weighted_rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: floa
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes as numbers, and the power-of-two scale of every row."""
-    padded = F.pad(x.detach().abs(), (0, 1))  # a row of no columns has a largest element, 0
+    padded = F.pad(x.detach().abs(), (0, 1))  # a row without columns: 0
     acc_dtype = torch.promote_types(x.dtype, torch.float32)
     largest = padded.amax(-1, keepdim=True).to(acc_dtype).clamp_min(2.0**-100)
     # a logarithm in 16 bits would round down, and a code above 448 is NaN
@@ -210,7 +210,7 @@ def per_channel(angle: Tensor, style: str) -> Tensor:
 def angles_of_sections(
     angle: Tensor, sections: Sequence[int], arrangement: str, style: str
 ) -> Tensor:
-    """From the angles of every grid, those of the grid that each pair belongs to."""
+    """The angles of each pair, taken from the grid that the pair belongs to."""
     count, pairs = len(sections), sum(sections)
     both = angle.shape[-1] == 2 * pairs  # a value for each channel
     if both and style == "interleaved":
@@ -233,7 +233,7 @@ def angles_of_sections(
 
 
 def at_listed_keys(x: Tensor, indices: Tensor, absent: float) -> Tensor:
-    """Numbers of queries x keys at the listed keys."""
+    """Gather a (queries, keys) tensor at the listed keys."""
     padded = torch.cat([x, x.new_full((*x.shape[:-1], 1), absent)], -1)
     return padded.gather(-1, indices.long() % padded.shape[-1])
 

@@ -1,4 +1,4 @@
-"""What the fused linear operators share: checks, chunk sizes, dtypes and samples."""
+"""Shared by the fused linear operators: checks, chunk sizes, dtypes and samples."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def _in_8_bits() -> torch.dtype | None:
 def compute_dtype(
     name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> torch.dtype | None:
-    """Autocast does not reach into operators: hand its dtype in; without it dtypes must agree.
+    """The dtype of the GEMMs: autocast's, which does not reach into operators; else all must agree.
 
     The FP8 formats that a configuration asks for take the place of both.
     """
@@ -67,12 +67,12 @@ def compute_dtype(
     if asked is not None and hidden.dtype != torch.float64:
         return asked
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        kinds = [
+        dtypes = [
             str(x.dtype).removeprefix("torch.") for x in (hidden, weight, bias) if x is not None
         ]
         raise TypeError(
             f"{name}: hidden, weight and bias must have one dtype outside of autocast, got "
-            f"{', '.join(kinds)}"
+            f"{', '.join(dtypes)}"
         )
     return None
 
@@ -92,7 +92,7 @@ def lean(
     weight: Tensor,
     compute: torch.dtype | None,
 ) -> tuple[int | str, torch.dtype]:
-    """The chunk and the dtype of sums that ``chunk="lean"`` stands for; others as they are.
+    """Translate ``chunk="lean"`` into rows and an accumulation dtype; others pass unchanged.
 
     A sum over rows leaves the range of float16, so that a weight of this dtype keeps its sums in
     float32.
@@ -131,9 +131,9 @@ def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     if kwargs["hidden"] is not None and kwargs["weight"] is not None:
         h, w, classes = kwargs["hidden"], kwargs["weight"], kwargs["weight"]
     sizes = {"hidden": (h, h.shape), "weight": (w, w.shape), "bias": (w, classes.shape[:1])}
-    kinds = {n: kwargs[f"{n}_dtype"] or kwargs["weight_dtype"] for n in sizes}
+    dtypes = {n: kwargs[f"{n}_dtype"] or kwargs["weight_dtype"] for n in sizes}
     return tuple(
-        x.new_empty(size if kwargs[f"needs_{n}"] else (0,), dtype=kinds[n])
+        x.new_empty(size if kwargs[f"needs_{n}"] else (0,), dtype=dtypes[n])
         for n, (x, size) in sizes.items()
     )
 

@@ -1,7 +1,7 @@
 """A frozen weight in 4 bits: a view on the storage of the library that loaded it.
 
-To everybody else it is a weight of 16 bits. Operators dequantize it for as long as a GEMM of theirs
-runs; autograd keeps the codes. An operation of PyTorch that knows nothing of codes gets numbers.
+To all other code it is a weight of 16 bits. Operators dequantize it for as long as a GEMM of theirs
+runs; autograd keeps the codes. Any other PyTorch operation sees the dequantized weight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class QuantizedWeight(StoredWeight):
         group: Elements of a block; None for that of the format.
         divides: Whether the global scale divides.
         more: The other tensors of ``dequantize`` by name.
-        turned: Whether the last two axes are exchanged: the weight is ``(..., K, N)``.
+        transposed: Whether the last two axes are exchanged: the weight is ``(..., K, N)``.
         float8: Whether linear layers and LoRA operators round the numbers to FP8 rows and multiply
             in FP8; grouped GEMMs do not.
         whole: Members of the stack (or rows of the matrix) that these are some of.
@@ -55,7 +55,7 @@ class QuantizedWeight(StoredWeight):
     group: int | None
     divides: bool
     more: dict[str, Tensor]
-    turned: bool
+    transposed: bool
     float8: bool
     whole: int
     _versions: tuple[int, ...] | None = None
@@ -70,7 +70,7 @@ class QuantizedWeight(StoredWeight):
         dtype: torch.dtype = torch.bfloat16,
         group: int | None = None,
         divides: bool = False,
-        turned: bool = False,
+        transposed: bool = False,
         float8: bool = False,
         whole: int | None = None,
         **more: Tensor | None,
@@ -86,13 +86,13 @@ class QuantizedWeight(StoredWeight):
         if make_wrapper_subclass is None:
             say("make_wrapper_subclass")
         shape = [*codes.shape[:-1], 2 * codes.shape[-1]]
-        if turned:
+        if transposed:
             shape[-2:] = shape[:-3:-1]
         weight: QuantizedWeight = make_wrapper_subclass(
             cls, shape, dtype=dtype, device=codes.device, requires_grad=False
         )
         weight.codes, weight.scales, weight.format = codes, scales, format
-        weight.group, weight.divides, weight.turned = group, divides, turned
+        weight.group, weight.divides, weight.transposed = group, divides, transposed
         weight.float8 = float8
         weight.more = {name: t for name, t in more.items() if t is not None}
         weight.whole = codes.shape[0] if whole is None else whole
@@ -100,7 +100,7 @@ class QuantizedWeight(StoredWeight):
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        """The numbers, in memory of their own."""
+        """The dequantized weight, as a new tensor."""
         self._check_versions()
         flat = self.codes.ndim < self.scales.ndim
         y = dequantize(
@@ -112,7 +112,7 @@ class QuantizedWeight(StoredWeight):
             dtype=self.dtype,
             **self.more,
         )
-        y = y.mT if self.turned else y
+        y = y.mT if self.transposed else y
         return y.reshape(-1) if flat else y
 
     def pieces(self) -> list[QuantizedWeight]:
@@ -125,7 +125,7 @@ class QuantizedWeight(StoredWeight):
         group = self.block
         if count < 2 or 2 * self.codes.shape[-1] % group:
             return [self]
-        unit = math.lcm(8, group if self.turned else 1)
+        unit = math.lcm(8, group if self.transposed else 1)
         step = max(1, rows // (count * unit)) * unit
         plain = self._with_own_scales()
         return [plain._rows(start, min(rows, start + step)) for start in range(0, rows, step)]
@@ -133,7 +133,7 @@ class QuantizedWeight(StoredWeight):
     @torch.no_grad()
     def numbers_at(self, ids: Tensor) -> Tensor:
         """Rows of a matrix ``(N, K)`` by their places ``(n,)``: only these are dequantized."""
-        if self.turned or 2 * self.codes.shape[-1] % self.block:
+        if self.transposed or 2 * self.codes.shape[-1] % self.block:
             return self.dequantized()[ids]
         plain = self._with_own_scales()
         zeros = {n: t[ids] for n, t in plain.more.items() if n == "zeros"}
@@ -161,13 +161,13 @@ class QuantizedWeight(StoredWeight):
             format=self.format,
             dtype=self.dtype,
             group=self.group,
-            turned=self.turned,
+            transposed=self.transposed,
         )
 
     def _rows(self, first: int, last: int) -> QuantizedWeight:
-        """Rows of the weight; where it is turned, columns of codes."""
+        """Rows of the weight; columns of codes if it is transposed."""
         zeros = {n: t for n, t in self.more.items() if n == "zeros"}
-        if not self.turned:
+        if not self.transposed:
             cut = {"codes": self.codes, "scales": self.scales, **zeros}
             return self.changed(**{n: t[..., first:last, :] for n, t in cut.items()})
         blocks = slice(first // self.block, last // self.block)
@@ -188,7 +188,7 @@ class QuantizedWeight(StoredWeight):
     def sealed(self) -> QuantizedWeight:
         """The same for one backward pass, which raises once a tensor has been written to."""
         weight = self.changed()
-        if not any(t.is_inference() for t in self.tensors):  # whose writes nobody counts
+        if not any(t.is_inference() for t in self.tensors):  # those have no version counter
             weight._versions = tuple(t._version for t in self.tensors)
         return weight
 
@@ -210,7 +210,7 @@ class QuantizedWeight(StoredWeight):
             "dtype": self.dtype,
             "group": self.group,
             "divides": self.divides,
-            "turned": self.turned,
+            "transposed": self.transposed,
             "float8": self.float8,
             "whole": self.whole,
             **self.more,
@@ -236,7 +236,7 @@ class QuantizedWeight(StoredWeight):
         """What every rank gives to FSDP2: bytes of codes and scales, as many as all others."""
         missing = -(-self.whole // mesh.size()) - self.codes.shape[0]
         parts = [self.codes, self.scales.view(torch.uint8)]
-        if missing:  # the numbers of these are never read
+        if missing:  # the values of these padding members are never read
             parts = [torch.cat([p, p.new_zeros(missing, *p.shape[1:])]) for p in parts]
         # a single rank copies only the first of several tensors
         joined = torch.cat([p.flatten(1) for p in parts], 1)
@@ -259,9 +259,9 @@ class QuantizedWeight(StoredWeight):
         return f"QuantizedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """For compilers: the tensors inside, and the rest."""
+        """The inner tensors and the other attributes, for compilers."""
         rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
-        rest |= {"divides": self.divides, "turned": self.turned, "float8": self.float8}
+        rest |= {"divides": self.divides, "transposed": self.transposed, "float8": self.float8}
         rest["whole"] = self.whole
         rest["more"] = tuple(self.more)
         for name, tensor in self.more.items():
@@ -272,7 +272,7 @@ class QuantizedWeight(StoredWeight):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], rest: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedWeight:
-        """The opposite."""
+        """Rebuild the weight from :meth:`__tensor_flatten__`."""
         options = {**rest, **{n: inner[f"_{n}"] for n in rest["more"]}}
         del options["more"]
         return cls(inner["codes"], inner["scales"], **options)
@@ -348,7 +348,7 @@ def _select(weight: QuantizedWeight, dim: int, index: int) -> QuantizedWeight | 
 def _transpose(weight: QuantizedWeight, first: int, second: int) -> QuantizedWeight | None:
     axes = {first % weight.ndim, second % weight.ndim}
     last = {weight.ndim - 2, weight.ndim - 1}
-    return weight.changed(turned=not weight.turned) if axes == last else None
+    return weight.changed(transposed=not weight.transposed) if axes == last else None
 
 
 def _t(weight: QuantizedWeight) -> QuantizedWeight | None:
@@ -385,7 +385,7 @@ def _to(
 def _by_members(weight: QuantizedWeight) -> bool:
     """Whether the first axis is that of members with blocks of their own."""
     own = weight.format in ("mxfp4", "nvfp4") and not weight.more
-    return own and weight.codes.ndim > 1 and (weight.ndim > 2 or not weight.turned)
+    return own and weight.codes.ndim > 1 and (weight.ndim > 2 or not weight.transposed)
 
 
 def _slice(
@@ -421,7 +421,7 @@ def _zeros(weight: QuantizedWeight, size: Any, **options: Any) -> QuantizedWeigh
 
 
 def _view(weight: QuantizedWeight, size: Any) -> Any:
-    """Flat, for FSDP2, or as it was; else numbers."""
+    """A flat view for FSDP2, or the shape it had; any other view is of the dequantized weight."""
     if list(size) == list(weight.shape):
         return _detach(weight)
     if list(size) in ([-1], [weight.numel()]) and _by_members(weight):
@@ -437,7 +437,7 @@ def _strided(
 
 
 def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> Any:
-    """Codes of another one; or numbers that are its own, as DDP sends them to every rank."""
+    """Copy the codes of another weight, or the numbers it already has (DDP's broadcast)."""
     if isinstance(source, QuantizedWeight):
         weight.codes.copy_(source.codes)
         weight.scales.view(torch.uint8).copy_(source.scales.view(torch.uint8))

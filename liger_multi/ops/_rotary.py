@@ -64,7 +64,7 @@ def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> 
 
 
 def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
-    """How many channels turn."""
+    """Number of channels that are rotated."""
     if cos.ndim == 0:
         raise ValueError(f"{name}: cos and sin must have an axis of channels, got a number")
     width = cos.shape[-1]
@@ -87,7 +87,7 @@ def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> i
 def order(x: Tensor) -> str:
     """Axes from the outermost in memory to the innermost; the last axis is taken as that."""
     strides, last = x.stride(), x.ndim - 1
-    if last == 3 and strides[0] >= strides[1] >= strides[2] > 0:  # both common cases at once
+    if last == 3 and strides[0] >= strides[1] >= strides[2] > 0:  # both common layouts
         return "0123"
     if last == 3 and strides[0] >= strides[2] >= strides[1] > 0:
         return "0213"
@@ -127,13 +127,14 @@ def sections_word(name: str, sections: object, pairs: int) -> tuple[str, int]:
 def run(
     op: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, ...], rest: tuple[Any, ...], casting: str
 ) -> tuple[Tensor, Tensor]:
-    """Call; where only some tensors are fp64, all become it, and the results are cast back.
+    """Call the operator; if only some tensors are fp64, all are cast to it.
 
-    Half of such a call would be computed in fp32, by the dtype that backends are chosen by.
+    Backends are chosen by one dtype, so part of a mixed call would be computed in fp32. Results are
+    cast back.
     """
     orders = (order(q), order(k))
-    kinds = {x.dtype for x in (q, k, *angles) if x.is_floating_point()}
-    if torch.float64 not in kinds or len(kinds) == 1:
+    input_dtypes = {x.dtype for x in (q, k, *angles) if x.is_floating_point()}
+    if torch.float64 not in input_dtypes or len(input_dtypes) == 1:
         result: tuple[Tensor, Tensor] = op(q, k, *angles, *rest, *orders)
         return result
     wide = [x.double() if x.is_floating_point() else x for x in (q, k, *angles)]

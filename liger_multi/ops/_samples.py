@@ -1,4 +1,4 @@
-"""Samples that operators over rows share: shapes, strides, limits, frozen inputs, real sizes."""
+"""Samples shared by operators over rows: shapes, strides, limits, frozen inputs, real sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-Given = Callable[..., dict[str, T]]
+BuildTensors = Callable[..., dict[str, T]]
 Options = Mapping[str, Any]
 LAYOUTS = {n: n for n in ("sliced", "transposed", "expanded")} | {"row-gaps": "rows"}
 NONE: Options = {}
@@ -40,7 +40,7 @@ PIECES = {
     "past-65535-rows": (65537, 2),
     "past-65536-columns": (2, 65600),
 }
-# the same with the two halves of a packed projection in a row
+# the same shapes for packed projections, whose rows hold both halves
 HALVES = {
     "odd-half": (4, 74),
     "one-row": (1, 400),
@@ -54,7 +54,7 @@ HALVES = {
 
 
 def usual(
-    build: Given,
+    build: BuildTensors,
     shapes: Mapping[str, tuple[int, ...]],
     options: Options = NONE,
     *,
@@ -92,7 +92,7 @@ def each_frozen(tensors: Mapping[str, T], names: str, options: Options = NONE) -
     return [Sample(f"frozen-{n}", frozen(tensors, n), options) for n in names.split()]
 
 
-def bench(build: Given, sizes: str, options: Options = NONE) -> list[Sample]:
+def bench(build: BuildTensors, sizes: str, options: Options = NONE) -> list[Sample]:
     """Samples of real sizes, such as ``8192x4096``."""
     shapes = [tuple(map(int, size.split("x"))) for size in sizes.split()]
     return [

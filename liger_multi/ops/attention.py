@@ -153,7 +153,7 @@ def key_ranges(
 
 
 def in_graphs(ranges: Tensor | None, keys: int) -> Tensor | None:
-    """The ranges; in a compiled graph, looked at when it runs, once for all layers of one mask."""
+    """The ranges; a compiled graph inspects them when it runs, once per mask for all layers."""
     if ranges is None or not torch.compiler.is_compiling():
         return ranges
     looked: Tensor = torch.ops.liger_multi.looked_at_ranges(ranges, keys)
@@ -547,7 +547,7 @@ SAMPLES = (
         size="bench",
     ),
 )
-_PATHS = T((1, 8192, 6), classes=8192, dtype=torch.int32)  # of a tree
+_PATHS = T((1, 8192, 6), classes=8192, dtype=torch.int32)  # ranges of a tree
 COMPILE_SAMPLES = (
     Sample("paths-8192x128", _case((1, 8, 8192, 128), layout="swapped", ranges=_PATHS)),
     *(

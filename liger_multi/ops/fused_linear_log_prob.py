@@ -104,8 +104,8 @@ def fused_linear_log_prob(
 ) -> LogProbOutput:
     """Log-probabilities of tokens under ``hidden @ weight.T + bias``, and the rows' entropy.
 
-    Losses of preferences, policies and distillation are plain PyTorch on top of its outputs, each
-    with a number a row, and never hold the logits of all rows.
+    Losses of preferences, policies and distillation are plain PyTorch on its outputs, which have
+    one number per row; the logits of all rows never exist at once.
 
     Math:
         With ``z = softcap * tanh(logit_scale * logits / softcap) / temperature`` (without softcap
@@ -217,7 +217,7 @@ def formula(
     )
 
 
-# three products: whoever computes the logits twice, in several chunks, does four
+# three GEMMs; with several chunks, backward computes the logits again, a fourth
 work = head_work
 
 

@@ -136,7 +136,7 @@ def fused_moe(
         that of x.
 
     Memory:
-        Kept for backward: x, the weights that somebody needs, index and routing, and gate and up
+        Kept for backward: x, the weights that backward needs, index and routing, and gate and up
         of every pair of token and expert, ``(T K, 2 I)``. The activation's product is computed
         again.
 

@@ -54,7 +54,7 @@ def unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tup
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of gradients, of a width that is known from whichever tensor was kept, or is not needed."""
+    """Shapes of the gradients; each width is read from a tensor that was saved."""
     x, first, down, gate = (tensors[n] for n in ("x", "gate_weight", "down_weight", "gate"))
     inner, outer = gate.shape[-1], down.shape[0]
     width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
@@ -112,7 +112,7 @@ def gated_mlp(
         the GEMMs.
 
     Memory:
-        Kept for backward: x, gate and up, the weights that somebody needs; linear layers around
+        Kept for backward: x, gate and up, the weights that backward needs; linear layers around
         an activation keep ``(..., F)`` once more. Backward holds three of ``(..., F)`` for a while.
         Under PyTorch's checkpointing it runs as such layers, whose last GEMM is then not
         computed again.
@@ -179,10 +179,10 @@ def _in_steps(
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """The same as steps of their own.
+    """The MLP as separate operators.
 
-    Checkpointing computes a layer again until all is there that backward needs. Of ``down`` that is
-    its input, and PyTorch stops before the GEMM: one of the twelve of the MLP's step.
+    Checkpointing recomputes a layer until every tensor that backward needs is saved. For ``down``
+    this is its input, so PyTorch stops before its GEMM, one of the twelve of the MLP's step.
     """
     from liger_multi.ops import geglu, swiglu
 

@@ -80,13 +80,13 @@ def forward(
 
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     gate, shapes = kwargs["gate"], shapes_of(kwargs)
-    kinds = {n: kwargs[f"{n}_weight_dtype"] for n in ("gate", "up")}
-    kinds["down"] = kwargs["down_weight"].dtype
+    dtypes = {n: kwargs[f"{n}_weight_dtype"] for n in ("gate", "up")}
+    dtypes["down"] = kwargs["down_weight"].dtype
     return tuple(
         [
             gate.new_empty(
                 shape if kwargs[f"needs_{n}"] else (0,),
-                dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
+                dtype=dtypes[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
             )
             for n, shape in shapes.items()
         ]
@@ -145,7 +145,7 @@ def gated_mlp_float8(
         of gate. Out: that of x.
 
     Memory:
-        Kept for backward: x, gate and up, the weights that somebody needs, 4 bytes per row of
+        Kept for backward: x, gate and up, the weights that backward needs, 4 bytes per row of
         weight; layers around an activation keep ``(..., F)`` once more. Backward holds three of
         ``(..., F)`` and codes of two for a while. Under PyTorch's checkpointing, neither the
         product nor the last GEMM is computed again.
@@ -209,7 +209,7 @@ def _first(
     down_codes: Tensor | None,
     *needs: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Gate and up, the scales of all weights, and a result that is empty."""
+    """First part: gate, up, the scales of all weights, and an empty result."""
     run, rest = linear_op.fwd.run, (False, False)
     args = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
     gate, *output, first = run(x, *args, *rest)
@@ -221,10 +221,10 @@ def _first(
 
 
 def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
-    """The result, from gate and up; their product is only computed in FP8."""
+    """Second part: the result from gate and up, whose product exists in FP8 only."""
     weight, bias, activation, own, others = (args[i] for i in (3, 6, 7, 10, 15))
     _, rows = activated(*handed, activation, ("quantized",))
-    inner = empty_of(handed[0], *handed[0].shape)  # nobody reads it beside its codes
+    inner = empty_of(handed[0], *handed[0].shape)  # only its codes are read
     y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, others)
     return y  # type: ignore[no-any-return]
 
@@ -240,7 +240,7 @@ def _in_layers(
     activation: str,
     rows: Float8Rows | None,
 ) -> Tensor:
-    """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
+    """The MLP as separate operators, for policies that keep GEMMs and not activations."""
 
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows]:
         weight = wide[i]
@@ -284,7 +284,7 @@ def _case(
 ) -> dict[str, T]:
     """Tensors of a sample; names in ``frozen`` get no gradient.
 
-    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
+    Inner rows are rounded to FP8, so a 16-bit rounding before that may change a code.
     """
     outer = outer or hidden
     shapes: dict[str, tuple[int, ...]] = {
@@ -303,7 +303,7 @@ def _case(
 
 
 def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
-    """The same, of which the weights of some layers are codes with scales."""
+    """The tensors, with the weights of some layers as codes with scales."""
     coded = dict(tensors)
     for name in (f"{layer}_weight" for layer in names):
         rows, columns = coded[name].shape
@@ -313,7 +313,7 @@ def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
 
 
 def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
-    """The same of trained weights beside codes."""
+    """The tensors, with codes beside trained weights."""
     coded, wide = _coded(tensors, *names), [f"{layer}_weight" for layer in names]
     return {**coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}}
 

@@ -87,7 +87,7 @@ def formula(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """As transformers' ``Lfm2ShortConv`` computes between its projections."""
+    """What transformers' ``Lfm2ShortConv`` computes between its projections."""
     b, c, v = x.mT.chunk(3, dim=-2)
     runs = sequence_runs(seq_idx, cu_seqlens, x.shape[1])
     return (c * convolved(b * v, weight, bias, None, runs)).mT.contiguous()

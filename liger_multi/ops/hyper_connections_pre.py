@@ -41,7 +41,7 @@ def coefficient(op: str, name: str, value: Tensor, shape: tuple[int, ...]) -> No
 
 
 def hyper_connections_pre(x: Tensor, pre: Tensor) -> Tensor:
-    """What a block is given: the weighted sum of the residual streams.
+    """The input of a block: the weighted sum of the residual streams.
 
     Math:
         ``y = sum over i of pre[i] x[i]``.

@@ -40,7 +40,7 @@ def _unread(needs_x: bool, needs_weight: bool) -> tuple[str, ...]:
 
 
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
-    """A width is known from the tensor that was kept for the gradient."""
+    """Shape rule of backward; a width is read from the tensor that was saved."""
     dy, x, weight = (kwargs[name] for name in ("dy", "x", "weight"))
     outer = dy.shape[-1]
     return (

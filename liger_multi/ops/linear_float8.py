@@ -36,7 +36,7 @@ class Float8Rows(NamedTuple):
 
 
 class LinearFloat8Output(NamedTuple):
-    """What a layer gives, and its rounded input for the next layer that reads it."""
+    """A layer's output, and its rounded input for the next layer that reads it."""
 
     y: Tensor
     quantized: Float8Rows
@@ -70,7 +70,7 @@ def _unread(needs_x: bool, needs_weight: bool) -> tuple[str, ...]:
 
 
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
-    """A width is known from the tensor that was kept for the gradient."""
+    """Shape rule of backward; a width is read from the tensor that was saved."""
     dy, x, weight = (kwargs[name] for name in ("dy", "x", "weight"))
     outer, dtype = dy.shape[-1], kwargs["weight_dtype"]
     return (
@@ -105,11 +105,10 @@ def linear_float8(
         power-of-two scale per row, the smallest under which nothing overflows. Infinities and NaN
         make their row NaN.
 
-    Shapes:
-        x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale ``(N,)``;
-        weight_codes ``(N, K)``, if a trained weight has been rounded before: then nobody reads the
-        numbers of weight, which has the gradient and names its dtype; quantized, if x has been
-        rounded before: codes ``(..., K)`` and scale ``(...)``. y ``(..., N)``, contiguous;
+    Shapes: x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale
+        ``(N,)``; weight_codes ``(N, K)``, if a trained weight has been rounded before: then the
+        values of weight are not read, but it gets the gradient and gives its dtype; quantized, if x
+        has been rounded before: codes ``(..., K)`` and scale ``(...)``. y ``(..., N)``, contiguous;
         :func:`linear_float8_with_codes` also returns the rounded x, for the next layer that reads
         it.
 
@@ -305,14 +304,14 @@ def _case(
 
 
 def _coded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:
-    """The same of a frozen weight in codes."""
+    """The tensors, with a frozen weight as codes."""
     codes = T((out, width), CODES[0], 32.0, grad=False)
     scale = T((out,), torch.float32, positive=True, grad=False)
     return _case(rows, width, out, bias, weight=codes, weight_scale=scale)
 
 
 def _rounded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:
-    """The same of a trained weight beside its codes."""
+    """The tensors, with codes beside a trained weight."""
     coded = _coded(rows, width, out, bias)
     weight = _case(rows, width, out)["weight"]
     return {**coded, "weight": weight, "weight_codes": coded["weight"]}
@@ -323,13 +322,13 @@ def _frozen(*shape: int) -> T:
 
 
 class _LinearFloat8(torch.autograd.Function):
-    """Both rounded products; rounding itself has no gradient."""
+    """Both GEMMs of rounded factors; rounding itself has no gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given_weight: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, codes_or_weight: Tensor | None
     ) -> Tensor:
-        stored = weight if given_weight is None else given_weight
+        stored = weight if codes_or_weight is None else codes_or_weight
         codes, own = rounded(weight) if scale is None else (stored.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
         rows, rows_scale = rounded(x)

@@ -214,7 +214,7 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     rows, inner = math.prod(shapes["x"][:-1]), shapes["gate_weight"][0]
     width, outer = shapes["x"][-1], shapes["down_weight"][0]
     product = 2.0 * rows * inner * (2 * width + outer)
-    # frozen layers have no gradient, so backward is as many products as forward
+    # frozen layers have no gradient, so backward has as many GEMMs as forward
     return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 2 * product)
 
 
@@ -230,7 +230,7 @@ def _in_layers(
     own: tuple[Tensor | None, ...],
     rows: Float8Rows | None,
 ) -> Tensor:
-    """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
+    """The MLP as separate operators, for policies that keep GEMMs and not activations."""
     from liger_multi.ops import geglu, swiglu
 
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
@@ -270,10 +270,10 @@ def _layers(x: Tensor, args: Any, which: tuple[int, ...], *codes: Tensor | None)
 
 
 def _first(*args: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Gate and up, and a result that is empty."""
+    """First part: gate, up, and an empty result."""
     x, down = args[0], args[3]
-    kinds = {t.dtype for t in (args[4], args[6]) if t is not None}
-    if len(kinds) < 2:
+    dtypes = {t.dtype for t in (args[4], args[6]) if t is not None}
+    if len(dtypes) < 2:
         gate, up = _layers(x, args, (0, 1), *args[20:22])
     else:
         gate, up = (_layers(x, args, (i,), *args[20:22])[0] for i in (0, 1))
@@ -281,7 +281,7 @@ def _first(*args: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
 
 
 def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
-    """The result, from gate and up; without an adapter, their product is only needed in FP8."""
+    """Second part: the result; without an adapter, the product of gate and up is FP8 only."""
     from liger_multi.ops import geglu, swiglu
 
     activation, coded = args[16], args[19] is not None

@@ -247,7 +247,7 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     moe = moe_work(shapes, size, options)
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
-    # frozen weights have no gradient, so backward is as many products as forward
+    # frozen weights have no gradient, so backward has as many GEMMs as forward
     both = moe.both_bytes - weights * size
     return replace(moe, both_bytes=both, both_operations=2 * moe.forward_operations)
 

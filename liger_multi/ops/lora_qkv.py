@@ -35,7 +35,7 @@ op = Op(
 
 
 class LoraQKVOutput(NamedTuple):
-    """What the layers gave; None for those that were not there."""
+    """The outputs of the layers; None for absent ones."""
 
     q: Tensor | None
     k: Tensor | None
@@ -77,7 +77,7 @@ def forward(
 
 
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
-    """None of an adapter whose layer's output was not used."""
+    """Gradients; empty for adapters of layers whose output was not used."""
     x, outputs = kwargs["x"], []
     for name in [f"{layer}_{part}" for layer in LAYERS for part in "ab"]:
         thin, used = kwargs[name], kwargs[f"needs_{name}"] and kwargs[f"d{name[0]}"] is not None

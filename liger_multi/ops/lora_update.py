@@ -136,10 +136,10 @@ def adapter_dtypes(
     checks.one_dtype(op, base)
     checks.one_dtype(op, {f"{of}a": a, f"{of}b": b})
     if a.dtype.itemsize < x.dtype.itemsize:
-        kinds = [str(t.dtype).removeprefix("torch.") for t in (x, a)]
+        dtypes = [str(t.dtype).removeprefix("torch.") for t in (x, a)]
         raise TypeError(
-            f"{op}: adapters must not be narrower than the layer, got a layer of {kinds[0]} with "
-            f"{of}a of {kinds[1]}"
+            f"{op}: adapters must not be narrower than the layer, got a layer of {dtypes[0]} with "
+            f"{of}a of {dtypes[1]}"
         )
     return x, a, b
 
@@ -171,7 +171,7 @@ def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> 
 def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The same tensors in fp32, of which the weights of some layers are codes with scales.
 
-    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
+    Inner rows are rounded to FP8, so a 16-bit rounding before that may change a code.
     """
     coded = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
     for name in (f"{layer}_weight" for layer in names):

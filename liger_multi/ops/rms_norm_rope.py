@@ -97,9 +97,8 @@ def rms_norm_rope(
         rounds, as in ``rms_norm``, and ``rope_casting`` what the rotation returns, as in ``rope``.
         The reference rounds where both do; kernels round u to the dtype of the norm, and y.
 
-    Memory:
-        Kept for backward: x, weight, cos, sin and 4 bytes a head, or a token (``rstd``). What
-        comes out of the norm, and its gradient, exist nowhere.
+    Memory: Kept for backward: x, weight, cos, sin and 4 bytes a head, or a token (``rstd``). The
+        output of the norm and its gradient are never written to memory.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or unsqueeze_dim no integer.
@@ -131,8 +130,8 @@ def rms_norm_rope(
         how: Any = {"offset": offset, "casting": casting, "rope_casting": rope_casting}
         return rms_norm_rope(x[None], weight, cos, sin, eps, unsqueeze_dim=2, **how)[0]
     rest = (*numbers(name, eps, offset), casting, rope_casting, heads, order(x))
-    kinds = {t.dtype for t in (x, weight, cos, sin)}
-    if torch.float64 in kinds and len(kinds) > 1:
+    dtypes = {t.dtype for t in (x, weight, cos, sin)}
+    if torch.float64 in dtypes and len(dtypes) > 1:
         # half of a call in fp64 would be computed in fp32, by the dtype that backends are chosen by
         from liger_multi.reference.rope.rms_norm_rope import output_dtype
 

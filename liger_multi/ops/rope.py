@@ -74,12 +74,11 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of queries and keys.
 
-    Math:
-        ``out = x * cos + rotate_half(x) * sin`` on the first R channels, the others pass through.
-        ``turn`` maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R / 2)`` for
-        ``half`` and ``(2 i, 2 i + 1)`` for ``interleaved``. The two channels of a pair may have
-        different values of cos and sin. Backward is the transposed matrix: ``dx = dout * cos -
-        rotate_half(dout * sin)``. A negated sin turns the other way.
+    Math: ``out = x * cos + rotate_half(x) * sin`` on the first R channels, the others pass through.
+        ``rotate_half`` maps a pair of channels ``(a, b)`` to ``(-b, a)``: pairs are ``(i, i + R /
+        2)`` for ``half`` and ``(2 i, 2 i + 1)`` for ``interleaved``. The two channels of a pair may
+        have different values of cos and sin. Backward is the transposed matrix: ``dx = dout * cos -
+        rotate_half(dout * sin)``. A negated sin rotates the other way.
 
     Shapes:
         q ``(B, Hq, S, D)`` and k ``(B, Hk, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2,
@@ -116,9 +115,9 @@ def rope(
     rotary = rotary_width("rope", q, cos, rotary_dim)
     checks.constant("rope", "cos", cos)
     checks.constant("rope", "sin", sin)
-    kinds = {x.dtype for x in (q, k, cos, sin)}
+    input_dtypes = {x.dtype for x in (q, k, cos, sin)}
     rest = (style, heads, rotary, casting, order(q), order(k))
-    if torch.float64 in kinds and len(kinds) > 1:
+    if torch.float64 in input_dtypes and len(input_dtypes) > 1:
         # half of a call in fp64 would be computed in fp32, by the dtype that backends are chosen by
         wide = op(*[x.double() for x in (q, k, cos, sin)], *rest)
         angle = torch.promote_types(cos.dtype, sin.dtype)
@@ -154,12 +153,12 @@ def formula(
         cos, sin = per_channel(cos, style), per_channel(sin, style)
     cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         if width < x.shape[-1]:
-            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+            return torch.cat((rotated(x[..., :width]), x[..., width:]), dim=-1)
         return x * cos + _rotated(x, style) * sin
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 work = rope_work

@@ -94,13 +94,13 @@ def formula(q: Tensor, k: Tensor, freqs: Tensor, *, unsqueeze_dim: int = 2) -> P
     numbers = torch.view_as_complex(wide(freqs).contiguous()).unsqueeze(unsqueeze_dim - q.ndim)
     width = 2 * numbers.shape[-1]
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         if width < x.shape[-1]:
-            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+            return torch.cat((rotated(x[..., :width]), x[..., width:]), dim=-1)
         pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * numbers).flatten(-2).type_as(x)
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 work = rope_work

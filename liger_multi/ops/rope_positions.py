@@ -68,11 +68,10 @@ def rope_positions(
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding from integer positions; cos and sin never stand in memory.
 
-    Math:
-        ``rope`` with one angle a pair, ``cos(position * inv_freq[i]) * scaling`` and the sine.
+    Math: ``rope`` with one angle a pair, ``cos(position * inv_freq[i]) * scaling`` and the sine.
         With ``sections``, pair i takes its position from one of several grids, as in
         ``rope_multimodal``: time, height and width, or the rows and columns of an image. A negated
-        inv_freq turns the other way.
+        inv_freq rotates the other way.
 
     Shapes:
         q and k as in ``rope``, inv_freq ``(R / 2,)``. position_ids ``(S,)``, ``(1, S)`` or ``(B,

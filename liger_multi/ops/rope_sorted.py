@@ -111,14 +111,14 @@ def formula(
     cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
     cosines, sines = (t.chunk(2, dim=-1) if both else (t, t) for t in (cos, sin))
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         if width < x.shape[-1]:
-            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+            return torch.cat((rotated(x[..., :width]), x[..., width:]), dim=-1)
         a, b = x[..., ::2], x[..., 1::2]
         first, second = a * cosines[0] - b * sines[0], b * cosines[1] + a * sines[1]
         return torch.cat((first, second), dim=-1)
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 work = rope_work

@@ -36,7 +36,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
 
     Memory:
         Kept for backward: y. The kernels find tau by Newton's method, without sorting and without
-        room for it.
+        a buffer for it.
 
     Raises:
         TypeError: x is no floating-point tensor, or dim no integer.

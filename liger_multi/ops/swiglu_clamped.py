@@ -85,7 +85,7 @@ def numbers(name: str, limit: float, alpha: float, offset: float) -> tuple[float
 
 
 PLAIN = {"limit": 2.0, "alpha": 1.0, "up_offset": 0.0}
-CLOSE = {"limit": 1.0}  # so that random inputs meet it
+CLOSE = {"limit": 1.0}  # small, so that random inputs are clamped
 SAMPLES = (
     Sample("rows", pair(3, 5, 48), CLOSE),
     *usual(

@@ -17,10 +17,10 @@ from liger_multi.reference.common.chunking import (
 )
 from liger_multi.reference.common.clamp import above
 
-GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
+GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # keys are values of the argument ``approximate``
 APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
 
-ONE = (1.0, 1.0)  # multipliers of gate and of what comes out
+ONE = (1.0, 1.0)  # multipliers of gate and of the output
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
@@ -35,7 +35,7 @@ def _times(x: Tensor, by: float) -> Tensor:
 
 
 def forward(gate: Tensor, up: Tensor, activation: str, by: tuple[float, float] = ONE) -> Tensor:
-    """One product of two tensors; ``by`` multiplies gate, and what comes out."""
+    """``act(gate) * up``; ``by`` holds the multipliers of gate and of the output."""
     y = _times(activate(_times(gate, by[0]), activation) * up, by[1])
     return y if y.is_contiguous() else y.contiguous()
 
@@ -56,8 +56,8 @@ def backward(
         return (dgate if needs_gate else gate.new_empty(0), dup if needs_up else up.new_empty(0))
     dgate = gate.new_empty(gate.shape if needs_gate else (0,))
     dup = up.new_empty(up.shape if needs_up else (0,))
-    rooms = (dgate if needs_gate else None, dup if needs_up else None)
-    gradients_into(*rooms, dy, gate, up, activation, by)
+    buffers = (dgate if needs_gate else None, dup if needs_up else None)
+    gradients_into(*buffers, dy, gate, up, activation, by)
     return dgate, dup
 
 
@@ -66,12 +66,12 @@ def gradients_and_product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both gradients, and the product; block by block it takes the place of ``dy``."""
     if in_one_piece():
-        # not forward, whose question about strides no backward of a compiler can answer
+        # not forward(), which asks for strides: a compiler's backward has none
         return *gradients(dy, gate, up, activation, ONE), activate(gate, activation) * up
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     for block in row_blocks(gate.shape[0], 4 * gate.shape[1] * dy.element_size()):
-        rooms, at = (dgate[block], dup[block]), (gate[block], up[block])
-        gradients_into(*rooms, dy[block], *at, activation, ONE)
+        buffers, at = (dgate[block], dup[block]), (gate[block], up[block])
+        gradients_into(*buffers, dy[block], *at, activation, ONE)
         dy[block] = forward(*at, activation)
     return dgate, dup, dy
 
@@ -106,9 +106,9 @@ def gradients_into(
     row_bytes = 4 * gate2d.shape[1] * statistics_dtype(gate.dtype).itemsize
     for block in row_blocks(gate2d.shape[0], row_bytes):
         grads = gradients(dy2d[block], gate2d[block], up2d[block], activation, by)
-        for room, part in zip((dgate, dup), grads, strict=True):
-            if room is not None:
-                as_rows(room)[block] = part
+        for buffer, part in zip((dgate, dup), grads, strict=True):
+            if buffer is not None:
+                as_rows(buffer)[block] = part
 
 
 def packed_forward(gate_up: Tensor, activation: str, by: tuple[float, float] = ONE) -> Tensor:
@@ -180,13 +180,13 @@ def clamped_gradients(
 def _clamped_gradients_into(
     dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers
 ) -> None:
-    rooms = [as_rows(t) for t in (dgate, dup)]
+    buffers = [as_rows(t) for t in (dgate, dup)]
     dys, gates, ups = (as_rows(t) for t in (dy, gate, up))
     row_bytes = 6 * gates.shape[1] * statistics_dtype(gate.dtype).itemsize
     for block in row_blocks(gates.shape[0], row_bytes):
         grads = _clamped_gradients(dys[block], gates[block], ups[block], numbers)
-        for room, part in zip(rooms, grads, strict=True):
-            room[block] = part
+        for buffer, part in zip(buffers, grads, strict=True):
+            buffer[block] = part
 
 
 def _clamped_parts(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def packed_clamped_gradients(
         grads = _clamped_gradients(dy, *_clamped_parts(gate_up, interleaved), numbers)
         return torch.stack(grads, -1).flatten(-2) if interleaved else torch.cat(grads, -1)
     gate_up2d = as_rows(gate_up)
-    room = gate_up2d.new_empty(gate_up2d.shape)
+    buffer = gate_up2d.new_empty(gate_up2d.shape)
     parts = _clamped_parts(gate_up2d, interleaved)
-    _clamped_gradients_into(*_clamped_parts(room, interleaved), as_rows(dy), *parts, numbers)
-    return room.view(gate_up.shape)
+    _clamped_gradients_into(*_clamped_parts(buffer, interleaved), as_rows(dy), *parts, numbers)
+    return buffer.view(gate_up.shape)

@@ -17,7 +17,7 @@ from liger_multi.reference.float8.rows import PLAIN, Float8Rows, rows_of
 
 
 class Activation(Protocol):
-    """What a backend supplies."""
+    """The activation of a gated MLP, which a backend supplies."""
 
     def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """act(gate) * up."""

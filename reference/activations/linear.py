@@ -43,7 +43,7 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
+    """Gradients of x, weight and bias; empty tensors if not needed."""
     dy2d, dx = as_rows(dy), dy.new_empty(0)
     if needs_x and weight is not None:
         dx = gradient_of(dy2d, weight).view(*dy.shape[:-1], weight.shape[1])

@@ -17,8 +17,8 @@ from liger_multi.reference.float8.frozen import (
     Weight,
     frozen_gradient,
     frozen_linear,
-    held,
     shared_rows,
+    weight_or_codes,
 )
 from liger_multi.reference.float8.rows import Float8Rows
 
@@ -52,13 +52,13 @@ def _forward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor, Tensor]:
         x2d, lead = as_rows(x), x.shape[:-1]
         first, second = (
-            held(gate_weight, gate_weight_scale, thin.to),
-            held(up_weight, up_weight_scale, thin.to),
+            weight_or_codes(gate_weight, gate_weight_scale, thin.to),
+            weight_or_codes(up_weight, up_weight_scale, thin.to),
         )
         left = shared_rows(x, codes, codes_scale, thin.to, first, second)
         gate = adapted_layer(thin, x2d, first, gate_bias, gate_a, gate_b, gate_scale, left)
         up = adapted_layer(thin, x2d, second, up_bias, up_a, up_b, up_scale, left)
-        third, left = held(down_weight, down_weight_scale, thin.to), None
+        third, left = weight_or_codes(down_weight, down_weight_scale, thin.to), None
         if isinstance(third, Float8Rows):
             inner, left = kernels.coded(gate, up, activation, down_a is not None)
         else:
@@ -102,11 +102,11 @@ def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         needs_down_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         x2d, dy2d = as_rows(x), as_rows(dy)
-        wide = held(down_weight, down_weight_scale, thin.to)
+        wide = weight_or_codes(down_weight, down_weight_scale, thin.to)
         dinner, low = input_gradient(thin, dy2d, wide, down_a, down_b, down_scale)
         needs = (needs_down_a, needs_down_b)
         columns = (gate_weight_scale, up_weight_scale) if needs_x else (None, None)
-        needs_output = [  # by adapters, and by a weight that is not in FP8
+        needs_output = [  # read by adapters, and by a weight that is not in FP8
             b is not None or (needs_x and scale is None)
             for b, scale in ((gate_b, gate_weight_scale), (up_b, up_weight_scale))
         ]
@@ -122,14 +122,14 @@ def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         dgate, dup, inner, gate_rows, up_rows = grads
         ddown = adapter_gradients(thin, inner, dy2d, low, down_a, down_b, down_scale, *needs)
         del inner, dinner, grads
-        wide = held(gate_weight, gate_weight_scale, thin.to)
+        wide = weight_or_codes(gate_weight, gate_weight_scale, thin.to)
         dx, low = input_gradient(
             thin, dgate, wide, gate_a, gate_b, gate_scale, into=None, needed=needs_x, left=gate_rows
         )
         needs = (needs_gate_a, needs_gate_b)
         dgates = adapter_gradients(thin, x2d, dgate, low, gate_a, gate_b, gate_scale, *needs)
         del dgate, gate_rows
-        wide = held(up_weight, up_weight_scale, thin.to)
+        wide = weight_or_codes(up_weight, up_weight_scale, thin.to)
         dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, left=up_rows)
         dups = adapter_gradients(
             thin, x2d, dup, low, up_a, up_b, scale=up_scale, needs_a=needs_up_a, needs_b=needs_up_b
@@ -193,7 +193,7 @@ def adapter_gradients(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a and b, empty where nobody needs them."""
+    """The gradients of a and b; empty if not needed."""
     da, db = dy.new_empty(0), dy.new_empty(0)
     if a is not None and b is not None:
         da, db = a.new_empty(0), b.new_empty(0)

@@ -17,13 +17,13 @@ from liger_multi.reference.float8.frozen import (
     Weight,
     frozen_gradient,
     frozen_linear,
-    held,
     shared_rows,
+    weight_or_codes,
 )
 
 
 class Reached(NamedTuple):
-    """An adapter that an upstream gradient came to; ``low = x a'``, ``back = dy b``."""
+    """An adapter whose layer has an upstream gradient; ``low = x a'``, ``back = dy b``."""
 
     a: Tensor
     b: Tensor
@@ -191,7 +191,10 @@ def _wide_weights(
     weights: Sequence[Optional[Tensor]], scales: Sequence[Optional[Tensor]], thin: LowRank
 ) -> list[Optional[Weight]]:
     pairs = zip(weights, scales, strict=True)
-    return [None if weight is None else held(weight, scale, thin.to) for weight, scale in pairs]
+    return [
+        None if weight is None else weight_or_codes(weight, scale, thin.to)
+        for weight, scale in pairs
+    ]
 
 
 def _columns(low: Tensor, a: Sequence[Optional[Tensor]]) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ PARTS = (0, 1, 2)
 
 
 def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
-    """Three in bf16 whose sum is ``x``, each the rounded rest of those before, in ``order``."""
+    """Three bf16 parts whose sum is ``x``, in ``order``; each is the rounded rest of the others."""
     parts = []
     for _ in PARTS:
         parts.append(x.to(torch.bfloat16))
@@ -76,7 +76,7 @@ class LowRank:
         return self.add_(rows.clone(memory_format=torch.contiguous_format), low, thin, scale)
 
     def widened(self, low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """``scale low @ thin`` in a dtype of its own."""
+        """``scale low @ thin`` in a given dtype."""
         if dtype == low.dtype:
             return matmul(low, thin).mul_(scale)
         out = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
@@ -93,7 +93,7 @@ class LowRank:
         return self.sums(left, right, dtype).mul_(scale)
 
     def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        """``left' @ right`` in a dtype of its own."""
+        """``left' @ right`` in a given dtype."""
         if left.dtype == right.dtype == dtype:
             return left.t() @ right
         if _splits(left, right):
@@ -114,8 +114,8 @@ class LowRank:
 
 
 def _splits(wide: Tensor, thin: Tensor) -> bool:
-    kinds = wide.dtype == torch.bfloat16 and thin.dtype == torch.float32
-    return kinds and wide.numel() > 0 and has_out_dtype(wide.device.type, torch.bfloat16)
+    splits = wide.dtype == torch.bfloat16 and thin.dtype == torch.float32
+    return splits and wide.numel() > 0 and has_out_dtype(wide.device.type, torch.bfloat16)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

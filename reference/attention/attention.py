@@ -1,9 +1,9 @@
 """Attention by blocks of queries and keys, with a running softmax; nothing is of size L x S.
 
-Ranges of keys that say no more than ``causal`` are looked at once, marked, and believed. A compiler
-does not know what a mask's ranges will hold, so its graph has ranges even where an eager model has
-none, and kernels for plain causal masks would be out of reach. The mark is an attribute of a tensor
-that nobody writes to: lost, a backend takes the ranges as they are.
+Ranges of keys that amount to a plain causal mask are detected once and marked. A compiled graph has
+ranges even where an eager model has none, because the compiler does not know their values; without
+the mark it could not use kernels for plain causal masks. The mark is an attribute of a tensor that
+nobody writes to. If it is lost, a backend uses the ranges as they are.
 """
 
 import itertools
@@ -22,7 +22,7 @@ VisibleKeys = tuple[slice, Optional[Tensor]]
 
 
 def blocks(length: int, step: int) -> Iterator[slice]:
-    """Slices of ``step`` places over a length."""
+    """Slices of ``step`` positions over a length."""
     for start in range(0, length, step):
         yield slice(start, min(length, start + step))
 
@@ -33,7 +33,7 @@ def block_size(heads: int, itemsize: int) -> int:
     return max(16, min(1024, 1 << (int(area**0.5).bit_length() - 1)))
 
 
-def seen_keys(
+def visible_keys(
     q: Tensor, k: Tensor, ranges: Tensor | None, causal: bool, rows: slice, step: int
 ) -> Iterator[VisibleKeys]:
     """Blocks of keys, and which of them the rows see, (B or 1, 1, 1, rows, cols); None for all.
@@ -82,9 +82,9 @@ def ordered(like: Tensor, dtype: torch.dtype, heads: int, length: int, size: int
 def queries_apart(
     q: Tensor, k: Tensor, ranges: Tensor | None, causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Every query alone, (element of the batch, query), and the keys that it sees.
+    """Every query by itself, as (batch index, query), with the keys that it sees.
 
-    What else is packed into its sequence, before it or behind, or fills it up, has no part in it.
+    Other documents of its row, and padding, have no influence on its result.
     """
     offset = k.shape[2] - q.shape[2]
     for b, i in itertools.product(range(q.shape[0]), range(q.shape[2])):
@@ -113,9 +113,9 @@ def forward_apart(
     for b, i, keys in queries_apart(q, k, ranges, causal):
         # a library may choose a GEMM by strides and addresses: a cache has others than a sequence
         query = q[b, :, i].clone(memory_format=torch.contiguous_format)
-        theirs, values = (x[b][:, :, keys].contiguous() for x in (k, v))
+        key_rows, values = (x[b][:, :, keys].contiguous() for x in (k, v))
         y[b, :, i], lse[b, :, i] = forward_by_blocks(
-            query, theirs, values, sinks, None, False, scale, softcap
+            query, key_rows, values, sinks, None, False, scale, softcap
         )
     return y, lse
 
@@ -161,7 +161,7 @@ def backward_apart(
             totals[0][b, :, i] = gradients[0]
         for total, part, needed in zip(totals[1:], gradients[1:3], needs[1:3], strict=True):
             if needed:
-                total[b][:, :, keys] = total[b][:, :, keys] + part  # every key once
+                total[b][:, :, keys] = total[b][:, :, keys] + part  # each key listed once
         dsinks += gradients[3] if dsinks.numel() else 0
     rounded = [_rounded(t, x.dtype) for t, x in zip(totals, (q, k, v), strict=True)]
     return *rounded, dsinks if sinks is None else dsinks.to(sinks.dtype)  # type: ignore[return-value]
@@ -180,7 +180,7 @@ def forward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """By blocks, or by queries where their results must not depend on each other."""
+    """Attention in blocks; query by query if queries must not influence each other's bits."""
     chosen = forward_apart if by_rows() else forward_by_blocks
     return chosen(q, k, v, sinks, ranges, causal, scale, softcap)
 
@@ -203,14 +203,17 @@ def forward_by_blocks(
         block_size(batch * heads, acc_dtype.itemsize),
     )
     for rows in blocks(length if batch else 0, step):
-        ours = grouped(q, groups, rows, acc_dtype)
+        query_rows = grouped(q, groups, rows, acc_dtype)
         lead = (batch, groups, heads // groups, rows.stop - rows.start)
-        top = ours.new_full((*lead, 1), -torch.inf)
+        top = query_rows.new_full((*lead, 1), -torch.inf)
         if sinks is not None:
             top = sinks.to(acc_dtype).view(1, groups, -1, 1, 1).expand_as(top)
-        total, acc = torch.full_like(top, sinks is not None), ours.new_zeros(*lead, v.shape[3])
-        for cols, visible in seen_keys(q, k, ranges, causal, rows, step):
-            s = scores(ours, k[:, :, cols].to(acc_dtype), scale, softcap, lead[2])
+        total, acc = (
+            torch.full_like(top, sinks is not None),
+            query_rows.new_zeros(*lead, v.shape[3]),
+        )
+        for cols, visible in visible_keys(q, k, ranges, causal, rows, step):
+            s = scores(query_rows, k[:, :, cols].to(acc_dtype), scale, softcap, lead[2])
             s = s if visible is None else s.masked_fill(~visible, -torch.inf)
             new = torch.maximum(top, s.amax(-1, keepdim=True))
             base = new.masked_fill(new == -torch.inf, 0)
@@ -239,7 +242,7 @@ def backward(
     needs_v: bool,
     needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By blocks, or by queries where their results must not depend on each other."""
+    """Attention in blocks; query by query if queries must not influence each other's bits."""
     chosen = backward_apart if by_rows() else backward_by_blocks
     needs = (needs_q, needs_k, needs_v, needs_sinks)
     return chosen(dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, *needs)
@@ -274,27 +277,30 @@ def backward_by_blocks(
     )
     dsinks, step = lse.new_zeros(heads), block_size(batch * heads, acc_dtype.itemsize)
     for rows in blocks(length if batch else 0, step):
-        ours, up = grouped(q, groups, rows, acc_dtype), grouped(dy, groups, rows, acc_dtype)
+        query_rows, up = grouped(q, groups, rows, acc_dtype), grouped(dy, groups, rows, acc_dtype)
         inner, ends = (
             (up * grouped(y, groups, rows, acc_dtype)).sum(-1, keepdim=True),
             lse[:, :, rows],
         )
-        total, normal = torch.zeros_like(ours), ends.reshape(batch, groups, heads // groups, -1, 1)
+        total, normal = (
+            torch.zeros_like(query_rows),
+            ends.reshape(batch, groups, heads // groups, -1, 1),
+        )
         if sinks is not None:
             share = torch.exp(sinks.to(acc_dtype)[:, None] - ends)
             dsinks -= (share * inner.view(ends.shape)).sum((0, 2))
-        for cols, visible in seen_keys(q, k, ranges, causal, rows, step):
-            theirs, values = k[:, :, cols].to(acc_dtype), v[:, :, cols].to(acc_dtype)
-            s = scores(ours, theirs, scale, softcap, heads // groups)
+        for cols, visible in visible_keys(q, k, ranges, causal, rows, step):
+            key_rows, values = k[:, :, cols].to(acc_dtype), v[:, :, cols].to(acc_dtype)
+            s = scores(query_rows, key_rows, scale, softcap, heads // groups)
             p = torch.exp(s - normal)
             p = (p if visible is None else p.masked_fill(~visible, 0)).flatten(2, 3)
             if needs_v:
                 dv[:, :, cols] += p.mT @ up
             ds = p.mul_(up @ values.mT - inner)
             ds = ds if softcap == 0.0 else ds * (1 - (s.flatten(2, 3) / softcap).square())
-            total += ds @ theirs
+            total += ds @ key_rows
             if needs_k:
-                dk[:, :, cols] += (ds.mT @ ours).mul_(scale)
+                dk[:, :, cols] += (ds.mT @ query_rows).mul_(scale)
         if needs_q:
             dq[:, :, rows] = (total * scale).view(batch, heads, -1, q.shape[3]).to(q.dtype)
     dsinks = q.new_empty(0) if sinks is None or not needs_sinks else dsinks.to(sinks.dtype)
@@ -311,9 +317,9 @@ MARK = "_liger_multi_causal"
 
 
 def _on_main_stream(device: torch.device) -> bool:
-    """Whether nothing here is a graph that is recorded, or its rehearsal: both have a stream.
+    """Whether no CUDA graph is being captured or warmed up here; both use a side stream.
 
-    A recording may not wait for the device, and what it takes, it would take for all masks later.
+    A capture must not wait for the device, and would fix its answer for all later masks.
     """
     if device.type == "cpu":
         return True
@@ -324,7 +330,7 @@ def _on_main_stream(device: torch.device) -> bool:
 
 
 def looked_at(ranges: Tensor, keys: int) -> Tensor:
-    """A copy, marked where it is a causal mask of as many queries as keys. Waits for the device."""
+    """A copy, marked if it is a causal mask with as many queries as keys. Waits for the device."""
     copy, queries = ranges.clone(), ranges.shape[1]
     if hasattr(ranges, BLOCKS):
         setattr(copy, BLOCKS, getattr(ranges, BLOCKS))
@@ -336,7 +342,7 @@ def looked_at(ranges: Tensor, keys: int) -> Tensor:
 
 
 def unless_causal(ranges: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
-    """What to compute with: a mark stands for ``causal``."""
+    """The ranges and ``causal`` to compute with; a marked mask becomes ``causal``."""
     if ranges is not None and getattr(ranges, MARK, False) and _on_main_stream(ranges.device):
         return None, True
     return ranges, causal

@@ -19,7 +19,7 @@ def _blocks(q: Tensor, indices: Tensor, acc_dtype: torch.dtype) -> Iterator[slic
 def _products(
     q: Tensor, k: Tensor, w: Tensor, indices: Tensor, rows: slice, acc_dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Of a block: queries, keys, weights, products (B, rows, H, K), places, and which are keys."""
+    """A block's queries, keys, weights, products (B, rows, H, K), indices, and which are valid."""
     places, inside = listed(indices[:, rows], k.shape[1])
     ours, keys = q[:, rows].to(acc_dtype), gathered(k, places, acc_dtype)
     return ours, keys, w[:, rows, :, None].to(acc_dtype), ours @ keys.mT, places, inside

@@ -23,7 +23,7 @@ def selected(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     above, equal = ranking > least, (ranking == least) & visible
     rest = count - above.sum(-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(-1) <= rest))
-    rank = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # one more column takes the others
+    rank = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # an extra column collects the others
     place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
     out = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)
     return out.scatter_(-1, rank, place.expand_as(rank))[..., :count]
@@ -45,11 +45,11 @@ def forward(
     scores = q.new_full(indices.shape, -torch.inf, dtype=acc_dtype)
     if not indices.numel():
         return indices, scores
-    place, theirs = torch.arange(keys, device=q.device), k.to(acc_dtype).mT
+    place, keys_t = torch.arange(keys, device=q.device), k.to(acc_dtype).mT
     for rows in row_blocks(queries, 6 * batch * keys * acc_dtype.itemsize):
         total = q.new_zeros(batch, rows.stop - rows.start, keys, dtype=acc_dtype)
         for head in range(heads):
-            product = (q[:, rows, head].to(acc_dtype) @ theirs).relu_()
+            product = (q[:, rows, head].to(acc_dtype) @ keys_t).relu_()
             total += product.mul_(w[:, rows, head, None].to(acc_dtype))
         visible = torch.ones_like(total, dtype=torch.bool)
         if ranges is not None:

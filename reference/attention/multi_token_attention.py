@@ -64,14 +64,14 @@ def backward(
             dy.tril(),
             p,
             weight,
-            None if bias is None else list(bias.shape),
-            [stride] * 2,
-            [padding] * 2,
-            [dilation] * 2,
-            False,
-            [0, 0],
-            groups,
-            [needs_scores, needs_weight, has_bias],
+            bias_sizes=None if bias is None else list(bias.shape),
+            stride=[stride] * 2,
+            padding=[padding] * 2,
+            dilation=[dilation] * 2,
+            transposed=False,
+            output_padding=[0, 0],
+            groups=groups,
+            output_mask=[needs_scores, needs_weight, has_bias],
         )
     dp, dweight, dbias = (weight.new_empty(0) if x is None else x.contiguous() for x in gradients)
     if needs_scores:

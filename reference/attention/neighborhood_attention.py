@@ -42,7 +42,7 @@ def _neighbors(q: Tensor, length: int, reach: int, dilation: int) -> Tensor:
     if dilation == 1:
         low, high = (place - reach).clamp_(min=0), (place + (reach + 1)).clamp_(max=length)
         return torch.stack([low, high], -1)[None]
-    own = torch.arange(lines, device=q.device) % dilation  # remainder of this line
+    own = torch.arange(lines, device=q.device) % dilation  # the remainder by d of this line
     last = (length - own + dilation - 1).div(dilation, rounding_mode="floor").clamp(min=0)[:, None]
     low = torch.minimum((place - reach).clamp(min=0), last)
     high = torch.maximum(torch.minimum(place + reach + 1, last), low)

@@ -44,7 +44,7 @@ def add_rows_(total: Tensor, places: Tensor, inside: Tensor, rows: Tensor) -> No
     flat = total.view(-1, total.shape[-1])
     if total.device.type == "cpu":
         flat.index_add_(0, at, values)
-    else:  # sorts the places; index_add_ would add by atomics
+    else:  # sorts the indices; index_add_ would use atomic additions
         flat.index_put_((at,), values, accumulate=True)
 
 
@@ -57,7 +57,7 @@ class SumsByKey:
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, listed: int, queries: int) -> None:
         self.total = like.new_zeros(shape)
-        # of fewer queries, adding up all keys would take longer than what their lists name
+        # with fewer queries, summing over all keys costs more than the lists themselves
         self.most = max(FEW_QUERIES, shape[1] // max(listed, 1))
         self.part = like.new_zeros(shape) if queries > 2 * self.most else self.total
         self.queries = 0
@@ -85,7 +85,7 @@ class SumsByKey:
 
 
 class _Lists:
-    """A call by heads of keys: everything has a leading axis of (B, G)."""
+    """The tensors of a call, grouped by key heads: the leading axis is (B, G)."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, value_dim: int, scale: float
@@ -110,7 +110,7 @@ class _Lists:
         return part.transpose(1, 2).to(self.acc_dtype)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """The reverse, as (B, H, rows, ...)."""
+        """The inverse of :meth:`of_heads`, as (B, H, rows, ...)."""
         parts: Tensor = x.transpose(1, 2).unflatten(0, (self.batch, -1))
         return parts.flatten(1, 2)
 

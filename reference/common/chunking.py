@@ -1,6 +1,6 @@
 """Blocks of rows that bound memory, the size of chunks of logits, and products in fp32.
 
-In one piece: a compiler looks on, and blocks of rows, which bound memory, are its business then.
+Under a compiler, all rows are one block: the compiler fuses operations and bounds memory itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that an allocation on ``device`` could still get, in bytes; 0 if nobody can say."""
+    """Bytes that can still be allocated on ``device``; 0 if unknown."""
     if device.type in ("cpu", "meta"):
         return assumed_free.get()
     module = torch.get_device_module(device.type)
@@ -86,14 +86,14 @@ def chunk_rows(
 
 
 def whole_steps(rows: int) -> int:
-    """So many rows that tiles of products are full."""
+    """The number of rows, rounded down to whole tiles of a GEMM unless it is small."""
     return rows if rows < MIN_ROWS else rows // STEP_ROWS * STEP_ROWS
 
 
 def is_whole(
     rows: int, width: int, vocabulary: int, itemsize: int, chunk: int, budget: int
 ) -> bool:
-    """Whether one chunk holds the logits of all ``rows``; says so without asking a device."""
+    """Whether one chunk holds the logits of all ``rows``; decided without asking a device."""
     fit = chunk or budget // max(1, vocabulary * itemsize)
     return rows <= fit if chunk > 0 or budget else rows * itemsize <= 4 * width
 
@@ -103,8 +103,8 @@ def weight_gradient_dtype(
 ) -> torch.dtype:
     """The dtype of the unnormalized gradient of a weight.
 
-    A single product in the dtype of the weight is rounded once as well; but not in float16, whose
-    range a sum over rows leaves.
+    With a single chunk, a GEMM in the weight's dtype also rounds once. float16 is excluded, because
+    a sum over rows can exceed its range.
     """
     once = whole and dtype == weight and dtype != torch.float16
     return dtype if once or dtype == torch.float64 else accumulate
@@ -141,7 +141,7 @@ _in_one_piece: ContextVar[bool] = ContextVar("liger_multi_in_one_piece", default
 
 @contextlib.contextmanager
 def one_piece() -> Iterator[None]:
-    """Have no blocks of rows within a block: a compiler fuses what would be written in between.
+    """A block in which rows are not divided: a compiler fuses the intermediate tensors.
 
     ``torch.compiler.is_compiling()`` does not say so: before torch 2.13 it is false where
     AOTAutograd traces.

@@ -19,7 +19,7 @@ Half = TypeVar("Half", bound=Callable[..., object])
 
 @dataclass
 class Attempt:
-    """One run of an operator: by what its chunks are divided, and whether they could be smaller."""
+    """One run of an operator: the divisor of its chunks, and whether they can be made smaller."""
 
     divisor: int = 1
     rows: int = 0
@@ -40,7 +40,7 @@ def divided(step: int) -> int:
 
 
 def retried(half: Half) -> Half:
-    """Run a half once more with smaller chunks where the device has run out of memory.
+    """Run forward or backward once more, with smaller chunks, after the device ran out of memory.
 
     It has written to nothing of its caller's, and its buffers are gone by then.
     """
@@ -52,7 +52,7 @@ def retried(half: Half) -> Half:
         try:
             return half(*args)
         except torch.OutOfMemoryError:
-            if first.rows <= 1 or strict():  # other chunks are other bits
+            if first.rows <= 1 or strict():  # another chunk size gives other bits
                 raise
         finally:
             _attempt.reset(token)

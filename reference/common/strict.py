@@ -86,7 +86,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) -> Tensor:
-    """``base + alpha a @ b``, rounded once, written over ``base`` on wish, as :func:`multiply`."""
+    """``base + alpha a @ b``, rounded once, optionally in place; rows as in :func:`multiply`."""
     if not apart():
         add = base.addmm_ if into else base.addmm
         return add(a, b, alpha=alpha)
@@ -97,8 +97,8 @@ def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) 
 # --- settings of the vendor's libraries ---
 
 
-class Held:
-    """A setting of the whole process within blocks that several threads may be in at once.
+class SharedSetting:
+    """A process-wide setting that several threads may hold at the same time.
 
     The first to enter changes it, and the last to leave restores it.
 
@@ -136,7 +136,7 @@ def _order_convolutions() -> Callable[[], None]:
 
 
 def _order_attention() -> Callable[[], None]:
-    """FlashAttention's backward takes ``warn_only`` for a wish that it need not grant."""
+    """Set deterministic algorithms; FlashAttention's backward ignores ``warn_only=True``."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
@@ -150,14 +150,14 @@ def _order_attention() -> Callable[[], None]:
     return undo
 
 
-_convolutions, _attention = Held(_order_convolutions), Held(_order_attention)
+_convolutions, _attention = SharedSetting(_order_convolutions), SharedSetting(_order_attention)
 
 
 def ordered_convolutions(device: torch.device) -> AbstractContextManager[None]:
-    """Have cuDNN and MIOpen add in one order within a block; those of a CPU do."""
+    """Make cuDNN and MIOpen convolutions deterministic within a block; those of a CPU are."""
     return contextlib.nullcontext() if device.type == "cpu" else _convolutions
 
 
 def ordered_attention() -> AbstractContextManager[None]:
-    """Have PyTorch's attention add in one order within a block, where that is asked for."""
+    """Make PyTorch's attention deterministic within a block, if the caller asks for it."""
     return _attention if strict() else contextlib.nullcontext()

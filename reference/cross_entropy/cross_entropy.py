@@ -1,6 +1,6 @@
 """Cross entropy of given logits; the gradient is recomputed from the log-sum-exp in backward.
 
-:func:`forward_and_backward` makes forward and backward from a backend's row kernels.
+:func:`implement_cross_entropy` makes forward and backward from a backend's row kernels.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowSt
 
 
 class GivenRows(Protocol):
-    """What a backend's row kernels do with logits that somebody else made."""
+    """Row kernels of a backend for logits that the caller owns."""
 
     def statistics(
         self, raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
@@ -99,8 +99,8 @@ def overwriting(kernels: GivenRows) -> Callable[..., Any]:
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         rows = kernels.statistics(logits, target, weight, spec, outputs)
         by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-        one, how = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
-        scales = reduction_of.upstream(one, by, how)
+        one, reduction_mode = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
+        scales = reduction_of.upstream(one, by, reduction_mode)
         kernels.gradient_into(logits, logits, target, weight, rows.normalizer, spec, scales)
         return reduction_of.reduced(rows, target, spec, reduction, by, outputs)  # type: ignore[return-value]
 

@@ -34,8 +34,8 @@ class Rounding(Protocol):
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest power of two by which ``largest`` is divided to fit into ``dtype``."""
-    room = largest.float().clamp_min(LEAST) / torch.finfo(dtype).max
-    return torch.exp2(torch.ceil(torch.log2(room)))
+    ratio = largest.float().clamp_min(LEAST) / torch.finfo(dtype).max
+    return torch.exp2(torch.ceil(torch.log2(ratio)))
 
 
 class PlainRounding:
@@ -81,13 +81,13 @@ def unsupported(device: torch.device, weight: Tensor) -> str | None:
 
 
 def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """What a device multiplies: the types of factors and of gradients; OCP's where none."""
+    """The FP8 dtypes of factors and gradients on a device; OCP's if it supports none."""
     return FORMATS[0] if device.type in ("cpu", "meta") else _asked(device)[0]
 
 
 @functools.cache
 def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str | None]:
-    """The first formats that a device multiplies, and why not the first ones if none."""
+    """The first pair of formats that the device supports; if none, the error of the first pair."""
     reasons = []
     for factor, gradient in FORMATS:
         try:
@@ -130,11 +130,9 @@ def multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool = False) -> Tensor:
 class Head:
     """The weight of a head in 8 bits, and its products.
 
-    Args:
-        weight: ``(V, H)``, in the dtype of logits.
-        gradients: Whether the gradient of hidden states is such a product as well.
-        needs_gradient: Whether anybody asks for that gradient.
-        rounding: How to round.
+    Args: weight: ``(V, H)``, in the dtype of logits. gradients: Whether the gradient of hidden
+        states is such a product as well. needs_gradient: Whether that gradient is needed. rounding:
+        How to round.
 
     Raises:
         RuntimeError: The device has no such product, or the sizes do not suit it.

@@ -1,7 +1,7 @@
 """The loop of fused linear operators: the logits of a chunk of rows at a time.
 
-A backend brings its row kernels; the memory plan, the product and the dropping of ignored rows
-stand here once, and so do the gradients of a head: sums over chunks of rows, in fp32, rounded once.
+A backend supplies row kernels. The memory plan, the GEMMs, the dropping of ignored rows and the
+gradients of the head (fp32 sums over chunks, rounded once) are implemented here once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SCALES = (
     'a chunk; use head_gemms="exact" (compute_dtype=None), or deterministic=True'
 )
 
-# which chunks are gone through: a simulation leaves out those that repeat the one before them
+# hook for the memory simulation, which skips chunks that repeat the one before
 visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
     "liger_multi_visited", default=iter
 )
@@ -83,7 +83,7 @@ class Places:
                 self._padded = torch.nonzero_static(kept, size=kept.numel()).squeeze(1)
 
     def first(self, rows: int) -> Tensor:
-        """The first places, before anybody knows how many there are: 0 where one is missing."""
+        """The first places, before their number is known; 0 where there are fewer."""
         return self._padded[:rows].clamp(min=0)
 
     def get(self) -> Tensor:
@@ -98,12 +98,12 @@ class Places:
 def has_static_nonzero(device_type: str) -> bool:
     """Whether a device has a kernel that gives places without saying how many they are."""
     if device_type in ("cpu", "meta"):
-        return False  # nobody waits
+        return False  # a wait costs nothing there
     if dispatch_key is None or has_kernel is None:
         return False
     try:
         key = dispatch_key(device_type)
-    except RuntimeError:  # a backend of a name of its own
+    except RuntimeError:  # a PrivateUse1 backend with a name of its own
         key = "PrivateUse1"
     # not by a trial: a fall back to the CPU would pass it, and wait
     return has_kernel("aten::nonzero_static", key)
@@ -175,7 +175,7 @@ class Chunks:
         else:
             several = has_static_nonzero(kept.device.type) and not self.whole
             fits = several and AHEAD * self._step_of(every) <= every
-            self.ahead = fits and self.float8 is None  # whose scale is of the chunk's own rows
+            self.ahead = fits and self.float8 is None  # its scale depends on the rows of the chunk
             self.places = Places(kept, self.ahead)
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class Chunks:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Number of the rows that are gone through."""
+        """Number of rows that are processed."""
         return self.target.numel() if self.index is None else self.index.numel()
 
     @functools.cached_property
@@ -205,12 +205,12 @@ class Chunks:
 
     @functools.cached_property
     def buffer(self) -> Tensor:
-        """Room for the logits of a chunk."""
+        """The buffer for the logits of a chunk."""
         rows = self.step if self.ahead else min(self.step, self.rows)
         return self.like.new_empty(rows, self.weight.shape[0])
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
-        """Place among the valid rows, place among all rows, hidden states, targets, raw logits."""
+        """Yield slices of valid rows and of all rows, hidden states, targets and raw logits."""
         first = self._first() if self.ahead else None
         for place in visited.get()(row_blocks(self.rows, 1, self.step)):
             rows = place.stop - place.start
@@ -220,12 +220,12 @@ class Chunks:
     def keeps(self) -> bool:
         """Whether a backward pass can find the logits again: one chunk, and rows in one order.
 
-        A capture drops no rows, and whoever reads the logits may be outside of it.
+        A capture drops no rows, and the logits may be read outside of it.
         """
         return self.whole and self.drops == (self.plan.compact and not thin(self.target))
 
     def _first(self) -> Tensor:
-        """Hidden states of the first chunk; its logits are in the buffer."""
+        """Hidden states of the first chunk, whose logits are written into the buffer."""
         assert self.places is not None
         h = self.hidden[self.places.first(self.step)].to(self.dtype)
         multiply(h, self.weight.t(), self.bias, self.buffer)
@@ -234,9 +234,9 @@ class Chunks:
     def at(
         self, place: slice, raw: Tensor, ready: bool = False, hidden: Tensor | None = None
     ) -> tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]:
-        """One chunk, whose logits are written into ``raw`` unless they are there already.
+        """One chunk; its logits are written into ``raw`` unless they are there already.
 
-        Its hidden states may be there, too.
+        Its hidden states may be passed in as well.
         """
         where = place if self.index is None else self.index[place]
         h = self.hidden[where].to(self.dtype) if hidden is None else hidden
@@ -250,7 +250,7 @@ class Chunks:
 
 
 class Collected:
-    """Statistics of all rows, put together from chunks; one chunk of all rows is taken as it is."""
+    """Statistics of all rows, collected from chunks; a single chunk is used as it is."""
 
     def __init__(
         self, chunks: Chunks, objective: Objective, outputs: str, *, loss: bool = True
@@ -260,12 +260,12 @@ class Collected:
 
     @functools.cached_property
     def rows(self) -> RowStats:
-        """The statistics; room for them until all chunks are through."""
+        """The statistics; uninitialized until all chunks are done."""
         count, like, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
         return RowStats.empty(count, *self.options, like, ignored=ignored, loss=self.loss)
 
     def put(self, where: Tensor | slice, stats: RowStats) -> None:
-        """Take those of one chunk."""
+        """Store the statistics of one chunk."""
         if isinstance(where, slice) and where == slice(0, self.chunks.target.numel()):
             self.rows = stats
         else:
@@ -276,7 +276,7 @@ class Collected:
 
 
 class Gradients(NamedTuple):
-    """Gradients before they are scaled; empty where nobody needs one."""
+    """Gradients before scaling; empty if not needed."""
 
     hidden: Tensor
     weight: Tensor
@@ -295,7 +295,7 @@ class Accumulator:
         needs: tuple[bool, ...],
     ) -> None:
         self.chunks, self.needs = chunks, needs
-        make = torch.zeros if chunks.drops else torch.empty  # dropped rows stay zero
+        make = torch.zeros if chunks.drops else torch.empty  # dropped rows keep a zero gradient
         total = weight_gradient_dtype(chunks.dtype, weight.dtype, accumulate, chunks.whole)
         self.sums = Gradients(
             make(hidden.shape if needs[0] else (0,), dtype=chunks.dtype, device=hidden.device),

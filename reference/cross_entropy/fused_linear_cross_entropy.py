@@ -1,10 +1,11 @@
 """Cross entropy of ``hidden @ weight.T + bias`` without rows x vocabulary in memory.
 
-A scalar loss computes its gradients in the forward pass, unnormalized (as of the sum over rows,
-class weights scaled to a mean of one), so that fp16 does not underflow before the loss scale
-arrives, and divides them in backward; ``none`` keeps only the log-sum-exp and computes the logits
-once more when the upstream gradient of every row is known. :func:`forward_and_backward` makes
-forward and backward from a backend's row kernels.
+A scalar loss computes its gradients in the forward pass and divides them in backward. In forward
+they are unnormalized: those of the sum over rows, with class weights scaled to a mean of one, so
+that fp16 does not underflow before the loss scale arrives. ``none`` keeps only the log-sum-exp, and
+computes the logits once more when the upstream gradient of every row is known.
+:func:`implement_fused_linear_cross_entropy` makes forward and backward from a backend's row
+kernels.
 """
 
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def _forward_of(
             needs = (False, False, False)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
         scales = None
-        if class_weight is not None and reduction == "mean":  # to a mean of one
+        if class_weight is not None and reduction == "mean":  # scaled to a mean of one
             by = reduction_of.denominators(
                 target, class_weight, ignore_index, reduction, chunks.dtype
             )
@@ -135,7 +136,7 @@ def _forward_of(
         *results, by = kernels.results(
             collected.rows, target, class_weight, spec, reduction, outputs
         )
-        # a scalar loss has its gradients already
+        # a scalar loss needs no more: its gradients are computed
         low = collected.rows.lse_low if reduction == "none" else by.new_empty(0)
         return (*results, low, *into.gradients, by)  # type: ignore[return-value]
 
@@ -196,12 +197,12 @@ def _backward_of(
             gradients = into.gradients
         else:
             factor = dloss
-        kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
-        # else a second backward pass, or a call for each row, scales them again
+        dtypes = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
+        # a second backward pass, or one per row, would scale them again
         over = may_overwrite() and not by_rows()
         return tuple(
             kernels.scale(g, factor, dtype, denominators, over)
-            for g, dtype in zip(gradients, kinds, strict=True)
+            for g, dtype in zip(gradients, dtypes, strict=True)
         )  # type: ignore[return-value]
 
     return backward

@@ -175,9 +175,9 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
             by = (normalizer.at(where), spec, upstream.at(where))
             kernels.log_prob_gradient_(raw, t, *by, out if written else None)
             into.add(place, where, h, out)
-        kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         scale = kernels.scale
-        return tuple(scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True))  # type: ignore[return-value]
+        return tuple(scale(g, factor, k) for g, k in zip(into.gradients, dtypes, strict=True))  # type: ignore[return-value]
 
     return backward
 

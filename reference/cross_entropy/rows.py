@@ -61,18 +61,18 @@ class LogSumExp(NamedTuple):
 
     @staticmethod
     def of(shift: Tensor, log_sum: Tensor) -> LogSumExp:
-        """Of ``shift + log_sum``; ``low`` is what is missing to the sum of both, exactly."""
+        """``shift + log_sum`` in two numbers; ``low`` is the exact rounding error of ``high``."""
         high = shift + log_sum
         back = high - shift
         low = (shift - (high - back)) + (log_sum - back)
         return LogSumExp(high, torch.where(high.isfinite(), low, 0))
 
     def at(self, where: Tensor | slice) -> LogSumExp:
-        """Of some rows."""
+        """The statistics of some rows."""
         return LogSumExp(self.high[where].contiguous(), self.low[where].contiguous())
 
     def below(self, z: Tensor) -> Tensor:
-        """The logarithms of probabilities, from logits whose first axis counts the rows."""
+        """Log-probabilities of logits whose first axis is the rows."""
         shape = (-1,) + (1,) * (z.ndim - 1)
         return (z - self.high.view(shape)).sub_(self.low.view(shape))
 
@@ -117,9 +117,9 @@ class RowStats(NamedTuple):
 
     def put(self, place: slice | Tensor, block: RowStats) -> None:
         """Write the statistics of a block of rows."""
-        for room, part in zip(self, block, strict=True):
-            if room.numel():
-                room[place] = part
+        for buffer, part in zip(self, block, strict=True):
+            if buffer.numel():
+                buffer[place] = part
 
 
 class RowKernels(Protocol):
@@ -141,7 +141,7 @@ class RowKernels(Protocol):
         scales: Tensor | None,
         outputs: str,
     ) -> RowStats:
-        """The same; ``raw`` becomes the gradient of ``ce * scales[0] + zl * scales[1]``.
+        """Statistics; ``raw`` becomes the gradient of ``ce * scales[0] + zl * scales[1]``.
 
         Without scales, of ``ce + zl``.
         """
@@ -214,7 +214,7 @@ def _sums(z: Tensor) -> _Sums:
 
 
 def log_sum_exp(z: Tensor) -> LogSumExp:
-    """Of rows of logits."""
+    """The log-sum-exp of rows of logits."""
     return _sums(z).lse
 
 
@@ -234,7 +234,7 @@ def _block_statistics(
         spread = v * log_sum - below.sum(-1) if w is None else w.sum() * log_sum - below @ w
         ce = (1 - eps) * ce + eps / v * spread
     zl = objective.z_loss_weight * lse.high.square()
-    poison = torch.where(valid & ~inside, float("nan"), 0.0)  # a target that reaches no class
+    poison = torch.where(valid & ~inside, float("nan"), 0.0)  # a target that is no class
     rows = [torch.where(valid, x, 0) for x in (ce + poison, zl, *lse, log_prob + poison)]
     requested = outputs.split(",")
     entropy = argmax = z.new_empty(0)
@@ -303,12 +303,12 @@ def gradient_into(
 
 
 class Upstream(NamedTuple):
-    """What arrives at rows.
+    """Upstream gradients of rows.
 
     The gradient of ``z[j]`` is ``p[j] (grad_lse - entropy log p[j]) + grad_target ([j = t] -
     p[j])``: what arrives at log-probabilities is kept apart from ``grad_lse``, since ``1 - p[t]``
     would lose its digits in a sum with anything else. All are 0 for rows that get no gradient;
-    ``entropy`` is None where nobody uses it.
+    ``entropy`` is None if it is not used.
     """
 
     grad_target: Tensor
@@ -316,7 +316,7 @@ class Upstream(NamedTuple):
     entropy: Tensor | None
 
     def at(self, where: Tensor | slice) -> Upstream:
-        """Of the rows of a chunk."""
+        """The gradients of a chunk's rows."""
         parts = (None if part is None else part[where].contiguous() for part in self)
         return Upstream._make(parts)
 
@@ -338,8 +338,8 @@ def upstream_of(
 ) -> Upstream:
     """From the gradients of the outputs; those of unused outputs are None or empty.
 
-    A compiler hands in zeros for an output that nobody used. An entropy's are looked at where that
-    needs no wait, since the terms of its gradient take a third of the time of all others.
+    A compiler passes zeros for an unused output. An entropy's are looked at where that needs no
+    wait, since the terms of its gradient take a third of the time of all others.
     """
     valid = (target != objective.ignore_index) & (target >= 0) & (target < vocabulary)
 
@@ -361,10 +361,10 @@ def upstream_of(
 def within_range(
     upstream: Upstream, objective: Objective, dtype: torch.dtype
 ) -> tuple[Upstream, Tensor | None]:
-    """Scale what arrives so that gradients of logits in float16 neither vanish nor overflow.
+    """Scale upstream gradients so that gradients of float16 logits neither vanish nor overflow.
 
     Returns also by what the sums over those gradients must be multiplied: a power of two, one
-    element, read by nobody on the host; None in dtypes whose range is wide.
+    element, never read by the host; None in dtypes whose range is wide.
     """
     if dtype != torch.float16 or not upstream.grad_target.numel():
         return upstream, None

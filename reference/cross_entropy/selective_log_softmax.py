@@ -13,7 +13,7 @@ from liger_multi.reference.cross_entropy.rows import LogSumExp, log_sum_exp
 
 
 def _labels(index: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which count, which of those reach a class, and a class for all."""
+    """Masks of choices that count and of those in range, and a valid class id for all."""
     counted = index != ignore_index
     valid = counted & (index >= 0) & (index < classes)
     return counted, valid, torch.where(valid, index, 0)
@@ -22,7 +22,7 @@ def _labels(index: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Ten
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities and the normalizer of every row, in two numbers."""
+    """Log-probabilities, and the log-sum-exp of every row in two numbers."""
     count, classes = logits.shape
     check_targets(index, classes, ignore_index, validate, "index")
     acc_dtype = statistics_dtype(logits.dtype)
@@ -47,7 +47,7 @@ def backward(
     scale: float,
     ignore_index: int,
 ) -> Tensor:
-    """What arrives at the chosen classes, less the row's sum of it spread by probability."""
+    """The upstream gradient at the chosen classes, minus p times its sum over the row."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     normalizer = LogSumExp(lse, lse_low)
     for block in row_blocks(logits.shape[0], logits.shape[1] * 16):

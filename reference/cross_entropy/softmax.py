@@ -7,7 +7,7 @@ from liger_multi.reference.common.chunking import as_rows, row_blocks, statistic
 
 
 def forward(x: Tensor) -> Tensor:
-    """PyTorch's, in fp32 at least."""
+    """PyTorch's softmax, in at least fp32."""
     x2d, y = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = as_rows(y)
     for block in row_blocks(x2d.shape[0], x2d.shape[1] * 8):

@@ -11,7 +11,7 @@ from liger_multi.reference.common.chunking import as_rows, row_blocks, statistic
 
 
 def forward(x: Tensor) -> Tensor:
-    """By sorting; relative to the maximum, so that no large numbers cancel."""
+    """Sparsemax by sorting, relative to the maximum so that no large numbers cancel."""
     x2d, y = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out, cols = as_rows(y), x.shape[-1]
     count = torch.arange(1, cols + 1, dtype=statistics_dtype(x.dtype), device=x.device)
@@ -26,7 +26,7 @@ def forward(x: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, y: Tensor) -> Tensor:
-    """On the support, less the mean over it."""
+    """Subtract from dy its mean over the support; the gradient is 0 outside of it."""
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     dy2d, y2d, out = as_rows(dy), as_rows(y), as_rows(dx)
     for block in row_blocks(out.shape[0], out.shape[1] * 16):

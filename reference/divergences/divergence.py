@@ -69,7 +69,7 @@ class DivergenceStats(NamedTuple):
 
     @staticmethod
     def empty(rows: int, spec: DivergenceSpec, like: Tensor) -> DivergenceStats:
-        """Room beside ``like``; empty where the form is not logits."""
+        """Uninitialized statistics on the device of ``like``; empty if the form is not logits."""
         acc_dtype, student = statistics_dtype(like.dtype), spec.form == "logits"
         keep = (True, *[student] * 2, *[spec.teacher_form == "logits"] * 2, student)
         return DivergenceStats._make(
@@ -146,7 +146,7 @@ def _terms(
 def statistics(
     student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec
 ) -> DivergenceStats:
-    """Losses and residuals of rows, in blocks."""
+    """Losses and residuals of rows, block by block."""
     rows = DivergenceStats.empty(student.shape[0], spec, student)
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
         normalizers, no = [], rows.loss.new_empty(0)
@@ -159,9 +159,9 @@ def statistics(
         loss, weighted, _ = _terms(spec, log_q, q, log_p, p)
         valid = None if target is None else target[block] != spec.ignore_index
         parts = (loss.sum(-1), *normalizers[0], *normalizers[1], weighted.sum(-1))
-        for room, part in zip(rows, parts, strict=True):
-            if room.numel():
-                room[block] = part if valid is None else torch.where(valid, part, 0)
+        for buffer, part in zip(rows, parts, strict=True):
+            if buffer.numel():
+                buffer[block] = part if valid is None else torch.where(valid, part, 0)
     return rows
 
 

@@ -39,7 +39,7 @@ SHARE = 8  # rows of the student's logits for one of the teacher's
 
 
 def student_budget(budget: int) -> int:
-    """The bytes of a budget for both logits that the student's may take."""
+    """The part of the byte budget for both logits that goes to the student's."""
     return budget * SHARE // (SHARE + 1)
 
 
@@ -78,14 +78,14 @@ class Pairs(Chunks):
     def part(self) -> int:
         """Rows of the teacher's logits at a time."""
         part = max(MIN_ROWS, self.step // SHARE // MIN_ROWS * MIN_ROWS)
-        if self.plan.budget:  # what the student's logits left of it
+        if self.plan.budget:  # what the student's logits leave of the budget
             row = max(1, self.weight.shape[0] * self.teacher_weight.element_size())
             part = min(part, max(1, (self.whole_budget - self.buffer.nbytes) // row))
         return min(self.step, part)
 
     @functools.cached_property
     def teacher_buffer(self) -> Tensor:
-        """Room for them."""
+        """The buffer for the teacher's logits of a part."""
         return self.teacher_weight.new_empty(min(self.part, self.rows), self.weight.shape[0])
 
     def parts(
@@ -203,7 +203,7 @@ def _backward_of(
             chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
             needs = (needs_hidden, needs_weight, needs_bias)
             into = Accumulator(chunks, hidden, weight, accumulate, needs)
-            # whatever arrives at an ignored row, NaN too, goes nowhere
+            # upstream gradients of ignored rows are dropped, even if NaN
             each = dloss if target is None else torch.where(target == ignore_index, 0, dloss)
             arrived = Upstream(each, each, None)
             upstream, factor = within_range(arrived, chunks.objective, chunks.dtype)
@@ -213,8 +213,8 @@ def _backward_of(
                     kernels.loss_and_gradient_(student, other, marks, spec, ups[part])
                 into.add(place, where, h, raw)
             gradients = into.gradients
-        kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
-        return tuple(scaled(g, factor, dtype) for g, dtype in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
+        dtypes = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
+        return tuple(scaled(g, factor, dtype) for g, dtype in zip(gradients, dtypes, strict=True))  # type: ignore[return-value]
 
     return backward
 

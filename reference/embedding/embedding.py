@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def rounded(scale: float, dtype: torch.dtype) -> float:
-    """The factor as it is in the dtype of the table."""
+    """The factor, rounded to the dtype of the table."""
     return float(torch.tensor(scale, dtype=torch.float64).to(dtype))
 
 
@@ -39,7 +39,7 @@ def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: f
     """Sums by id in the order of the index (``index_put_`` of several threads keeps none)."""
     out, acc_dtype = dy.new_empty(classes, dy.shape[1]), statistics_dtype(dy.dtype)
     keep = _inside(index, classes) & (index != padding_idx)
-    label = torch.where(keep, index, classes)  # one more row takes what goes nowhere
+    label = torch.where(keep, index, classes)  # an extra row collects the gradients of ignored ids
     for block in row_blocks(dy.shape[1], (classes + index.shape[0]) * acc_dtype.itemsize):
         total = aten.embedding_dense_backward(
             dy[:, block].to(acc_dtype), label, classes + 1, classes, scale_grad_by_freq=False

@@ -36,9 +36,9 @@ def bounds_of(offsets: Tensor, pairs: int) -> list[int]:
     return bounds
 
 
-def product(gate_up: Tensor, how: Any) -> Tensor:
+def product(gate_up: Tensor, activation_options: Any) -> Tensor:
     """act(gate) * up of rows, or act(up) where there is no gate."""
-    activation, *by, interleaved = how
+    activation, *by, interleaved = activation_options
     if activation == "relu_squared":
         return gate_up.relu().square()
     if activation == "swiglu_clamped":
@@ -48,9 +48,9 @@ def product(gate_up: Tensor, how: Any) -> Tensor:
     return gated.packed_forward(gate_up, activation)
 
 
-def gradients(dproduct: Tensor, gate_up: Tensor, how: Any) -> Tensor:
-    """The gradient of gate and up of rows."""
-    activation, *by, interleaved = how
+def gradients(dproduct: Tensor, gate_up: Tensor, activation_options: Any) -> Tensor:
+    """The gradient of gate and up of some rows."""
+    activation, *by, interleaved = activation_options
     if activation == "relu_squared":
         return 2 * dproduct * gate_up.relu()
     if activation == "swiglu_clamped":
@@ -104,7 +104,7 @@ def forward(
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
     keep = keep or needs_gate_up_bias or needs_down_bias
-    how, experts = (activation, limit, alpha, up_offset, interleaved), first.shape[0]
+    activation_options, experts = (activation, limit, alpha, up_offset, interleaved), first.shape[0]
     _, order, offsets = sorted_pairs(index, experts)
     gate_up = x.new_zeros(index.numel() if keep else 0, first.shape[1])
     pairs = x.new_zeros(index.numel(), x.shape[1])
@@ -117,7 +117,7 @@ def forward(
         inner = F.linear(x[place // index.shape[1]], first[e], bias)
         if keep:
             gate_up[start:stop] = inner
-        pairs[place] = F.linear(product(inner, how), second[e], other)
+        pairs[place] = F.linear(product(inner, activation_options), second[e], other)
     return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
@@ -147,7 +147,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Four products for every expert; the activation's product is computed again."""
     dy = dy.to(gate_up.dtype)
-    how, acc_dtype = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
+    activation_options, acc_dtype = (
+        (activation, limit, alpha, up_offset, interleaved),
+        statistics_dtype(dy.dtype),
+    )
     experts, top_k = down_weight.shape[0], index.shape[1]
     first, into = (experts, gate_up.shape[1], dy.shape[1]), down_weight.shape[2 - transposed]
     dfirst = dy.new_zeros(first if needs_gate_up_weight else 0)
@@ -164,7 +167,10 @@ def backward(
         upstream, inner = dy[place // top_k], gate_up[start:stop]
         weight = routing.reshape(-1)[place].to(acc_dtype).unsqueeze(1)
         second = down_weight[e].mT if transposed else down_weight[e]
-        dproduct, activated = (upstream @ second).to(acc_dtype), product(inner.to(acc_dtype), how)
+        dproduct, activated = (
+            (upstream @ second).to(acc_dtype),
+            product(inner.to(acc_dtype), activation_options),
+        )
         if needs_routing:
             share = (dproduct * activated).sum(1)
             if down_bias is not None:
@@ -174,7 +180,7 @@ def backward(
             dsecond[e] = upstream.mT @ (activated * weight).to(dy.dtype)
         if needs_down_bias:
             dother[e] = (upstream.to(acc_dtype) * weight).sum(0).to(dy.dtype)
-        dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)
+        dinner = gradients((dproduct * weight).to(dy.dtype), inner, activation_options)
         if needs_gate_up_weight and x is not None:
             dfirst[e] = dinner.mT @ x[place // top_k]
         if needs_gate_up_bias:
@@ -183,6 +189,6 @@ def backward(
             pairs[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
     dx = sum_of_pairs(pairs, dy.shape[0], None, dy.dtype) if needs_x else pairs.view(-1)
     if transposed:
-        turned = (d.mT.contiguous() if d.ndim == 3 else d for d in (dfirst, dsecond))
-        dfirst, dsecond = turned
+        transposed_weight = (d.mT.contiguous() if d.ndim == 3 else d for d in (dfirst, dsecond))
+        dfirst, dsecond = transposed_weight
     return dx, dfirst, dsecond, drouting, dbias, dother

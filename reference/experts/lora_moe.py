@@ -36,7 +36,7 @@ class Factors(NamedTuple):
     scale: float
 
     def of(self, e: int) -> tuple[Optional[Tensor], Optional[Tensor], float]:
-        """Those of one expert, at least in fp32, so that what has rank r is not rounded."""
+        """The factors of one expert in at least fp32, so that rank-r products are not rounded."""
         if self.a is None or self.b is None:
             return None, None, self.scale
         acc_dtype = statistics_dtype(self.a.dtype)
@@ -138,7 +138,7 @@ def backward(
     ]
     drouting = routing.new_zeros(routing.shape if needs_routing else 0)
     pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
-    inner_wanted = needs_x or any(needs[0])
+    needs_inner = needs_x or any(needs[0])
     for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, index.numel()))):
         if start == stop:
             continue
@@ -155,7 +155,7 @@ def backward(
             drouting.view(-1)[place] = share.to(drouting.dtype)
         weighted = (activated * weight).to(dy.dtype)
         _put(thin[1], e, adapter_gradients(THIN, weighted, upstream, low, *second.of(e), *needs[1]))
-        if not inner_wanted:
+        if not needs_inner:
             continue
         dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)
         up = _oriented(gate_up_weight, e, transposed)
@@ -170,7 +170,7 @@ def backward(
 
 
 def _oriented(weight: Optional[Tensor], e: int, transposed: bool) -> Any:
-    """The matrix of an expert, outputs first; None where nobody reads it."""
+    """The matrix of an expert, outputs first; None if it is not read."""
     return None if weight is None else weight[e].mT if transposed else weight[e]
 
 
@@ -182,7 +182,7 @@ def _zeros(dy: Tensor, layer: Factors, needs: tuple[bool, bool]) -> list[Tensor]
 
 
 def _put(thin: list[Tensor], e: int, gradients: tuple[Tensor, Tensor]) -> None:
-    """Write down the gradients of one expert's factors that somebody needs."""
-    for whole, mine in zip(thin, gradients, strict=True):
-        if mine.numel():
-            whole[e] = mine
+    """Store the gradients of one expert's factors that are needed."""
+    for output, gradient in zip(thin, gradients, strict=True):
+        if gradient.numel():
+            output[e] = gradient

@@ -28,10 +28,10 @@ Weight = Tensor | Float8Rows
 """A weight (N, K) as it is, or codes and scales of its rows."""
 
 
-def held(weight: Tensor, scale: Optional[Tensor], to: Quantizer) -> Weight:
-    """A weight as contracts hand it over: codes where there are scales.
+def weight_or_codes(weight: Tensor, scale: Optional[Tensor], to: Quantizer) -> Weight:
+    """A weight as a contract passes it: codes if it comes with scales.
 
-    One that is stored in 4 bits and says ``float8`` is rounded to rows in FP8.
+    A 4-bit weight with the flag ``float8`` is rounded to rows in FP8.
     """
     if scale is not None:
         return Float8Rows(weight, scale)
@@ -43,14 +43,14 @@ def held(weight: Tensor, scale: Optional[Tensor], to: Quantizer) -> Weight:
 def coded_weight(
     weight: Tensor, scale: Optional[Tensor], format: torch.dtype, to: Quantizer
 ) -> Float8Rows:
-    """A weight in FP8: as it is where there are scales, else rounded."""
+    """A weight in FP8: its codes if it comes with scales, else rounded."""
     return to.rows(as_rows(weight), None, format) if scale is None else Float8Rows(weight, scale)
 
 
-def given_rows(
+def input_rows(
     x: Tensor, codes: Optional[Tensor], scale: Optional[Tensor], to: Quantizer
 ) -> Float8Rows:
-    """Rows of an input in FP8: those given, as bytes, or rounded."""
+    """Rows of an input in FP8: its codes (bytes) if the caller has them, else rounded."""
     if codes is None or scale is None:
         return rows_of(x, None, to)
     return Float8Rows(as_rows(codes).view(format_of(x.device)), scale.reshape(-1))
@@ -59,10 +59,10 @@ def given_rows(
 def shared_rows(
     x: Tensor, codes: Optional[Tensor], scale: Optional[Tensor], to: Quantizer, *weights: object
 ) -> Optional[Float8Rows]:
-    """Rows of the input of layers: those given, as bytes, or rounded; None where all are plain."""
+    """Rows of several layers' input as :func:`input_rows`; None if no layer is in FP8."""
     if not any(isinstance(weight, Float8Rows) for weight in weights):
         return None
-    return given_rows(x, codes, scale, to)
+    return input_rows(x, codes, scale, to)
 
 
 def coded_linear(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_multi.reference.activations.gated_mlp import CodedActivation, ReferenceActivation
 from liger_multi.reference.common.chunking import as_rows
-from liger_multi.reference.float8.frozen import given_rows
+from liger_multi.reference.float8.frozen import input_rows
 from liger_multi.reference.float8.layers import (
     bias_gradient,
     input_gradient,
@@ -53,7 +53,7 @@ def _forward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
-        left, lead = given_rows(x, codes, codes_scale, to), x.shape[:-1]
+        left, lead = input_rows(x, codes, codes_scale, to), x.shape[:-1]
         gate, first = layer(left, gate_weight, gate_weight_scale, gate_bias, x.dtype, to)
         up, second = layer(left, up_weight, up_weight_scale, up_bias, x.dtype, to)
         _, left = kernels.coded(gate, up, activation, False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows
-from liger_multi.reference.float8.frozen import given_rows
+from liger_multi.reference.float8.frozen import input_rows
 from liger_multi.reference.float8.layers import (
     bias_gradient,
     input_gradient,
@@ -36,7 +36,7 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         lead = x.shape[:-1]
         weight = read_weight(weight, weight_codes)
-        left = given_rows(x, codes, codes_scale, to)
+        left = input_rows(x, codes, codes_scale, to)
         coded = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
         if codes is None:
             coded = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)

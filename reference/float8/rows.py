@@ -142,7 +142,7 @@ def _dequantized_product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype) -> Te
 def dequantized(rows: Float8Rows, dtype: torch.dtype) -> Tensor:
     """``codes * scale`` in ``dtype``."""
     scale = rows.scale.unsqueeze(-1)
-    if dtype == torch.float16:  # its range is less than that of scales
+    if dtype == torch.float16:  # float16 has a smaller range than the scales
         return (rows.codes.float() * scale).to(dtype)
     return rows.codes.to(dtype) * scale.to(dtype)
 
@@ -179,10 +179,10 @@ def _tried(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Ten
 
 @functools.cache
 def _refused(device: torch.device, format: torch.dtype) -> str | None:
-    """What the device says to one small GEMM."""
+    """The error that the device raises for one small FP8 GEMM."""
     try:
         _tried(device, format, torch.bfloat16)
-    except torch.OutOfMemoryError:  # which says nothing of the device
+    except torch.OutOfMemoryError:  # which says nothing about the device
         raise
     except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError) as wrong:
         return f"no FP8 GEMM with a scale per row here: {wrong!s:.80}"

@@ -382,10 +382,10 @@ class Span:
         after = torch.empty_like(own)
         masks = list(enumerate(self.sight.by_chunks(dn.shape[:4])))
         for i, (carried, last, whole) in reversed(masks):
-            after[:, i], mine = dstate, values[:, i]
-            mine.add_(kept(rows[:, i] @ dstate, last))
+            after[:, i], dvalues = dstate, values[:, i]
+            dvalues.add_(kept(rows[:, i] @ dstate, last))
             dstate = own[:, i] + kept(z[:, i] * dstate, whole)
-            dstate.baddbmm_(w[:, i].mT, kept(mine, carried), alpha=-1)
+            dstate.baddbmm_(w[:, i].mT, kept(dvalues, carried), alpha=-1)
         shape = dn.shape[:3]
         corrections = spread(self.inverse.mT, dn, before)
         return after.unflatten(0, shape), corrections, dstate.unflatten(0, shape)
@@ -476,8 +476,8 @@ def run_backward(
             before.append(rule(inputs, block, part).forward(before[-1])[2])
         dstate = torch.zeros_like(before[0])
         if dfinal_state is not None:
-            mine = dfinal_state[block.batch, block.value].to(inputs.acc_dtype)
-            dstate = mine.unflatten(1, (block.key.stop - block.key.start, -1))
+            dstate = dfinal_state[block.batch, block.value].to(inputs.acc_dtype)
+            dstate = dstate.unflatten(1, (block.key.stop - block.key.start, -1))
         for part in reversed(spans):
             span = rule(inputs, block, part)
             dstate = _span_backward(span, block, part, before.pop(), dy, dstate, gradients)
@@ -500,15 +500,15 @@ def _span_backward(
     states, values, _ = span.forward(state)
     up = torch.zeros_like(span.v)
     if dy is not None:
-        mine = _chunked(dy[block.batch, part, block.value], span.v.shape[4], span.v.dtype)
-        up = mine.unflatten(1, span.group)
+        up = _chunked(dy[block.batch, part, block.value], span.v.shape[4], span.v.dtype)
+        up = up.unflatten(1, span.group)
     after, solved, dstate = span.reverse(up, dstate)
     parts = span.gradients(up, states, values, after, solved)
-    for i, (gradient, room) in enumerate(zip(parts, out, strict=True)):
-        if room.numel():
+    for i, (gradient, buffer) in enumerate(zip(parts, out, strict=True)):
+        if buffer.numel():
             where = block.key if i < 2 else block.value
             whole = gradient if i < 2 else gradient.flatten(1, 2)
-            room[block.batch, part, where] = _tokens(whole, length).to(room.dtype)
+            buffer[block.batch, part, where] = _tokens(whole, length).to(buffer.dtype)
     return dstate
 
 

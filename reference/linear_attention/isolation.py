@@ -24,7 +24,7 @@ ON_HOST = ("cpu", "meta")  # the meta device stands for a CPU here
 
 
 def sound(x: Tensor) -> bool:
-    """Whether all is finite, where nobody waits for the answer: a CPU takes a pass over it."""
+    """Whether all is finite; False on a device, where the answer would need a wait."""
     device_type = x.device.type
     return device_type == "meta" or (device_type == "cpu" and bool(x.sum().isfinite()))
 
@@ -102,7 +102,8 @@ def doubled(lower: Tensor, visible: Tensor) -> Tensor:
 def solved(lower: Tensor, visible: Tensor) -> Tensor:
     """``(I + lower)^-1`` by a triangular solve.
 
-    On a CPU; elsewhere nobody waits to learn whether all is finite, and :func:`doubled` serves.
+    Used on a CPU. A device would have to wait to learn whether all is finite, so it uses
+    :func:`doubled`.
     """
     if lower.device.type not in ON_HOST:
         return doubled(lower, visible)

@@ -79,8 +79,8 @@ class Inputs(NamedTuple):
 
     def of_heads(self, x: Tensor, heads: Heads) -> Tensor:
         """What heads have of a parameter, to be combined with rows ``(..., heads, P)``."""
-        mine = x[heads.value].to(self.acc_dtype)
-        return mine.unsqueeze(-1) if mine.ndim == 1 else mine
+        entries = x[heads.value].to(self.acc_dtype)
+        return entries.unsqueeze(-1) if entries.ndim == 1 else entries
 
     def raw(self, heads: Heads, part: slice) -> Tensor:
         """Step sizes with their bias, ``(batch, tokens, heads)``."""
@@ -89,8 +89,8 @@ class Inputs(NamedTuple):
 
     def side_by_side(self, state: Tensor, heads: Heads) -> Tensor:
         """States of a block ``(batch, heads, P, N)`` as (batch, groups, N, heads of one x P)."""
-        mine = state[heads.batch, heads.value].to(self.acc_dtype).transpose(-1, -2)
-        states: Tensor = mine.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
+        entries = state[heads.batch, heads.value].to(self.acc_dtype).transpose(-1, -2)
+        states: Tensor = entries.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
         return states
 
     def states(self, heads: Heads) -> Tensor:

@@ -53,11 +53,11 @@ def forward(
     if x.numel() == 0:
         return y, rstd
     scales = as_rows(scale if dtype != torch.float64 else scale.double())
-    parts, rooms = _split(n, scales.shape[0]), _split(y, scales.shape[0])
+    parts, y_rows = _split(n, scales.shape[0]), _split(y, scales.shape[0])
     factors, terms = 1 + scales, None if shift is None else as_rows(shift)
     for some, rows in _slabs(parts.shape[0], parts.shape[1], 2 * parts.shape[2] * dtype.itemsize):
         row = parts[some, rows] * factors[some, None]
-        rooms[some, rows] = row if terms is None else row + terms[some, None]
+        y_rows[some, rows] = row if terms is None else row + terms[some, None]
     return y, rstd
 
 
@@ -92,7 +92,7 @@ def backward(
     if x.numel():
         count = scale2d.shape[0]
         xs, dys, rstds = (_split(t, count) for t in (x, dy, rstd.reshape(-1, 1)))
-        room, factors = _split(dx, count) if needs_x else none, 1 + scale2d.to(acc_dtype)
+        dx_rows, factors = _split(dx, count) if needs_x else none, 1 + scale2d.to(acc_dtype)
         for some, rows in _slabs(xs.shape[0], xs.shape[1], 5 * xs.shape[2] * acc_dtype.itemsize):
             n, g = xs[some, rows].to(acc_dtype) * rstds[some, rows], dys[some, rows].to(acc_dtype)
             rounded = n.to(x.dtype).to(acc_dtype) if casting == "llama" else n
@@ -107,7 +107,7 @@ def backward(
             if needs_x:
                 g = g if w is None else g * w
                 r = rstds[some, rows]
-                room[some, rows] = ((g - n * (g * n).mean(-1, keepdim=True)) * r).to(x.dtype)
+                dx_rows[some, rows] = ((g - n * (g * n).mean(-1, keepdim=True)) * r).to(x.dtype)
     dscale, dshift = ds.to(scale.dtype), db.to(shift_dtype or scale.dtype)
     return (
         dx,

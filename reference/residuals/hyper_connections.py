@@ -47,7 +47,7 @@ def mixes_gradients(
 # --- sigmoids, and Sinkhorn's iteration both ways ---
 
 
-How = tuple[int, int, float, float]  # streams, steps, eps, post_scale
+SinkhornOptions = tuple[int, int, float, float]  # streams, steps, eps, post_scale
 
 
 class Parts(Protocol):
@@ -68,7 +68,7 @@ class Parts(Protocol):
         """See :func:`mixes_gradients`."""
 
     def values(
-        self, m: Tensor, bias: Tensor, scale: Tensor, how: How
+        self, m: Tensor, bias: Tensor, scale: Tensor, options: SinkhornOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients pre, post and mix, (rows, N), (rows, N) and (rows, N, N)."""
 
@@ -80,7 +80,7 @@ class Parts(Protocol):
         rstd: Tensor,
         length: int,
         grads: tuple[Optional[Tensor], ...],
-        how: How,
+        options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What :meth:`mixes_gradients` wants, d and own, and gradients of bias and scale.
@@ -106,9 +106,11 @@ def _sinkhorn(z: Tensor, steps: int, eps: float) -> list[tuple[Tensor, Tensor]]:
     return iterates
 
 
-def _logits_gradient(z: Tensor, grads: tuple[Optional[Tensor], ...], how: How) -> Tensor:
+def _logits_gradient(
+    z: Tensor, grads: tuple[Optional[Tensor], ...], options: SinkhornOptions
+) -> Tensor:
     """Back through the iterates."""
-    count, steps, eps, post_scale = how
+    count, steps, eps, post_scale = options
     a, b, c = z.split([count, count, count * count], -1)
     dz = torch.zeros_like(z)
     for part, grad, by, at in ((a, grads[0], 1.0, 0), (b, grads[1], post_scale, count)):
@@ -133,9 +135,11 @@ class ReferenceParts:
     mixes_gradients = staticmethod(mixes_gradients)
 
     @staticmethod
-    def values(m: Tensor, bias: Tensor, scale: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def values(
+        m: Tensor, bias: Tensor, scale: Tensor, options: SinkhornOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sigmoids, and the last iterate."""
-        count, steps, eps, post_scale = how
+        count, steps, eps, post_scale = options
         z = torch.addcmul(bias.to(m.dtype), m, _spread(scale, count, m.dtype))
         a, b, c = z.split([count, count, count * count], -1)
         mix = _sinkhorn(c.unflatten(-1, (count, count)), steps, eps)[-1][0]
@@ -149,13 +153,13 @@ class ReferenceParts:
         rstd: Tensor,
         length: int,
         grads: tuple[Optional[Tensor], ...],
-        how: How,
+        options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The norm takes back what of the gradient points along the row."""
-        count, r = how[0], rstd.unsqueeze(-1)
+        count, r = options[0], rstd.unsqueeze(-1)
         spread = _spread(scale, count, m.dtype)
-        dz = _logits_gradient(torch.addcmul(bias.to(m.dtype), m, spread), grads, how)
+        dz = _logits_gradient(torch.addcmul(bias.to(m.dtype), m, spread), grads, options)
         dm = dz * spread
         own = (dm * m).sum(-1, keepdim=True) * r.square() / length
         dbias, dscale = bias.new_empty(0), scale.new_empty(0)
@@ -186,8 +190,8 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
         count, lead = x.shape[-2], x.shape[:-2]
         rows = x.reshape(lead.numel(), count * x.shape[-1])
         mixes, rstd = parts.mixes(rows, weight, rms_eps)
-        how = (count, iterations, eps, post_scale)
-        pre, post, mix = parts.values(mixes, bias, scale, how)
+        options = (count, iterations, eps, post_scale)
+        pre, post, mix = parts.values(mixes, bias, scale, options)
         return (
             pre.contiguous().view(*lead, count),
             post.contiguous().view(*lead, count),
@@ -220,9 +224,9 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
         shapes = ((rows.shape[0], count),) * 2 + ((rows.shape[0], count, count),)
         pairs = zip((dpre, dpost, dmix), shapes, strict=True)
         grads = tuple(None if g is None else g.reshape(s).to(acc_dtype) for g, s in pairs)
-        how = (count, iterations, eps, post_scale)
+        options = (count, iterations, eps, post_scale)
         d, own, dbias, dscale = parts.gradient(
-            m, bias, scale, r, rows.shape[1], grads, how, (needs_bias, needs_scale)
+            m, bias, scale, r, rows.shape[1], grads, options, (needs_bias, needs_scale)
         )
         dx, dweight = parts.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
         return dx.view(x.shape) if needs_x else dx, dweight, dbias, dscale

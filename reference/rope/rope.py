@@ -78,12 +78,12 @@ def rotate(
     how = (style, casting, inverse)
     if torch.compiler.is_compiling():
         wide, added = _terms(x[..., :rotary_dim], cos, sin, *how)
-        turned = wide * cos + added
+        rotated = wide * cos + added
         # a cast that does nothing lost the gradient in a traced function of torch 2.11
-        turned = turned if turned.dtype == dtype else turned.to(dtype)
+        rotated = rotated if rotated.dtype == dtype else rotated.to(dtype)
         if rotary_dim == x.shape[-1]:
-            return turned
-        return torch.cat((turned, x[..., rotary_dim:].to(dtype)), -1)
+            return rotated
+        return torch.cat((rotated, x[..., rotary_dim:].to(dtype)), -1)
     out = dense(x, order, dtype)
     axis = (3 - head_axis if x.ndim == 4 else 0) - x.ndim
     tokens, passes = x.shape[axis], rotary_dim < x.shape[-1]
@@ -93,9 +93,9 @@ def rotate(
         if block != slice(0, tokens):
             of, count = block.start, block.stop - block.start
             here, there, c, s = (t.narrow(axis, of, count) for t in (x, out, cos, sin))
-        turns, room = (t[..., :rotary_dim] if passes else t for t in (here, there))
-        wide, added = _terms(turns, c, s, *how)
-        _rotate_into(room, wide, c, added)
+        source, target = (t[..., :rotary_dim] if passes else t for t in (here, there))
+        wide, added = _terms(source, c, s, *how)
+        _rotate_into(target, wide, c, added)
         if passes:
             there[..., rotary_dim:] = here[..., rotary_dim:]
     return out

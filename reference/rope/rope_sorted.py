@@ -10,14 +10,14 @@ from liger_multi.reference.rope import rope
 
 def _halves(x: Tensor, rotary_dim: int) -> Tensor:
     """Even channels first; those that do not turn stay."""
-    turned = x[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
+    front = x[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return front if rotary_dim == x.shape[-1] else torch.cat((front, x[..., rotary_dim:]), -1)
 
 
 def _pairs(x: Tensor, rotary_dim: int) -> Tensor:
     """The way back."""
-    turned = x[..., :rotary_dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
+    front = x[..., :rotary_dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return front if rotary_dim == x.shape[-1] else torch.cat((front, x[..., rotary_dim:]), -1)
 
 
 def forward(
@@ -59,8 +59,8 @@ def backward(
     outs = []
     for grad, order in zip(gradients, (q_order, k_order), strict=True):
         if grad.numel():
-            room = rope.dense(grad, order, grad.dtype)
-            outs.append(room.copy_(_pairs(grad, rotary_dim)))
+            buffer = rope.dense(grad, order, grad.dtype)
+            outs.append(buffer.copy_(_pairs(grad, rotary_dim)))
         else:
             outs.append(grad)
     return outs[0], outs[1]

@@ -50,7 +50,7 @@ from liger_multi.backends.triton.cross_entropy.rows import TritonRows
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import fused_moe, grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
-from liger_multi.backends.triton.float8.rows import CodeRoom
+from liger_multi.backends.triton.float8.rows import CodeBuffers
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.attention.indexer_topk import selected
 from liger_multi.reference.common.float8 import FORMATS
@@ -787,13 +787,13 @@ def gated_case(rows, cols, dtype, by=NONE):
 def coded_backward(dy, gate, up, columns, needs, product, format, by=NONE):
     """Gradients, codes of those with columns, and what stands in dy."""
 
-    def code_room(x):
+    def code_buffers(x):
         codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
         scale = torch.empty(x.shape[0], device=DEVICE)
-        return CodeRoom(codes, scale, CODE_FORMATS[format][1], False)
+        return CodeBuffers(codes, scale, CODE_FORMATS[format][1], False)
 
     dy = dy.clone()
-    rooms = tuple(None if c is None else code_room(gate) for c in columns)
+    rooms = tuple(None if c is None else code_buffers(gate) for c in columns)
     output = gated_rows.backward("swiglu", "silu", dy, gate, up, by, rooms, columns, needs, product)
     return output, [None if r is None else r.rows_of(format) for r in rooms], dy
 

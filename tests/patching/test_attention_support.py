@@ -756,7 +756,7 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels
 
-    met = recorded(monkeypatch, kernels, "seen_keys")
+    met = recorded(monkeypatch, kernels, "visible_keys")
     eager, other = pair("llama")
     torch._dynamo.reset()
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)

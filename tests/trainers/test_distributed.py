@@ -1040,7 +1040,7 @@ def in_4_bits(run, wrap):
             if name in module._parameters:
                 codes, scales = quantize_mxfp4(module._parameters[name].detach().mT)
                 weight = ops.QuantizedWeight(
-                    codes, scales, format="mxfp4", dtype=torch.float32, turned=True
+                    codes, scales, format="mxfp4", dtype=torch.float32, transposed=True
                 )
                 module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
     torch.manual_seed(7)

@@ -30,7 +30,7 @@ def model_of(words):
             if isinstance(one._parameters.get(name), nn.Parameter):
                 codes, scales = quantize_mxfp4(one._parameters[name].mT)
                 weight = ops.QuantizedWeight(
-                    codes, scales, format="mxfp4", dtype=torch.float32, turned=True
+                    codes, scales, format="mxfp4", dtype=torch.float32, transposed=True
                 )
                 one._parameters[name] = nn.Parameter(weight, requires_grad=False)
                 numbers = weight.dequantized().contiguous()

@@ -26,7 +26,7 @@ def _share(x, ACTIVATION: tl.constexpr):
         p = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         return p, 0.3989422804014327 * tl.exp(-0.5 * x * x)
     if ACTIVATION == 1:
-        near = tl.minimum(tl.maximum(x, -20.0), 20.0)  # beyond, p is 0 or 1; squares may overflow
+        near = tl.minimum(tl.maximum(x, -20.0), 20.0)  # p is 0 or 1 beyond; squares overflow
         p = tl.sigmoid(1.5957691216057308 * near * (1.0 + 0.044715 * near * near))
         return p, p * (1.0 - p) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
     p = tl.sigmoid(x)
@@ -184,14 +184,14 @@ def gated_gradients(
     needs_up: bool,
     by: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    """Gradients of gate and up; empty tensors if not needed."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
     written = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
     if written and dy.numel():
         dy, gate, up, first, last = flatten(dy, gate, up, written[0], written[-1])
-        rooms = (first if needs_gate else None, last if needs_up else None)
-        _backward_rows(activation, by, dy, gate, up, *rooms)
+        buffers = (first if needs_gate else None, last if needs_up else None)
+        _backward_rows(activation, by, dy, gate, up, *buffers)
     return dgate, dup
 
 

@@ -1,7 +1,7 @@
 """GEGLU of one tensor: npu_geglu forward, an Ascend kernel backward.
 
-npu_geglu activates the right half unless told otherwise, and its gradient wants the activation,
-which nobody keeps: the kernel computes it again without a second tensor.
+npu_geglu activates the right half unless told otherwise, and its gradient needs the activation,
+which is not kept: the kernel recomputes it without a second tensor.
 """
 
 from __future__ import annotations

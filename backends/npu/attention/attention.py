@@ -13,10 +13,10 @@ from torch import Tensor
 from liger_multi.backends.npu.common.limits import fused_attention
 from liger_multi.reference.attention import attention as reference
 
-COPIES = 8  # of each statistic, as the operator lays them out
+COPIES = 8  # copies of each statistic in the operator's layout
 
 
-def _how(q: Tensor, causal: bool) -> dict[str, Any]:
+def _mask_options(q: Tensor, causal: bool) -> dict[str, Any]:
     """The mask and its meaning: causal from the last query and key, or none."""
     if not causal:
         return {}
@@ -43,7 +43,7 @@ def forward(
     if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None:
         return reference.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     y, top, total, *_ = torch.ops.npu.npu_fusion_attention_v3(
-        *_tokens(q, k, v), q.shape[1], "BSND", scale=scale, **_how(q, causal)
+        *_tokens(q, k, v), q.shape[1], "BSND", scale=scale, **_mask_options(q, causal)
     )
     return y.transpose(1, 2), top[..., 0] + total[..., 0].log()
 
@@ -65,7 +65,7 @@ def backward(
     needs_v: bool,
     needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator makes all three gradients; one that nobody needs is an empty tensor."""
+    """The operator makes all three gradients; empty tensors if not needed."""
     if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None or dy.dtype != q.dtype:
         return reference.backward(
             dy,
@@ -85,10 +85,10 @@ def backward(
             needs_sinks=needs_sinks,
         )
     top = lse.unsqueeze(-1).expand(*lse.shape, COPIES).contiguous()
-    ours, theirs, values, up, out = _tokens(q, k, v, dy, y)
+    q_tokens, k_tokens, values, up, out = _tokens(q, k, v, dy, y)
     gradients = torch.ops.npu.npu_fusion_attention_grad_v3(
-        ours,
-        theirs,
+        q_tokens,
+        k_tokens,
         values,
         up,
         q.shape[1],
@@ -97,7 +97,7 @@ def backward(
         softmax_sum=torch.ones_like(top),
         attention_in=out,
         scale_value=scale,
-        **_how(q, causal),
+        **_mask_options(q, causal),
     )
     dq, dk, dv = (
         x.transpose(1, 2) if needed else x.new_empty(0)

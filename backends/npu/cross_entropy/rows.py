@@ -342,7 +342,7 @@ def _finished(
     """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
     valid = target != spec.ignore_index
     inside = (target >= 0) & (target < cols)
-    log_prob = torch.where(inside, log_prob, float("nan"))  # of no class
+    log_prob = torch.where(inside, log_prob, float("nan"))  # NaN for no class
     ce = -log_prob
     if weight is not None:
         ce = ce * weight.float()[torch.where(inside, target, 0)]
@@ -351,7 +351,10 @@ def _finished(
         ce = (1 - eps) * ce + eps / cols * spread
     zl = spec.z_loss_weight * rows.lse.square()
     statistics = (ce, zl, *rows.normalizer, log_prob, rows.entropy)
-    kept = [torch.where(valid, m, 0) if room.numel() else room for m, room in zip(statistics, rows)]
+    kept = [
+        torch.where(valid, m, 0) if buffer.numel() else buffer
+        for m, buffer in zip(statistics, rows)
+    ]
     winners = torch.where(valid, argmax.long(), -1) if argmax.numel() else rows.argmax
     return RowStats._make((*kept, winners))
 

@@ -20,8 +20,8 @@ from liger_multi.backends.npu.cross_entropy.rows import normalizers
 from liger_multi.reference.divergences.divergence import DivergenceSpec, DivergenceStats
 
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
-KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
-FAR: tl.constexpr = tl.constexpr(80.0)  # beyond, the smaller probability adds nothing
+FORMULAS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
+FAR: tl.constexpr = tl.constexpr(80.0)  # beyond this gap the smaller probability adds nothing
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
     """Logarithm, probability and the number that TVD compares; probability 0 where masked."""
     if FORM == 2:
         q = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-        # no logarithm of 0 where nothing will be made of it
+        # the logarithm is not used there, and must not be that of 0
         return tl.where(q > 0.0, tl.log(tl.where(q > 0.0, q, 1.0)), float("-inf")), q, q
     raw = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     s = (raw * scale - shift) - low if FORM == 0 else raw
@@ -48,7 +48,7 @@ def _terms(
     t_shift,
     t_low,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
 ):
@@ -59,17 +59,17 @@ def _terms(
     """
     s, q, students = _distribution(student_ptr, mask, scale, s_shift, s_low, FORM)
     t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
-    if KIND == 3:
+    if FORMULA == 3:
         a = students if FORM == TEACHER_FORM else q
         b = other if FORM == TEACHER_FORM else p
         r = tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
         return tl.abs(q - p) * 0.5, q * r, r, q
     gap = tl.where(q == p, 0.0, t - s)  # both may be 0
-    if KIND == 0:
+    if FORMULA == 0:
         share = tl.where(p == 0.0, 0.0, p / tl.where(q == 0.0, 1.0, q))
         share = tl.where((q == 0.0) & (p != 0.0), float("inf"), share)
         return tl.where(p == 0.0, 0.0, p * gap), -p, -share, q
-    if KIND == 1:
+    if FORMULA == 1:
         r = (0.0 if FORM == 0 else 1.0) - gap
         return tl.where(q == 0.0, 0.0, -q * gap), tl.where(q == 0.0, 0.0, q * r), r, q
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
@@ -94,7 +94,7 @@ def _pair_sums_kernel(
     cols,
     scale,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,7 +129,7 @@ def _pair_sums_kernel(
                 t_shift,
                 t_low,
                 beta=beta,
-                KIND=KIND,
+                FORMULA=FORMULA,
                 FORM=FORM,
                 TEACHER_FORM=TEACHER_FORM,
             )
@@ -158,7 +158,7 @@ def _pair_gradient_kernel(
     cols,
     scale,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,7 +192,7 @@ def _pair_gradient_kernel(
                 t_shift,
                 t_low,
                 beta=beta,
-                KIND=KIND,
+                FORMULA=FORMULA,
                 FORM=FORM,
                 TEACHER_FORM=TEACHER_FORM,
             )
@@ -205,7 +205,7 @@ def _pair_gradient_kernel(
 
 def _constants(spec: DivergenceSpec, name: str, x: Tensor) -> dict[str, int]:
     return {
-        "KIND": KINDS[spec.formula],
+        "FORMULA": FORMULAS[spec.formula],
         "FORM": FORMS[spec.form],
         "TEACHER_FORM": FORMS[spec.teacher_form],
         "BLOCK": block_of(name, x, x.shape[1]),
@@ -272,7 +272,7 @@ class AscendPairs:
         """Write the gradient times ``factor``; ``out`` may be the student."""
         student2d, teacher = as_rows(student), as_rows(teacher)
         count, cols = student2d.shape
-        room = student2d if out is student else out
+        buffer = student2d if out is student else out
         start(
             _pair_gradient_kernel,
             count,
@@ -280,18 +280,18 @@ class AscendPairs:
             teacher,
             *rows[1:],
             _factors(factor, target, count, spec, student2d),
-            room,
+            buffer,
             student2d.stride(0),
             teacher.stride(0),
-            room.stride(0),
+            buffer.stride(0),
             count,
             cols,
             spec.scale,
             spec.beta,
             **_constants(spec, "pair_gradient", student2d),
         )
-        if out is student and room is not out:
-            out.copy_(room)
+        if out is student and buffer is not out:
+            out.copy_(buffer)
 
     @classmethod
     def loss_and_gradient_(

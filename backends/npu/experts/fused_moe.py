@@ -73,9 +73,9 @@ def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -
     every = torch.arange(groups, device=ids.device).unsqueeze(1)
     total = rows.new_zeros(groups, rows.shape[1], dtype=torch.float32)
     for block in row_blocks(rows.shape[0], 4 * (rows.shape[1] + 2 * groups)):
-        mine = (ids[block] == every).float()
-        mine = mine if weight is None else mine * weight[block]
-        total.addmm_(mine, rows[block].float())
+        selected = (ids[block] == every).float()
+        selected = selected if weight is None else selected * weight[block]
+        total.addmm_(selected, rows[block].float())
     return total.to(rows.dtype)
 
 
@@ -103,18 +103,18 @@ def _combined(rows: Tensor, place: Tensor, routing: Tensor, dtype: torch.dtype) 
     return y.to(dtype)
 
 
-def _is_plain(how: Any) -> bool:
-    activation, *_, interleaved = how
+def _is_plain(activation_options: Any) -> bool:
+    activation, *_, interleaved = activation_options
     return bool(activation == "silu" and not interleaved)
 
 
-def _activated(gate_up: Tensor, how: Any) -> Tensor:
+def _activated(gate_up: Tensor, activation_options: Any) -> Tensor:
     """act(gate) * up."""
-    if _is_plain(how):
+    if _is_plain(activation_options):
         return swiglu_packed.forward(gate_up, 1.0, 1.0)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     for block in row_blocks(out.shape[0], 6 * out.shape[1] * out.element_size()):
-        out[block] = reference.product(gate_up[block], how)
+        out[block] = reference.product(gate_up[block], activation_options)
     return out
 
 
@@ -148,7 +148,7 @@ def forward(
     """Permute, two grouped GEMMs, permute back with weights."""
     first, second = (w if transposed else w.mT for w in (gate_up_weight, down_weight))
     experts, _, wide = first.shape
-    how = (activation, limit, alpha, up_offset, interleaved)
+    activation_options = (activation, limit, alpha, up_offset, interleaved)
     needs = (
         needs_x,
         needs_gate_up_weight,
@@ -166,7 +166,7 @@ def forward(
             routing,
             gate_up_bias,
             down_bias,
-            *how,
+            *activation_options,
             transposed,
             y_dtype,
             *needs,
@@ -182,7 +182,7 @@ def forward(
     if gate_up_bias is not None:
         add_bias_(gate_up, gate_up_bias, ids)
     gate_up.masked_fill_((ids == experts).unsqueeze(1), 0)
-    products = grouped_product(_activated(gate_up, how), second, offsets)
+    products = grouped_product(_activated(gate_up, activation_options), second, offsets)
     if down_bias is not None:
         add_bias_(products, down_bias, ids)
     y = _combined(products, place, routing, y_dtype)
@@ -190,7 +190,7 @@ def forward(
 
 
 def _through_activation(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, how: Any
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, activation_options: Any
 ) -> tuple[Tensor, Tensor]:
     """The gradient of gate and up, and every row's part in that of its routing weight.
 
@@ -200,11 +200,11 @@ def _through_activation(
     for block in row_blocks(dproduct.shape[0], 32 * dproduct.shape[1]):
         rows, d, by = gate_up[block], dproduct[block].float(), weight[block].unsqueeze(1)
         weighted = (d * by).to(dproduct.dtype)
-        if _is_plain(how):
+        if _is_plain(activation_options):
             dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
         else:
-            dgate_up[block] = reference.gradients(weighted, rows, how)
-        activated = _activated(rows.float(), how)
+            dgate_up[block] = reference.gradients(weighted, rows, activation_options)
+        activated = _activated(rows.float(), activation_options)
         shares.append((d * activated).sum(1))
         dproduct[block] = (activated * by).to(dproduct.dtype)
     return dgate_up, torch.cat(shares)
@@ -236,7 +236,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Four grouped GEMMs; rows are read in the order that forward saved."""
     dy = dy.to(gate_up.dtype)
-    how, wide = (activation, limit, alpha, up_offset, interleaved), gate_up.shape[1]
+    activation_options, wide = (activation, limit, alpha, up_offset, interleaved), gate_up.shape[1]
     if _refusal(dy, index, gate_up_weight, down_weight, wide) is not None:
         return reference.backward(
             dy,
@@ -249,7 +249,7 @@ def backward(
             gate_up,
             order,
             offsets,
-            *how,
+            *activation_options,
             transposed,
             needs_x,
             needs_gate_up_weight,
@@ -264,7 +264,7 @@ def backward(
     upstream, weight = dy.index_select(0, token), routing.reshape(-1).index_select(0, at).float()
     dproduct = grouped_product(upstream, down_weight.mT if transposed else down_weight, offsets)
     dproduct.masked_fill_((ids == experts).unsqueeze(1), 0)
-    dgate_up, share = _through_activation(dproduct, gate_up, weight, how)
+    dgate_up, share = _through_activation(dproduct, gate_up, weight, activation_options)
     gradients = [dy.new_empty(0) for _ in range(6)]
     if needs_down_weight:
         gradients[2] = _weight_gradient(upstream, dproduct, offsets, transposed)

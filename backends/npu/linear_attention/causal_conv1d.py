@@ -24,7 +24,7 @@ def forward(
     segments: Optional[Tensor],
     activation: str,
 ) -> Tensor:
-    """One launch, and with sequences a few on their ids."""
+    """One launch; packed sequences add a few small ones that read their ids."""
     args = arguments(weight, bias, initial_state, segments)
     return convolve(x, args, activation == "silu", False)
 
@@ -42,7 +42,7 @@ def backward(
     needs_bias: bool,
     needs_initial_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch, and sums of what it leaves of weight and bias."""
+    """One launch, and sums of its partial gradients of weight and bias."""
     needs = (needs_x, needs_weight, needs_bias, needs_initial_state)
     silu = activation == "silu"
     return gradients(dy, x, weight, bias, initial_state, segments, silu, gated=False, needs=needs)

@@ -51,7 +51,7 @@ def spans(length: int, chunk: int, rows: int, row_bytes: int) -> tuple[int, list
 
 
 def _passed(own: Tensor, move: Tensor, state: Tensor, whole: Optional[Tensor]) -> Tensor:
-    """``own + move @ state`` in the place of own, the latter where the state passes."""
+    """Add ``move @ state`` to ``own`` in place, for chunks that the state passes."""
     if whole is None:
         return own.baddbmm_(move, state)
     return own.add_(kept(move @ state, whole))
@@ -86,7 +86,7 @@ class Batched(Span):
         return x.flatten(0, 2).transpose(0, 1).contiguous()
 
     def _by_heads(self, x: Tensor) -> Tensor:
-        """Back to (batch, key heads, group, chunks, ...)."""
+        """The inverse of :func:`_by_chunks`: (batch, key heads, group, chunks, ...)."""
         heads: Tensor = x.transpose(0, 1).unflatten(0, self.v.shape[:3])
         return heads
 
@@ -106,7 +106,7 @@ class Batched(Span):
         return states, n, last.clone().unflatten(0, n.shape[:3])
 
     def _whole(self) -> list[Optional[Tensor]]:
-        """Of every chunk whether the state passes it, for all heads."""
+        """Whether the state passes each chunk, broadcast over all heads."""
         masks = self.sight.by_chunks(self.v.shape[:4])
         return [whole for _, _, whole in masks]
 
@@ -122,8 +122,8 @@ class Batched(Span):
         own = self._by_chunks(self.to_state(dy) - self.w.mT @ sight.of_state(dn))
         first = last
         steps = zip(own.unbind(0), self.move.unbind(0), self._whole(), strict=True)
-        for mine, move, whole in reversed(list(steps)):
-            first = _passed(mine, move.mT, first, whole)
+        for own_state, move, whole in reversed(list(steps)):
+            first = _passed(own_state, move.mT, first, whole)
         after = self._by_heads(torch.cat([own[1:], last.unsqueeze(0)]))
         solved = spread(self.inverse.mT, dn + sight.of_last(self.kept @ after), before)
         return after, solved, first.clone().unflatten(0, dn.shape[:3])

@@ -89,7 +89,7 @@ def _reach(reach_ptr, at):
 
 @triton.jit
 def _within_reach(x, reach, reach_ptr, LAG: tl.constexpr, WIDTH: tl.constexpr):
-    """What a token, and those after it, see of the LAG-th one before it."""
+    """``x`` where the LAG-th token before belongs to the same sequence, else zeros."""
     if LAG < WIDTH and reach_ptr is not None:
         x = tl.where(reach >= LAG, x, 0.0)
     return x
@@ -105,7 +105,7 @@ def _add(u, w, x, LAG: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(ptr, value, at, mask):
-    """Round and write."""
+    """Round the value to the tensor's dtype and store it."""
     tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -507,7 +507,7 @@ def gradients(
     gated: bool,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and state; one that nobody needs is an empty tensor."""
+    """Gradients of x, weight, bias and state; empty tensors if not needed."""
     needs_x, needs_weight, needs_bias, needs_state = needs
     needs_bias = needs_bias and bias is not None
     like = x if bias is None else bias
@@ -518,8 +518,10 @@ def gradients(
     dbias = like.new_zeros(like.shape if needs_bias else 0)
     if dy.numel() and any((needs_x, needs_weight, needs_bias, needs_state)):
         args = arguments(weight, bias, state, ids)
-        rooms = (_filled(dx), _filled(dstate))
-        by_weight, by_bias = _gradients(dy, x, args, *rooms, silu, gated, needs_weight, needs_bias)
+        buffers = (_filled(dx), _filled(dstate))
+        by_weight, by_bias = _gradients(
+            dy, x, args, *buffers, silu, gated, needs_weight, needs_bias
+        )
         dweight = dweight if by_weight is None else by_weight.t().to(weight.dtype)
         dbias = dbias if by_bias is None else by_bias.to(like.dtype)
     return dx, dweight.contiguous(), dbias, dstate

@@ -19,7 +19,7 @@ supports = supports
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
 ) -> Tensor:
-    """One launch, and with sequences a few on their ids."""
+    """One launch; packed sequences add a few small ones that read their ids."""
     return convolve(x, arguments(weight, bias, None, segments), False, True)
 
 
@@ -33,6 +33,6 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch, and sums of what it leaves of weight and bias."""
+    """One launch, and sums of its partial gradients of weight and bias."""
     needs = (needs_x, needs_weight, needs_bias, False)
     return gradients(dy, x, weight, bias, None, segments, silu=False, gated=True, needs=needs)[:3]

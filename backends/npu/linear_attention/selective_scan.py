@@ -68,7 +68,7 @@ def _begins(first_ptr, at, t):
 
 @triton.jit
 def _put(ptr, value, at, mask):
-    """Round and write, if there is where."""
+    """Round the value and store it; without a pointer, do nothing."""
     if ptr is not None:
         tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=mask)
 
@@ -275,7 +275,7 @@ class Inputs(NamedTuple):
         """Sequences, states of a channel, channels."""
         return self.u.shape[0], *self.A.shape
 
-    def rooms(self, count: int) -> Tensor:
+    def buffer(self, count: int) -> Tensor:
         """Room for so many rows of all channels in fp32, (B, count, D)."""
         return self.u.new_empty((len(self.u), count, self.u.shape[2]), dtype=torch.float32)
 
@@ -472,11 +472,11 @@ def _over_spans(
     length, size = inputs.u.shape[1], inputs.A.shape[0]
     each = max(SPAN, math.isqrt(length))
     count = -(-length // each)
-    before = inputs.rooms(count * size)
+    before = inputs.buffer(count * size)
     _run(inputs, slice(0, length), each, initial, None, before)
     for i in reversed(range(count)):
         part = slice(i * each, min(i * each + each, length))
-        states = inputs.rooms((part.stop - part.start) * size)
+        states = inputs.buffer((part.stop - part.start) * size)
         state = before[:, i * size : (i + 1) * size].contiguous()
         _run(inputs, part, 1, state, None, states)
         _reverse(inputs, dy, part, states, carry, rows)
@@ -526,7 +526,7 @@ def backward(
     sums, (dB, dC) = carry[:, size:].sum(0), rows.BC.chunk(2, -1)
 
     def needed(gradient: Optional[Tensor], like: Optional[Tensor], need: bool = True) -> Tensor:
-        """The gradient in the dtype of its tensor; empty where there is none or nobody asks."""
+        """The gradient in its tensor's dtype; empty if there is none or it is not needed."""
         if gradient is None or like is None or not need:
             return (u if like is None else like).new_empty(0)
         return gradient.to(like.dtype).contiguous()

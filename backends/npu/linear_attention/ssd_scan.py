@@ -18,7 +18,7 @@ from liger_multi.reference.linear_attention.ssd_scan import Inputs, Span, implem
 
 
 def _passed(own: Tensor, state: Tensor, z: Tensor, whole: Optional[Tensor]) -> Tensor:
-    """``own + z state`` in the place of own, the latter where the state passes."""
+    """Add ``z state`` to ``own`` in place, for chunks that the state passes."""
     return own.addcmul_(z, state) if whole is None else own.add_(kept(z * state, whole))
 
 
@@ -59,8 +59,8 @@ class BatchedSpan(Span):
         """
         before, last = self._by_chunks(own), dstate
         steps = list(zip(before.unbind(0), self.passing(), strict=True))
-        for mine, passed in reversed(steps):
-            last = _passed(mine, last, *passed)
+        for own_state, passed in reversed(steps):
+            last = _passed(own_state, last, *passed)
         first = last.clone()  # one chunk leaves ``before`` in the memory of ``own``
         own.copy_(torch.cat([before[1:], dstate.unsqueeze(0)]).movedim(0, 2))
         return first

@@ -196,7 +196,7 @@ def run_backward(
 
 
 def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
-    """In fp32, rounded once."""
+    """Dynamic tanh, computed in fp32 and rounded once."""
     dtype = x.dtype
     for t in (alpha, weight, bias):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
@@ -217,7 +217,7 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients; one that nobody needs is an empty tensor."""
+    """Gradients; empty tensors if not needed."""
     dx = x.new_empty(x.shape if needs_x else 0)
     needs, cols = (needs_alpha, needs_weight, needs_bias), x.shape[-1]
     sums = [x.new_zeros(cols if w else 0, dtype=torch.float32) for w in needs]

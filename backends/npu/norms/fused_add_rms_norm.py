@@ -45,7 +45,7 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of both terms, and that of weight."""
-    if dy is None:  # nobody used the norm
+    if dy is None:  # the norm was not used
         return reference.backward(
             new_residual,
             dy,

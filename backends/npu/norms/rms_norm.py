@@ -16,7 +16,7 @@ from liger_multi.backends.npu.norms.rows import gradients, normalize
 
 
 def supports(casting: str) -> Optional[str]:
-    """No rounding of the factor: neither kernel has it."""
+    """Refuse ``casting="factor"``, which neither kernel implements."""
     return "has no rounding of the factor" if casting == "factor" else None
 
 
@@ -42,5 +42,5 @@ def backward(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight; one that nobody needs is an empty tensor."""
+    """Gradients of x and weight; empty tensors if not needed."""
     return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight=needs_weight)

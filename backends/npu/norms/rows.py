@@ -75,7 +75,7 @@ def _norm_forward_kernel(
             mask = col < cols
             s = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
             if residual_ptr is not None:
-                # once more, not read back: what this program stored may still be on its way
+                # added again and not loaded: the store above may not have reached memory yet
                 r = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
                 s = (s + r.to(tl.float32)).to(s_ptr.dtype.element_ty).to(tl.float32)
             n = s * rstd
@@ -193,7 +193,7 @@ def normalize(
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     s = None if residual is None else x.new_empty(x.shape, dtype=sum_dtype)
     if x.numel() == 0:
-        return y, x if s is None else s, rstd.fill_(float("nan"))  # the mean of no column
+        return y, x if s is None else s, rstd.fill_(float("nan"))  # a mean over no columns is NaN
     x2d, others = as_rows(x), None if residual is None else as_rows(residual)
     rows, cols = x2d.shape
     start(

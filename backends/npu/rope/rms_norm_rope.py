@@ -19,7 +19,7 @@ from liger_multi.reference.rope.rope import dense
 
 
 def supports(casting: str) -> Optional[str]:
-    """As of the norm."""
+    """Refuse what the norm refuses."""
     return rms_norm.supports(casting)
 
 
@@ -55,8 +55,8 @@ def forward(
         rows, rstd = rms_norm.forward(_ordered(x, there), weight, eps, offset, casting)
         u, rstd = _ordered(rows, back), _ordered(rstd, back).contiguous()
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
-    how = ("half", head_axis, x.shape[-1], rope_casting, x_order, dtype, False)
-    return rotate_within_limits(u, cos, sin, *how), rstd
+    options = ("half", head_axis, x.shape[-1], rope_casting, x_order, dtype, False)
+    return rotate_within_limits(u, cos, sin, *options), rstd
 
 
 def backward(
@@ -76,8 +76,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradient back, then differentiate the norm."""
     whole, (there, back) = of_tokens(x, weight), _orders(x_order)
-    how = ("half", head_axis, x.shape[-1], rope_casting, x_order, torch.float32, True)
-    g = rotate(dy, cos, sin, *how)
+    options = ("half", head_axis, x.shape[-1], rope_casting, x_order, torch.float32, True)
+    g = rotate(dy, cos, sin, *options)
     if whole:
         g, rows = (rows_of(t, head_axis, True) for t in (g, x))
     else:

@@ -90,9 +90,9 @@ def _rope_kernel(
             place, mask = head[:, None] * x_head + pair[None, :], live & some[None, :]
             a = tl.load(x_at + place, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(x_at + pairs + place, mask=mask, other=0.0).to(tl.float32)
-        else:  # as they are in memory: strided loads would take four times the buffer
+        else:  # one contiguous load; strided ones need four times the buffer
             place, mask = head[:, None] * x_head + both[None, :], live & (both < 2 * pairs)[None, :]
-            # split, then widened: A5's compiler falls over the other order in bf16
+            # split first, then cast: A5's compiler crashes on the other order in bf16
             whole = tl.load(x_at + place, mask=mask, other=0.0)
             a, b = tl.split(tl.reshape(whole, (HEADS, PAIRS, 2)))
             a, b = a.to(tl.float32), b.to(tl.float32)
@@ -150,17 +150,17 @@ def rotate(
     pairs, half, wide = rotary_dim // 2, style == "half", cos.shape[-1] == rotary_dim
     row = max(LEAST, triton.next_power_of_2(pairs))
     if row > MOST:
-        how = (style, head_axis, rotary_dim, casting, order, dtype, back)
-        return reference.rotate(x, cos, sin, *how)
+        options = (style, head_axis, rotary_dim, casting, order, dtype, back)
+        return reference.rotate(x, cos, sin, *options)
     out = reference.dense(x, order, dtype)
     if not out.numel():
         return out
-    rows, room = _adjacent(_tokens_first(x, head_axis)), _tokens_first(out, head_axis)
+    rows, buffer = _adjacent(_tokens_first(x, head_axis)), _tokens_first(out, head_axis)
     count, tokens, heads, _ = rows.shape
     if rotary_dim < x.shape[-1]:
         out[..., rotary_dim:] = x[..., rotary_dim:]
     (cos, *cos_by), (sin, *sin_by) = _angles(cos), _angles(sin)
-    block = _tile(rows, room, heads, row)
+    block = _tile(rows, buffer, heads, row)
     steps, far = -(-heads // (block // row)), pairs if half else 1
     start(
         _rope_kernel,
@@ -168,9 +168,9 @@ def rotate(
         rows,
         cos,
         sin,
-        room,
+        buffer,
         *rows.stride()[:3],
-        *room.stride()[:3],
+        *buffer.stride()[:3],
         *cos_by,
         *sin_by,
         far if wide else 0,
@@ -214,10 +214,10 @@ def rotate_within_limits(
     """A rotation, or its inverse, by npu_rotary_mul where that takes it."""
     fits = dtype == x.dtype and rotation(x, _batched(cos), sin, style, rotary_dim, order) is None
     if not fits:
-        how = (style, head_axis, rotary_dim, casting, order, dtype, inverse)
-        return rotate(x, cos, sin, *how)
+        options = (style, head_axis, rotary_dim, casting, order, dtype, inverse)
+        return rotate(x, cos, sin, *options)
     sin = _exchanged(sin, style) if inverse else sin
-    axes = [int(digit) for digit in order]  # its own inverse
+    axes = [int(digit) for digit in order]  # this permutation is its own inverse
     angles = [_batched(a).unsqueeze(head_axis).permute(axes).contiguous() for a in (cos, sin)]
     rotated = torch.ops.npu.npu_rotary_mul(x.permute(axes).contiguous(), *angles, MODES[style])
     return rotated.permute(axes)
@@ -240,11 +240,11 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
-    how = (cos, sin, style, head_axis, rotary_dim, casting)
+    options = (cos, sin, style, head_axis, rotary_dim, casting)
     dtypes = [reference.output_dtype(x, cos, sin, casting) for x in (q, k)]
     return (
-        rotate_within_limits(q, *how, q_order, dtypes[0], False),
-        rotate_within_limits(k, *how, k_order, dtypes[1], False),
+        rotate_within_limits(q, *options, q_order, dtypes[0], False),
+        rotate_within_limits(k, *options, k_order, dtypes[1], False),
     )
 
 
@@ -265,10 +265,10 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradients back."""
-    how = (cos, sin, style, head_axis, rotary_dim, casting)
+    options = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)
     if needs_q and dq_out is not None:
-        dq = rotate_within_limits(dq_out, *how, q_order, q_dtype, True)
+        dq = rotate_within_limits(dq_out, *options, q_order, q_dtype, True)
     if needs_k and dk_out is not None:
-        dk = rotate_within_limits(dk_out, *how, k_order, k_dtype, True)
+        dk = rotate_within_limits(dk_out, *options, k_order, k_dtype, True)
     return dq, dk

@@ -48,7 +48,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
-GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
+GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # keys are values of the argument ``approximate``
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
 SQRT_8_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
 SQRT_1_2: tl.constexpr = tl.constexpr(0.7071067811865476)
@@ -267,17 +267,17 @@ def _launch_backward(
 ) -> None:
     """Write dgate and dup, the last of the tensors after dy, gate and up.
 
-    They have one row stride, and one that nobody needs may be the other. With ``product``, which
-    takes both, act(gate) * up is written over dy.
+    Both have one row stride; a gradient that is not needed may be the other tensor. With
+    ``product``, which takes both, act(gate) * up is written over dy.
     """
     (dy, gate, up, dgate, dup), rows, cols, strides = flat
     k = launch_config(f"{op}.backward", tile_config, dy.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
-    rooms = (dgate if needs_gate else None, dup if needs_up else None)
+    buffers = (dgate if needs_gate else None, dup if needs_up else None)
     launch(
         _gated_backward_kernel,
         rows * tiles,
-        (dy, gate, up, *rooms, *strides[:4], cols, tiles, *by),
+        (dy, gate, up, *buffers, *strides[:4], cols, tiles, *by),
         (activation, product, k.block),
         k.num_warps,
     )
@@ -302,15 +302,15 @@ def backward(
     by: Multipliers = NONE,
     product: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; one that nobody needs is an empty tensor.
+    """Gradients of gate and up; empty tensors if not needed.
 
     With ``product``, which takes both, act(gate) * up is written over dy.
     """
     dgate = empty_contiguous(gate) if needs_gate else gate.new_empty(0)
     dup = empty_contiguous(up) if needs_up else up.new_empty(0)
     if (needs_gate or needs_up) and dy.numel():
-        rooms = (dgate if needs_gate else dup, dup if needs_up else dgate)
-        rows = by_rows(dy, gate, up, *rooms)
+        buffers = (dgate if needs_gate else dup, dup if needs_up else dgate)
+        rows = by_rows(dy, gate, up, *buffers)
         _launch_backward(op, activation, by, rows, needs_gate, needs_up, product)
     return dgate, dup
 
@@ -497,7 +497,7 @@ def clamped_forward(gate: Tensor, up: Tensor, numbers: Numbers) -> Tensor:
 def clamped_backward(
     dy: Tensor, gate: Tensor, up: Tensor, numbers: Numbers, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    """Gradients of gate and up; empty tensors if not needed."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
     written = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated, gated_rows
-from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.float8.rows import code_buffers
 from liger_multi.reference.activations.gated_mlp import CodedGradients, Columns, implement_gated_mlp
 from liger_multi.reference.float8.rows import Float8Rows, format_of
 
@@ -27,9 +27,9 @@ class TritonActivation:
     def coded(
         gate: Tensor, up: Tensor, activation: str, needs_output: bool
     ) -> tuple[Tensor, Float8Rows]:
-        """act(gate) * up where it is needed, and its rows in FP8."""
-        room = code_room(gate, needs_output)
-        y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, room)
+        """act(gate) * up, empty if not needed, and its rows in FP8."""
+        buffer = code_buffers(gate, needs_output)
+        y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, buffer)
         return y, Float8Rows(codes.view(format_of(gate.device)), scale)
 
     @staticmethod
@@ -50,9 +50,9 @@ class TritonActivation:
         needs_output: tuple[bool, bool],
         product: bool,
     ) -> CodedGradients:
-        """The gradients, and codes of each times a number per column; the product on wish."""
+        """The gradients, codes of each times a factor per column, and optionally the product."""
         pairs = zip((gate, up), columns, strict=True)
-        first, second = rooms = [None if c is None else code_room(x, False) for x, c in pairs]
+        first, second = buffers = [None if c is None else code_buffers(x, False) for x, c in pairs]
         gradients = gated_rows.backward(
             "gated_mlp",
             activation=activation,
@@ -60,12 +60,14 @@ class TritonActivation:
             gate=gate,
             up=up,
             by=gated.NONE,
-            rooms=(first, second),
+            buffers=(first, second),
             columns=columns,
             needs_output=needs_output,
             product=product,
         )
-        codes = [None if room is None else room.rows_of(format_of(gate.device)) for room in rooms]
+        codes = [
+            None if buffer is None else buffer.rows_of(format_of(gate.device)) for buffer in buffers
+        ]
         return CodedGradients(*gradients, dproduct, *codes)
 
 

@@ -36,7 +36,7 @@ from liger_multi.backends.triton.common.rows import (
     warps,
     with_stride,
 )
-from liger_multi.backends.triton.float8.rows import CodeRoom
+from liger_multi.backends.triton.float8.rows import CodeBuffers
 from liger_multi.backends.triton.norms.row_config import forward_config
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.activations.gated_mlp import Columns
@@ -235,7 +235,7 @@ def _gated_rows_backward_kernel(
 
 
 def forward(
-    op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers, room: CodeRoom
+    op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers, buffer: CodeBuffers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act(gate) * up where it is needed, its codes and scales."""
     cols = gate.shape[-1]
@@ -243,19 +243,19 @@ def forward(
     k = launch_config(f"{op}_quantized.forward", forward_config, gate.device, rows=rows, cols=cols)
     if k.block < cols or not gate.numel():
         y = gated.forward(op, activation, gate, up, by)
-        room.fill(y)
-        return room.outputs(y)
+        buffer.fill(y)
+        return buffer.outputs(y)
     dtype = torch.promote_types(gate.dtype, up.dtype)
-    y = empty_contiguous(gate, dtype) if room.writes else gate.new_empty(0, dtype=dtype)
+    y = empty_contiguous(gate, dtype) if buffer.writes else gate.new_empty(0, dtype=dtype)
     (gate, gate_stride), (up, up_stride) = with_stride(gate), with_stride(up)
     launch(
         _gated_rows_forward_kernel,
         cdiv(rows, k.rows),
-        (gate, up, y, room.codes, room.scale, gate_stride, up_stride, rows, cols, *by),
-        (activation, room.bias, room.writes, k.rows, k.block),
+        (gate, up, y, buffer.codes, buffer.scale, gate_stride, up_stride, rows, cols, *by),
+        (activation, buffer.bias, buffer.writes, k.rows, k.block),
         k.num_warps,
     )
-    return room.outputs(y)
+    return buffer.outputs(y)
 
 
 def backward_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
@@ -264,7 +264,7 @@ def backward_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
     return TileConfig(block, warps(block // 8, info.warp_size))
 
 
-Rooms = tuple[Optional[CodeRoom], Optional[CodeRoom]]
+BufferPair = tuple[Optional[CodeBuffers], Optional[CodeBuffers]]
 
 
 def backward(
@@ -274,42 +274,42 @@ def backward(
     gate: Tensor,
     up: Tensor,
     by: Multipliers,
-    rooms: Rooms,
+    buffers: BufferPair,
     columns: Columns,
     needs_output: tuple[bool, bool],
     product: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, empty where they are not needed; codes go into rooms.
+    """Gradients of gate and up, empty where they are not needed; codes go into buffers.
 
     Args:
-        op: Whose launch numbers these are.
+        op: The operator whose launch configuration is used.
         activation: Of gate.
         dy: Rows; overwritten with act(gate) * up for ``product``.
         gate: Rows.
         up: Rows.
         by: Multipliers.
-        rooms: For codes of each gradient; None for none.
+        buffers: For codes of each gradient; None for no codes.
         columns: Numbers per column that it is multiplied by before it is coded.
         needs_output: Which gradients are needed themselves, besides their codes.
         product: Whether the product is.
     """
     rows, cols = gate.shape
-    some = next((room for room in rooms if room is not None), None)
+    some = next((buffer for buffer in buffers if buffer is not None), None)
     if some is None or not gate.numel():
-        needs = [w or r is not None or product for w, r in zip(needs_output, rooms, strict=True)]
+        needs = [w or r is not None or product for w, r in zip(needs_output, buffers, strict=True)]
         gradients = gated.backward(
             op, activation, dy, gate, up, needs[0], needs_up=needs[1], by=by, product=product
         )
-        for room, column, grad in zip(rooms, columns, gradients, strict=True):
-            if room is not None:
-                room.fill(grad, column)
+        for buffer, column, grad in zip(buffers, columns, gradients, strict=True):
+            if buffer is not None:
+                buffer.fill(grad, column)
     else:
         dgate = empty_contiguous(gate) if needs_output[0] else gate.new_empty(0)
         dup = empty_contiguous(up) if needs_output[1] else up.new_empty(0)
         gradients = dgate, dup
         (dy, dy_stride), (gate, gate_stride), (up, up_stride) = map(with_stride, (dy, gate, up))
-        codes = [None if room is None else room.codes for room in rooms]
-        scales = [None if room is None else room.scale for room in rooms]
+        codes = [None if buffer is None else buffer.codes for buffer in buffers]
+        scales = [None if buffer is None else buffer.scale for buffer in buffers]
         name = f"{op}_quantized.backward"
         k = launch_config(name, backward_config, gate.device, rows=rows, cols=cols)
         launch(

@@ -16,5 +16,5 @@ def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 def backward(
     dy: Tensor, gate: Tensor, up: Tensor, approximate: str, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    """Gradients of gate and up; empty tensors if not needed."""
     return gated.backward("geglu", GELU[approximate], dy, gate, up, needs_gate, needs_up)

@@ -23,6 +23,6 @@ def backward(
     needs_gate: bool,
     needs_up: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    """Gradients of gate and up; empty tensors if not needed."""
     by = multipliers(gate_multiplier, down_multiplier)
     return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, by)

@@ -22,5 +22,5 @@ def backward(
     needs_gate: bool,
     needs_up: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    """Gradients of gate and up; empty tensors if not needed."""
     return gated.clamped_backward(dy, gate, up, (limit, alpha, up_offset), needs_gate, needs_up)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated_rows, swiglu
 from liger_multi.backends.triton.activations.gated import multipliers
-from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.float8.rows import code_buffers
 
 
 def forward(
@@ -14,7 +14,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gate) * up where it is needed, its codes and scales."""
     by = multipliers(gate_multiplier, down_multiplier)
-    return gated_rows.forward("swiglu", "silu", gate, up, by, code_room(gate, writes_y))
+    return gated_rows.forward("swiglu", "silu", gate, up, by, code_buffers(gate, writes_y))
 
 
 backward = swiglu.backward

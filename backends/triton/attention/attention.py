@@ -186,7 +186,7 @@ TILES = {
 }
 
 
-def kind_of(info: DeviceInfo) -> str:
+def core_type(info: DeviceInfo) -> str:
     """Kind of core, by its limits: cores of a kind hold operands and sums of GEMMs alike."""
     if info.warp_size == 64:
         return "waves of 64"
@@ -202,16 +202,16 @@ def _class(dim: int, value_dim: int) -> int:
 def supports(q: Tensor, v: Tensor) -> str | None:
     """Why a call is refused, or None."""
     info, widest = device_info(q.device), max(q.shape[3], v.shape[3])
-    if tile_rows(LARGEST_TILE, q.shape[1] * widest) == 1:  # what the results are stored by
+    if tile_rows(LARGEST_TILE, q.shape[1] * widest) == 1:  # the stride of tokens in the results
         return f"takes tokens of less than 16 MiB, got {q.shape[1]} heads of {widest} elements"
-    if (kind_of(info), _class(q.shape[3], v.shape[3])) in TILES:
+    if (core_type(info), _class(q.shape[3], v.shape[3])) in TILES:
         return None
     directions = ("forward", "backward", "backward_keys")
     shape = {"queries": MANY, "keys": MANY, "dim": q.shape[3], "value_dim": v.shape[3]}
     shape |= {"item": q.element_size(), "extra": 2, "ranges": 4}
     if all(tabled(f"attention.{direction}", info, **shape) for direction in directions):
-        return None  # a kind's registers, and more: this architecture's hold them
-    limit = max(size for device_kind, size in TILES if device_kind == kind_of(info))
+        return None  # this architecture has more registers than others of its core type
+    limit = max(size for core, size in TILES if core == core_type(info))
     return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
 
 
@@ -228,9 +228,9 @@ def _tile(
     on_chip: Callable[[int, int, int], int],
 ) -> AttentionConfig:
     """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
-    device_kind = kind_of(info)
-    small = () if device_kind == "little memory" else (SMALL,)
-    tiles = TILES.get((device_kind, _class(dim, value_dim)), (SMALLEST,) * 3)
+    core = core_type(info)
+    small = () if core == "little memory" else (SMALL,)
+    tiles = TILES.get((core, _class(dim, value_dim)), (SMALLEST,) * 3)
     for m, n, stages, warps in (tiles[which], *small):
         few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
         if few and on_chip(m, n, stages) <= info.shared_bytes:
@@ -267,7 +267,7 @@ def backward_config(
     extra: int,
     ranges: int,
 ) -> AttentionConfig:
-    """As forward, with the upstream gradient beside the queries."""
+    """Tiles as in forward; on-chip memory also holds the upstream gradient."""
     both = sum(_sizes(dim, value_dim))
 
     def on_chip(m: int, n: int, stages: int) -> int:
@@ -297,7 +297,7 @@ def backward_keys_config(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Heads of adjacent elements, a tile of whose rows is no 2 GiB long (see assume_rows)."""
+    """``x`` with adjacent channels and tiles below 2 GiB (see assume_rows)."""
     near = tile_rows(LARGEST_TILE, x.stride(2)) > 1
     return x if near and (x.stride(3) == 1 or x.shape[3] == 1) else x.contiguous()
 
@@ -309,7 +309,7 @@ def _steps(x: Tensor) -> tuple[int, int, int]:
 def _shape(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, softcap: float
 ) -> dict[str, int]:
-    """What launch tables may depend on; ``extra``: 1 with a softcap, 2 with a second range."""
+    """Sizes that launch tables may bound; ``extra``: 1 with a softcap, 2 with a second range."""
     width = 0 if ranges is None else ranges.shape[2]
     extra = 2 if width > 2 else int(softcap != 0.0)
     queries, keys = (MANY, MANY) if by_rows() else (q.shape[2], k.shape[2])  # padding changes them

@@ -186,7 +186,7 @@ def place_of(
 
 
 @triton.jit
-def seen_by(
+def visible_mask(
     start,
     second,
     low,
@@ -279,7 +279,7 @@ def forward_loop(
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         if masked:
-            visible = seen_by(
+            visible = visible_mask(
                 start,
                 second,
                 low,
@@ -350,7 +350,7 @@ def query_loop(
         s, t = score(s, scale, softcap, CAPPED)
         p = tl.exp2(s - lse[:, None])
         if masked:
-            visible = seen_by(
+            visible = visible_mask(
                 start,
                 second,
                 low,

@@ -119,7 +119,7 @@ def _sums(like: Tensor, blocks: Blocks) -> torch.dtype:
 
 
 def _empty(like: Tensor, size: int, blocks: Blocks) -> Tensor:
-    """For causal blocks, whatever it has, and zeros for the padding behind them."""
+    """An uninitialized output for causal blocks, with zeros in the padding behind them."""
     _, heads, length, _ = like.shape
     empty = like.new_empty(1, length, heads, size, dtype=_sums(like, blocks))
     end = max(b.query + b.batch * b.queries for b in blocks.calls if b.causal)

@@ -106,10 +106,9 @@ def _indexer_backward_kernel(
     """Gradients of one query and its weights, and what it gives to the keys that it lists.
 
     Program: one query of one element of the batch to which q, k, w, lists and results point
-    already; the first query is ``begin``.
-    Reads q and w once, then the listed keys and the gradients of their scores. Writes dq (query,
-    head), dw (query, head) and, with ``parts_ptr``, fp32 rows (query, slot); nobody reads those of
-    absent slots.
+    already; the first query is ``begin``. Reads q and w once, then the listed keys and the
+    gradients of their scores. Writes dq (query, head), dw (query, head) and, with ``parts_ptr``,
+    fp32 rows (query, slot); those of absent slots are never read.
     """
     row = tl.program_id(0).to(tl.int64)
     query = begin + row
@@ -140,7 +139,7 @@ def _indexer_backward_kernel(
 
 
 @triton.jit
-def _seen(ranges_ptr, query, queries, keys, CAUSAL: tl.constexpr):
+def _visible_range(ranges_ptr, query, queries, keys, CAUSAL: tl.constexpr):
     """First key of some queries and one past their last; queries past the last see none."""
     if ranges_ptr is not None:
         real = query < queries
@@ -186,7 +185,7 @@ def _indexer_all_scores_kernel(
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
     first, start = (tl.program_id(0) // tiles) * BLOCK_M, (tl.program_id(0) % tiles) * BLOCK_N
     row, col = first + tl.arange(0, BLOCK_M), start + tl.arange(0, BLOCK_N)
-    low, high = _seen(ranges_ptr, begin + row, queries, keys, CAUSAL)
+    low, high = _visible_range(ranges_ptr, begin + row, queries, keys, CAUSAL)
     if tl.max(tl.where((low < start + BLOCK_N) & (high > start) & (low < high), 1, 0)) == 0:
         return
     query = tl.cast(begin + first, tl.int64)
@@ -260,7 +259,7 @@ def _indexer_select_kernel(
     scores_ptr,
     ranges_ptr,
     indices_ptr,
-    found_ptr,
+    top_scores_ptr,
     scores_stride,
     begin,
     queries,
@@ -279,10 +278,10 @@ def _indexer_select_kernel(
     Writes (query, count), -1 and -inf after the last.
     """
     row = tl.program_id(0)
-    low, high = _seen(ranges_ptr, begin + row, queries, keys, CAUSAL)
+    low, high = _visible_range(ranges_ptr, begin + row, queries, keys, CAUSAL)
     scores_ptr += row.to(tl.int64) * scores_stride
     indices_ptr += (begin + row).to(tl.int64) * count
-    found_ptr += (begin + row).to(tl.int64) * count
+    top_scores_ptr += (begin + row).to(tl.int64) * count
     least = tl.full([], 0, tl.uint32)
     rest = count
     if high - low > count:
@@ -301,10 +300,10 @@ def _indexer_select_kernel(
         chosen = (mask & (bits > least)) | (equal & (before <= rest))
         at = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(indices_ptr + at, start + lane, mask=chosen)
-        tl.store(found_ptr + at, s, mask=chosen)
+        tl.store(top_scores_ptr + at, s, mask=chosen)
         taken += tl.sum(chosen.to(tl.int32), 0)
         equals += tl.sum(equal.to(tl.int32), 0)
     for start in tl.range(taken, count, BLOCK):
         at = start + lane
         tl.store(indices_ptr + at, at * 0 - 1, mask=at < count)
-        tl.store(found_ptr + at, at * 0.0 - float("inf"), mask=at < count)
+        tl.store(top_scores_ptr + at, at * 0.0 - float("inf"), mask=at < count)

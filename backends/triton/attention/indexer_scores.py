@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.attention.attention import kind_of
+from liger_multi.backends.triton.attention.attention import core_type
 from liger_multi.backends.triton.attention.indexer_kernels import (
     _indexer_backward_kernel,
     _indexer_scores_kernel,
@@ -45,7 +45,7 @@ def backward_config(info: DeviceInfo, heads: int, dim: int, item: int) -> Indexe
 
 def _config(info: DeviceInfo, heads: int, dim: int, item: int, most: int) -> IndexerConfig:
     own, size = _padded(heads), _padded(dim)
-    if kind_of(info) == "little memory":
+    if core_type(info) == "little memory":
         return IndexerConfig(16, 1, 4)
     for block, stages in ((most, 2), (64, 2), (32, 2), (32, 1)):
         loaded = item * (own * size + stages * block * size + block * own)
@@ -59,7 +59,7 @@ def supports(q: Tensor) -> str | None:
     info = device_info(q.device)
     size = q.element_size() * _padded(q.shape[2]) * _padded(q.shape[3])
     # cores with little memory have few registers, and no matrix units for fp32
-    little = kind_of(info) == "little memory"
+    little = core_type(info) == "little memory"
     limit = (1024 if q.element_size() == 2 else 0) if little else info.shared_bytes // 2
     if size > limit and not INTERPRETED:
         most = limit // q.element_size()
@@ -71,7 +71,7 @@ def supports(q: Tensor) -> str | None:
 
 
 def _near(x: Tensor) -> Tensor:
-    """Rows of adjacent channels."""
+    """``x`` with adjacent channels; copied only where needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

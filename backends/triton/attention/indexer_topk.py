@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.attention.attention import kind_of
+from liger_multi.backends.triton.attention.attention import core_type
 from liger_multi.backends.triton.attention.indexer_kernels import (
     _indexer_all_scores_kernel,
     _indexer_select_kernel,
@@ -53,7 +53,7 @@ class SelectConfig:
 
 def tile_config(info: DeviceInfo, dim: int, item: int) -> TileConfig:
     """Keys, and queries of one head after the other; the sum of heads is in registers."""
-    if kind_of(info) == "little memory":
+    if core_type(info) == "little memory":
         return TileConfig(16, 32, 4)
     for m, n, num_warps in ((64, 128, 8), (64, 64, 4), (32, 32, 4)):
         if item * (2 * m + n) * _padded(dim) <= info.shared_bytes and item < 4:

@@ -141,7 +141,7 @@ def _multi_token_forward_wide_kernel(
     p_ptr += (image * rows + row) * cols
     assume_cols(cols)
     end = tl.minimum(row + 1, cols)
-    largest = tl.full([BLOCK], LOWEST, tl.float32)  # of a lane: no step waits for all threads
+    largest = tl.full([BLOCK], LOWEST, tl.float32)  # per lane: no step needs a reduction
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, end, BLOCK):
         assume_cols(start)
@@ -187,7 +187,7 @@ def _multi_token_backward_kernel(
     offset = lane[:, None] * cols + col[None, :]
     w = _weight(tl.load(p_ptr + offset, mask=mask, other=0.0), SPARSE)
     dp = tl.load(dp_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    dp = tl.where(w == 0.0, 0.0, dp)  # past the diagonal too
+    dp = tl.where(w == 0.0, 0.0, dp)  # this also zeros the columns past the diagonal
     mean = tl.sum(w * dp, axis=1)
     if SPARSE:
         mean = mean / tl.sum(w, axis=1)
@@ -536,9 +536,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Probabilities, their convolution, and zeros past its diagonal."""
     p = sparsemax.forward(_lower(scores, True)) if sparse else _softmax(scores)
-    how, k = (stride, padding, dilation, groups), _transposing(weight, p, 16)
+    convolution_options, k = (stride, padding, dilation, groups), _transposing(weight, p, 16)
     with ordered_convolutions(p.device):
-        y = conv2d(_transpose(p, k, True) if k.block else p, weight, bias, *how)
+        y = conv2d(_transpose(p, k, True) if k.block else p, weight, bias, *convolution_options)
     return _transpose(y, k, False) if k.block else _zero_(y.contiguous()), p
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.attention.attention import kind_of
+from liger_multi.backends.triton.attention.attention import core_type
 from liger_multi.backends.triton.attention.pairs_of_lists import summed
 from liger_multi.backends.triton.attention.sparse_attention_kernels import (
     _sparse_attention_backward_kernel,
@@ -113,9 +113,9 @@ def _class(dim: int, value: int, shared: bool) -> int:
 
 
 def _row(info: DeviceInfo, size: int) -> tuple[str, int]:
-    """The key of TILES; narrow channels are as those of 128 where that is the least."""
-    device_kind = kind_of(info)
-    return device_kind, size if (device_kind, size) in TILES else max(128, size)
+    """The key of TILES; narrow heads use the row of 128 where that is the smallest one."""
+    core = core_type(info)
+    return core, size if (core, size) in TILES else max(128, size)
 
 
 def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: int) -> SparseConfig:
@@ -152,7 +152,7 @@ def keys_config(info: DeviceInfo, heads: int, width: int, item: int) -> KeysConf
 def weights_config(
     info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
 ) -> SparseConfig:
-    """Nothing but a number for each key is summed; queries of heads pass by a tile of keys."""
+    """Only one number per key is accumulated; the queries of all heads pass over a tile of keys."""
     return _tile(info, 2, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
@@ -161,15 +161,15 @@ def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
     if INTERPRETED:
         return None
     info, dim = device_info(q.device), q.shape[3]
-    device_kind, size = _row(info, _class(dim, value_dim, v is None))
-    most = max(n for k, n in TILES if k == device_kind)
+    core, size = _row(info, _class(dim, value_dim, v is None))
+    most = max(n for k, n in TILES if k == core)
     widest = WIDEST_FP32 if most > 64 else 0
     if q.element_size() == 4 and max(dim, value_dim) > widest:
         return (
             f"takes fp32 heads of up to {widest} elements on {info.arch} (registers), got "
             f"{max(dim, value_dim)}"
         )
-    if (device_kind, size) in TILES:
+    if (core, size) in TILES:
         return None
     form = "latents" if v is None else "keys beside values"
     return (
@@ -182,7 +182,7 @@ def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
 
 
 def _near(x: Tensor) -> Tensor:
-    """Rows of adjacent channels."""
+    """``x`` with adjacent channels; copied only where needed."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 

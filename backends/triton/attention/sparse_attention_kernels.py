@@ -76,7 +76,7 @@ def load_list(indices_ptr, start, count, keys, BLOCK: tl.constexpr):
 
 @triton.jit
 def _end_of_list(indices_ptr, count, BLOCK: tl.constexpr):
-    """One past the last slot that is not absent: indexers list what few keys there are first."""
+    """One past the last slot that holds a key: indexers put absent slots (-1) last."""
     end = 0
     for start in range(0, count, BLOCK):
         slot = start + tl.arange(0, BLOCK)
@@ -332,10 +332,10 @@ def _sparse_attention_keys_kernel(
 
     Program: BLOCK_N slots by BLOCK_C columns of one query, of one head of keys, of one element of
     the batch to which q, dy and lists point already; the first query is ``begin``. Columns are
-    those of the key, then of the value, which is added to the first ones where it is SHARED.
-    Reads probabilities and gradients of scores, (query, group, slot, head) from ``begin`` on, with
-    dy and q of the heads. Writes fp32 rows in the order (query, group, slot). A tile without keys
-    is left out: nobody reads the rows of absent slots.
+    those of the key, then of the value, which is added to the first ones where it is SHARED. Reads
+    probabilities and gradients of scores, (query, group, slot, head) from ``begin`` on, with dy and
+    q of the heads. Writes fp32 rows in the order (query, group, slot). A tile without keys is
+    skipped, because the rows of absent slots are never read.
     """
     WIDTH: tl.constexpr = DIM if SHARED else DIM + VALUE
     COLUMNS: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C

@@ -1,4 +1,4 @@
-"""GEMM whose rows do not depend on each other: tiles of the same bits, and no split of the sum.
+"""GEMM with independent rows: tiles that give the same bits, and no split of the sum over K.
 
 A vendor's library chooses a kernel by the number of rows, and with it the order of every sum. Here
 an element of the result is a sum over K in order, whatever stands beside it. Few rows get a lower
@@ -140,10 +140,10 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
     """
     (rows, inner), cols = a.shape, b.shape[1]
     if a.dtype not in DTYPES or b.dtype != a.dtype or not out.is_floating_point():
-        kinds = ", ".join(str(t.dtype).removeprefix("torch.") for t in (a, b, out))
+        dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in (a, b, out))
         raise TypeError(
             "the GEMM of independent rows takes a and b of one dtype, float32, bfloat16 or "
-            f"float16, got a, b and out of {kinds}"
+            f"float16, got a, b and out of {dtypes}"
         )
     if not out.numel():
         return

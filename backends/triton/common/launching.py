@@ -24,13 +24,13 @@ from liger_multi.backends.triton.common.specialization import (
 # from 3.3 on, a compiled kernel takes every argument in order, the constants included
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 _compiled: dict[tuple[Any, ...], Any] = {}
-_classes: ArgumentClasses | None = None  # of the process's one target
+_classes: ArgumentClasses | None = None  # all launches of a process have one target
 
 
 def _runtime() -> Any:
     if hasattr(triton, "knobs"):
         return triton.knobs.runtime
-    return triton.compiler.CompiledKernel  # where triton 3.3 and older keep the hooks
+    return triton.compiler.CompiledKernel  # triton 3.3 and older keep the hooks on this class
 
 
 _RUNTIME = _runtime()

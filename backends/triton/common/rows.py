@@ -65,8 +65,8 @@ def _nvidia(_semantic=None, _builder=None):
     return tl.constexpr(getattr(options, "backend_name", "interpreter") == "cuda")
 
 
-for _told in (short_offsets, _nvidia):  # called by the compiler, which hands over its builder
-    setattr(_told, "__triton_builtin__", True)  # noqa: B010
+for _builtin in (short_offsets, _nvidia):  # the compiler calls them and passes its builder
+    setattr(_builtin, "__triton_builtin__", True)  # noqa: B010
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def one_minus_exp(x):
 
 @triton.jit
 def of_thread(zero):
-    """0 as a number of each thread, which a compiler does not know to be one for all of a warp.
+    """A zero that the compiler takes for a per-thread value, not for one value per warp.
 
     ``zero`` is 0, which it must not know either.
     """
@@ -160,7 +160,7 @@ def of_thread(zero):
 
 @triton.jit
 def fetch(ptr):
-    """Ask for the cache lines of pointers before they are loaded, on NVIDIA."""
+    """Prefetch the cache lines that pointers refer to; on NVIDIA only."""
     if _nvidia():
         tl.inline_asm_elementwise(
             "prefetch.global.L1 [$1]; mov.u32 $0, 0;",

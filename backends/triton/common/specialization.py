@@ -25,7 +25,7 @@ _BY_ADDRESS = {"dtype", "data_ptr"}
 _BY_STORAGE = {*_BY_ADDRESS, "untyped_storage"}
 
 
-def _argument(value):  # a kernel, which Triton reads and nobody runs
+def _argument(value):  # a kernel that Triton inspects and that never runs
     pass
 
 

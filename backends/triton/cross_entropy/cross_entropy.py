@@ -107,7 +107,7 @@ def row_pass(
         e = tl.exp2(d * LOG2E)
         total += e
         if ENTROPY:
-            spread += e * tl.maximum(d, -200.0)  # below, e is 0
+            spread += e * tl.maximum(d, -200.0)  # exp is 0 below this
         if SMOOTH:
             if weight_ptr is not None:
                 d = d * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
@@ -407,7 +407,7 @@ def _cross_entropy_reduce_kernel(
 
 
 def filled(*outputs: Optional[Tensor]) -> list[Optional[Tensor]]:
-    """None in place of every output that nobody asked for."""
+    """Pointers for kernels: None in place of every output that was not requested."""
     return [x if x is not None and x.numel() else None for x in outputs]
 
 

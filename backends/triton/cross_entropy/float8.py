@@ -16,7 +16,7 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.common.float8 import FACTOR, Rounded
 from liger_multi.reference.cross_entropy.float8 import PLAIN, scale_for
 
-PROGRAMS = 8  # of the search for the largest element, a core
+PROGRAMS = 8  # programs per core in the search for the largest element
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def _selective_log_softmax_forward_kernel(
         UNROLL=UNROLL,
     )
     log_total = log1p(others)
-    if likeliest < 0:  # nothing was left out
+    if likeliest < 0:  # no class was left out of the sum
         log_total = tl.log2(others) * LN2
     if (others >= 4294967296.0) | (others != others):
         anchor = row_maximum(row_ptr, cols, scale, None, BLOCK)

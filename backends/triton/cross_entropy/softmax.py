@@ -86,7 +86,7 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
     x_ptr += row * x_stride
     y_ptr += row * cols
     assume_cols(cols)
-    anchor = row_maximum(x_ptr, BLOCK, None, None, BLOCK)  # rows are wider than a step
+    anchor = row_maximum(x_ptr, BLOCK, None, None, BLOCK)  # rows here are wider than one step
     total, _, _, _ = row_pass(
         x_ptr,
         None,

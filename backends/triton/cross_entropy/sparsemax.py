@@ -67,7 +67,7 @@ def _sparsemax_forward_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constexpr)
         higher = tl.div_rn(total - 1.0, tl.sum(above.to(tl.float32), axis=0))
         going = (higher > tau).to(tl.int32)
         tau = tl.where(higher > tau, higher, tau)
-    y = tl.where(z <= tau, 0.0, z - tau)  # NaN stays
+    y = tl.where(z <= tau, 0.0, z - tau)  # a NaN is kept
     tl.store(y_ptr + row * cols + col, round_to(y, y_ptr.dtype.element_ty), mask=col < cols)
 
 
@@ -120,5 +120,5 @@ def forward(x: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, y: Tensor) -> Tensor:
-    """On the support, less the mean over it."""
+    """Subtract from dy its mean over the support; the gradient is 0 outside of it."""
     return backward_of(dy, y, True)

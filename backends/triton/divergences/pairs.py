@@ -84,18 +84,18 @@ def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
 
 
 @triton.jit
-def _slopes(s, q, t, p, a, b, teachers, students, KIND: tl.constexpr, CONSTANT: tl.constexpr):
+def _slopes(s, q, t, p, a, b, teachers, students, FORMULA: tl.constexpr, CONSTANT: tl.constexpr):
     """Loss terms of classes, and r, whose product with q is the slope's term.
 
     Terms are to base 2; those of TVD are natural and twice the loss. r is natural. FORWARD returns
     q r in its place, which stays finite where q is 0. CONSTANT is a summand of REVERSE's r.
     """
-    if KIND == TVD:
+    if FORMULA == TVD:
         return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
     gap = tl.where(q == p, 0.0, t - s)  # both may be 0
-    if KIND == FORWARD:
+    if FORMULA == FORWARD:
         return tl.where(p == 0.0, 0.0, p * gap), -p
-    if KIND == REVERSE:
+    if FORMULA == REVERSE:
         return tl.where(q == 0.0, 0.0, -q * gap), CONSTANT - gap * LN2
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
     x = -tl.log2(students + teachers * tl.exp2(gap))  # log q - log m
@@ -180,7 +180,7 @@ def _totals(
     scale,
     s_anchor,
     t_anchor,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -202,9 +202,9 @@ def _totals(
             p = tl.exp2(t)
             t_total += _folded(p, BLOCK)
         if FORM == LOGITS and TEACHER_FORM == LOGITS:
-            if KIND == FORWARD:
+            if FORMULA == FORWARD:
                 cross += _folded(tl.where(p == 0.0, 0.0, p * (t - s)), BLOCK)
-            if KIND == REVERSE:
+            if FORMULA == REVERSE:
                 cross += _folded(tl.where(q == 0.0, 0.0, q * (s - t)), BLOCK)
     return tl.sum(s_total, axis=0), tl.sum(t_total, axis=0), tl.sum(cross, axis=0)
 
@@ -215,7 +215,7 @@ def normalize(
     teacher_ptr,
     cols,
     scale,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -239,13 +239,13 @@ def normalize(
         scale,
         s_anchor,
         t_anchor,
-        KIND=KIND,
+        FORMULA=FORMULA,
         FORM=FORM,
         TEACHER_FORM=TEACHER_FORM,
         BLOCK=BLOCK,
     )
     # the first step's maximum is no anchor where another step's lies far above it, or it is -inf
-    LIMIT: tl.constexpr = 4294967296.0 if KIND <= REVERSE else float("inf")  # KL is a difference
+    LIMIT: tl.constexpr = 4294967296.0 if FORMULA <= REVERSE else float("inf")  # KL is a difference
     if (s_total >= LIMIT) | (t_total >= LIMIT) | (s_total != s_total) | (t_total != t_total):
         if FORM == LOGITS:
             s_anchor = maximum(student_ptr, cols, scale, BLOCK)
@@ -258,14 +258,14 @@ def normalize(
             scale,
             s_anchor,
             t_anchor,
-            KIND=KIND,
+            FORMULA=FORMULA,
             FORM=FORM,
             TEACHER_FORM=TEACHER_FORM,
             BLOCK=BLOCK,
         )
     # the logarithm of a quotient near 1 has more digits than a difference of logarithms
     loss = cross / t_total + tl.log2(s_total / t_total)
-    if KIND == REVERSE:
+    if FORMULA == REVERSE:
         loss = cross / s_total + tl.log2(t_total / s_total)
     s_lse = s_anchor
     s_low = 0.0
@@ -289,13 +289,13 @@ def sums(
     t_shift,
     t_low,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Loss and slope of a row, in a pass from its end, to reuse what the last one left in cache."""
-    LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
+    LOGS: tl.constexpr = FORMULA == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     teachers, students = _weights(beta)
     lane = tl.arange(0, BLOCK)
     loss = tl.zeros([BLOCK // 4], tl.float32)
@@ -325,21 +325,21 @@ def sums(
                 FORM=FORM,
                 TEACHER_FORM=TEACHER_FORM,
             )
-            each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND=KIND, CONSTANT=0.0)
+            each, r = _slopes(s, q, t, p, a, b, teachers, students, FORMULA=FORMULA, CONSTANT=0.0)
             loss += _folded(each, BLOCK)
             if FORM == LOGITS:
-                if KIND == FORWARD:
+                if FORMULA == FORWARD:
                     slope += _folded(r, BLOCK)
                 else:
                     slope += _folded(
-                        q * r if KIND == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK
+                        q * r if FORMULA == TVD else tl.where(q == 0.0, 0.0, q * r), BLOCK
                     )
     total = tl.sum(loss, axis=0)
     weighted = tl.sum(slope, axis=0)
     if LOGS:
         weighted *= -students * LN2
         return weighted - teachers * LN2 * total, weighted
-    return total * (0.5 if KIND == TVD else LN2), weighted
+    return total * (0.5 if FORMULA == TVD else LN2), weighted
 
 
 @triton.jit
@@ -356,7 +356,7 @@ def write_gradient(
     slope,
     factor,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     SUM: tl.constexpr,
@@ -366,7 +366,7 @@ def write_gradient(
 
     For logits the gradient is q (r - slope), where ``slope`` is the sum of q r over the row.
     """
-    LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
+    LOGS: tl.constexpr = FORMULA == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     teachers, students = _weights(beta)
     by_log = -students * LN2 * factor
     lane = tl.arange(0, BLOCK)
@@ -407,28 +407,28 @@ def write_gradient(
                 b,
                 teachers,
                 students,
-                KIND=KIND,
+                FORMULA=FORMULA,
                 CONSTANT=0.0 if FORM == LOGITS else 1.0,
             )
             if SUM:
                 loss += _folded(each, BLOCK)
-            if KIND == FORWARD:
+            if FORMULA == FORWARD:
                 dz = r - q * slope if FORM == LOGITS else r
                 if FORM == PROB:
                     dz = tl.where(p == 0.0, 0.0, r / q)
             else:
                 dz = r - slope if FORM == LOGITS else r
                 if FORM != PROB:
-                    dz = q * dz if KIND == TVD else tl.where(q == 0.0, 0.0, q * dz)
+                    dz = q * dz if FORMULA == TVD else tl.where(q == 0.0, 0.0, q * dz)
             dz *= factor
         tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
-    return tl.sum(loss, axis=0) * (0.5 if KIND == TVD else LN2)
+    return tl.sum(loss, axis=0) * (0.5 if FORMULA == TVD else LN2)
 
 
 # --- kernels and launchers ---
 
 
-KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
+FORMULAS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
 LEAST = 32  # columns a step, of which 4 are summed at once
 
@@ -507,7 +507,7 @@ def _divergence_forward_kernel(
     ignore_index,
     scale,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -541,16 +541,16 @@ def _divergence_forward_kernel(
     slope = 0.0
     if FORM == LOGITS or TEACHER_FORM == LOGITS:
         s_shift, s_low, t_shift, t_low, loss = normalize(
-            student_ptr, teacher_ptr, cols, scale, KIND, FORM, TEACHER_FORM, BLOCK
+            student_ptr, teacher_ptr, cols, scale, FORMULA, FORM, TEACHER_FORM, BLOCK
         )
-    DONE: tl.constexpr = (FORM == LOGITS and TEACHER_FORM == LOGITS) and KIND <= REVERSE
+    DONE: tl.constexpr = (FORM == LOGITS and TEACHER_FORM == LOGITS) and FORMULA <= REVERSE
     LATER: tl.constexpr = factor_ptr is not None and FORM != LOGITS
     if DONE:
-        slope = -1.0 if KIND == FORWARD else loss
+        slope = -1.0 if FORMULA == FORWARD else loss
     elif not LATER:
         loss, slope = sums(
             student_ptr, teacher_ptr, cols, scale, s_shift, s_low, t_shift, t_low, beta=beta,
-            KIND=KIND, FORM=FORM, TEACHER_FORM=TEACHER_FORM, BLOCK=BLOCK,
+            FORMULA=FORMULA, FORM=FORM, TEACHER_FORM=TEACHER_FORM, BLOCK=BLOCK,
         )  # fmt: skip
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
@@ -569,7 +569,7 @@ def _divergence_forward_kernel(
             slope=slope,
             factor=factor,
             beta=beta,
-            KIND=KIND,
+            FORMULA=FORMULA,
             FORM=FORM,
             TEACHER_FORM=TEACHER_FORM,
             SUM=LATER,
@@ -615,7 +615,7 @@ def _divergence_backward_kernel(
     ignore_index,
     scale,
     beta,
-    KIND: tl.constexpr,
+    FORMULA: tl.constexpr,
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -659,7 +659,7 @@ def _divergence_backward_kernel(
         slope=slope,
         factor=factor,
         beta=beta,
-        KIND=KIND,
+        FORMULA=FORMULA,
         FORM=FORM,
         TEACHER_FORM=TEACHER_FORM,
         SUM=False,
@@ -681,7 +681,7 @@ def _beta(spec: DivergenceSpec) -> float | None:
 
 
 def _constants(spec: DivergenceSpec, block: int) -> tuple[int, ...]:
-    return KINDS[spec.formula], FORMS[spec.form], FORMS[spec.teacher_form], block
+    return FORMULAS[spec.formula], FORMS[spec.form], FORMS[spec.teacher_form], block
 
 
 def _rows(

@@ -2,9 +2,9 @@
 
 Forward gathers tiles of rows. Backward sorts the ids (stably, so that sums have one order) and
 finds where each class begins. One program per row of the gradient adds the rows of its run and
-writes the sum, or zeros for a class that nobody used: no zero fill, no atomic additions. A long run
-of one id would keep one program busy for long. So windows of the sorted ids that hold a single id
-are summed first, each by a program of its own.
+writes the sum, or zeros for an unused class: no zero fill, no atomic additions. A long run of one
+id would keep one program busy for long. So windows of the sorted ids that hold a single id are
+summed first, each by a program of its own.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _narrow(index: Tensor, classes: int) -> Tensor:
-    """Ids in 32 bits, which sort in half the time; ids that are no class remain none."""
+    """Ids in 32 bits, which sort in half the time; ids out of range stay out of range."""
     if classes >= 2**31 - 1:
         return index
     return index.clamp(-1, classes).to(torch.int32)

@@ -314,8 +314,8 @@ def _moe_activation_backward_kernel(
             dgate, dup = _differentiated(
                 d * routing, gate, up, limit, alpha, offset, ACTIVATION, DTYPE
             )
-            room = dgate_up_ptr + row.to(tl.int64) * (WIDE * cols)
-            _store_pair(room, dgate, dup, start, cols, LAYOUT, BLOCK)
+            address = dgate_up_ptr + row.to(tl.int64) * (WIDE * cols)
+            _store_pair(address, dgate, dup, start, cols, LAYOUT, BLOCK)
     if drouting_ptr is not None:
         total = round_to(tl.sum(share, axis=0), drouting_ptr.dtype.element_ty)
         tl.store(drouting_ptr + pair, total)
@@ -351,12 +351,12 @@ def _moe_combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         row = tl.load(inverse_ptr + token * TOP_K + k)
-        mine = inside & (row + col * 0 < stop)  # col * 0: the scalar as a mask of the block
-        part = tl.load(rows_ptr + row.to(tl.int64) * cols + col, mask=mine, other=0.0)
+        valid = inside & (row + col * 0 < stop)  # col * 0: the scalar as a mask of the block
+        part = tl.load(rows_ptr + row.to(tl.int64) * cols + col, mask=valid, other=0.0)
         part = part.to(tl.float32)
         if bias_ptr is not None:
             expert = tl.load(index_ptr + token * TOP_K + k)
-            part += tl.load(bias_ptr + expert * cols + col, mask=mine, other=0.0).to(tl.float32)
+            part += tl.load(bias_ptr + expert * cols + col, mask=valid, other=0.0).to(tl.float32)
         if routing_ptr is not None:
             part *= tl.load(routing_ptr + token * TOP_K + k).to(tl.float32)
         total += part
@@ -448,7 +448,7 @@ def layout_of(activation: str, interleaved: bool) -> str:
 def up_config(
     info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int
 ) -> ProductConfig:
-    """As for other GEMMs; ``block_n`` columns of gate and as many of up are one tile."""
+    """The GEMM's formula; one tile has ``block_n`` columns of gate and as many of up."""
     return product_config(info, rows, groups, cols, inner, element_bytes, factors=2)
 
 
@@ -471,10 +471,10 @@ def activated(
     index: Tensor,
     groups: Groups,
     keep: bool,
-    how: tuple[str, Numbers, bool],
+    activation_options: tuple[str, Numbers, bool],
 ) -> tuple[Tensor, Tensor]:
     """act(gate) * up of every row, and gate and up where they are kept."""
-    activation, numbers, interleaved = how
+    activation, numbers, interleaved = activation_options
     source, (_, wide, inner) = x.source, weight.shape
     cols, parts = wide // 2, len(pieces(weight))
     weight = weight if parts > 1 else opened(weight)
@@ -484,7 +484,9 @@ def activated(
     else:
         gate_up = library_gemm(k, x, weight, groups)
     if gate_up is not None:
-        return activation_of(gate_up, bias, index, groups, how), gate_up if keep else gate_up[:0]
+        return activation_of(
+            gate_up, bias, index, groups, activation_options
+        ), gate_up if keep else gate_up[:0]
     out = source.new_empty(groups.rows, cols)
     gate_up = source.new_empty(groups.rows if keep else 0, wide)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
@@ -526,10 +528,10 @@ def activation_of(
     bias: Optional[Tensor],
     index: Tensor,
     groups: Groups,
-    how: tuple[str, Numbers, bool],
+    activation_options: tuple[str, Numbers, bool],
 ) -> Tensor:
     """act(gate) * up of the rows of a GEMM; the bias is added to these in place."""
-    activation, numbers, interleaved = how
+    activation, numbers, interleaved = activation_options
     layout = layout_of(activation, interleaved)
     cols = gate_up.shape[1] if layout == "single" else gate_up.shape[1] // 2
     out = gate_up.new_empty(groups.rows, cols)
@@ -581,7 +583,7 @@ def combined(
     return y
 
 
-# Of a GEMM's result before the sum over pairs: forward has room that backward takes by weights.
+# Bytes of a GEMM's result before the sum over pairs; backward needs memory for weights beside it.
 FORWARD_PAIRS_BYTES, PAIRS_BYTES = 2**28, 2**27
 LEAST_COLS = 512  # narrower results read the rows too often
 
@@ -634,7 +636,7 @@ def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> T
 
 
 def dense(x: Optional[Tensor]) -> Optional[Tensor]:
-    """A bias without gaps, where there is one."""
+    """A contiguous bias, or None."""
     return None if x is None else x.contiguous()
 
 
@@ -669,10 +671,10 @@ def forward(
     if not order.numel() or not x.numel():
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
-    groups, how = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
+    groups, numbers = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
     rows = RowOperand(columns(x), gather=True)
     inner, gate_up = activated(
-        rows, first, dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
+        rows, first, dense(gate_up_bias), index, groups, keep, (activation, numbers, interleaved)
     )
     del rows
     factors = (groups, routing.contiguous(), down_bias, index, y_dtype, FORWARD_PAIRS_BYTES)
@@ -685,7 +687,7 @@ def inner_gradients(
     gate_up: Tensor,
     routing: Tensor,
     groups: Groups,
-    how: Any,
+    activation_options: Any,
     needs_routing: bool,
     needs_inner: bool,
 ) -> tuple[Optional[Tensor], Tensor]:
@@ -693,7 +695,7 @@ def inner_gradients(
 
     Those of gate and up overwrite these, unless a second backward pass will read them.
     """
-    activation, numbers, interleaved = how
+    activation, numbers, interleaved = activation_options
     cols = dproduct.shape[1]
     dinner = None
     if needs_inner:
@@ -760,9 +762,9 @@ def backward(
     if inner or needs_routing or needs_down_weight:
         second = down_weight if transposed else down_weight.mT
         dproduct = product("fused_moe.dproduct", upstream, second, groups)
-        how = (activation, (limit, alpha, up_offset), interleaved)
+        activation_options = (activation, (limit, alpha, up_offset), interleaved)
         dgate_up, drouting = inner_gradients(
-            dproduct, gate_up, routing, groups, how, needs_routing, inner
+            dproduct, gate_up, routing, groups, activation_options, needs_routing, inner
         )
         if needs_down_weight:
             sides = (upstream, RowOperand(dproduct))
@@ -780,9 +782,9 @@ def backward(
         dfirst = weight_gradient("fused_moe.dgate_up_weight", *sides, groups, transposed)
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
-        turned = gate_up_weight if transposed else gate_up_weight.mT
+        transposed_weight = gate_up_weight if transposed else gate_up_weight.mT
         factors = (groups, None, None, index, dy.dtype, PAIRS_BYTES)
-        dx = combined_product("fused_moe.dx", RowOperand(dgate_up), turned, *factors)
+        dx = combined_product("fused_moe.dx", RowOperand(dgate_up), transposed_weight, *factors)
     return dx, dfirst, ddown, drouting, dbias, dother
 
 

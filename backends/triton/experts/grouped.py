@@ -95,8 +95,8 @@ def fitted(
         elif large and info.shared_bytes < 200_000:
             most, share = 2, 16
     stage = (m + factors * n) * k * element_bytes
-    room = info.shared_bytes // (2 if large else 1)
-    stages = max(1, min(most, room // stage))
+    budget = info.shared_bytes // (2 if large else 1)
+    stages = max(1, min(most, budget // stage))
     threads = max(info.warp_size, min(256, m * n * factors // share))
     return ProductConfig(m, n, k, stages, warps(threads, info.warp_size))
 
@@ -397,16 +397,16 @@ def weight_gradient(
     left: RowOperand,
     right: RowOperand,
     groups: Groups,
-    turned: bool,
+    transposed: bool,
     dtype: Optional[torch.dtype] = None,
     parts: int = 3,
 ) -> Tensor:
-    """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``.
+    """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``transposed``.
 
     The result has the dtype of the left rows, if no other one is given. ``parts``: bf16 numbers
     that stand for one in fp32 beside rows in bf16.
     """
-    if turned:
+    if transposed:
         left, right = right, left
     p, q = left.source, right.source
     m, n = p.shape[1], q.shape[1]

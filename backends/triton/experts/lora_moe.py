@@ -188,7 +188,7 @@ class Adapter:
     def gradients(
         self, x: RowOperand, dy: RowOperand, back: Tensor, groups: Groups, needs: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        """Of a and b, empty where nobody needs them."""
+        """The gradients of a and b; empty if not needed."""
         da, db = self.a.new_empty(0), self.b.new_empty(0)
         if needs[0]:
             da = self._gradient("lora_moe.da", RowOperand(back), x, groups).to(da.dtype)
@@ -250,14 +250,14 @@ def forward(
         gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups = Groups(offsets, order, index.shape[1], inverse)
-    how = (activation, (limit, alpha, up_offset), interleaved)
+    activation_options = (activation, (limit, alpha, up_offset), interleaved)
     rows, bias = RowOperand(columns(x), gather=True), dense(gate_up_bias)
     if up is None:
-        inner, gate_up = activated(rows, first, bias, index, groups, keep, how)
+        inner, gate_up = activated(rows, first, bias, index, groups, keep, activation_options)
     else:
         gate_up = product("fused_moe.up_interleaved", rows, first, groups)
         add_(gate_up, up.low(rows, groups), up.b, up.scale, groups, bias)
-        inner = activation_of(gate_up, None, index, groups, how)
+        inner = activation_of(gate_up, None, index, groups, activation_options)
         gate_up = gate_up if keep else gate_up[:0]
     del rows
     pairs = product("fused_moe.down", RowOperand(inner), second, groups)
@@ -316,10 +316,10 @@ def backward(
     if down is not None:
         back = down.back(upstream, groups)
         add_(dproduct, back, down.a.mT, down.scale, groups)
-    how = (activation, (limit, alpha, up_offset), interleaved)
+    activation_options = (activation, (limit, alpha, up_offset), interleaved)
     inner = needs_x or any(needs_up)
     dgate_up, drouting = inner_gradients(
-        dproduct, gate_up, routing, groups, how, needs_routing, inner
+        dproduct, gate_up, routing, groups, activation_options, needs_routing, inner
     )
     if down is not None and back is not None:
         thin[2:] = down.gradients(RowOperand(dproduct), upstream, back, groups, needs_down)
@@ -335,8 +335,8 @@ def backward(
             sides = (RowOperand(columns(x), gather=True), rows)
             thin[:2] = up.gradients(*sides, back, groups, needs_up)
         if needs_x and gate_up_weight is not None:
-            turned = gate_up_weight if transposed else gate_up_weight.mT
-            pairs = product("fused_moe.dx", rows, turned, groups)
+            transposed_weight = gate_up_weight if transposed else gate_up_weight.mT
+            pairs = product("fused_moe.dx", rows, transposed_weight, groups)
             if up is not None and back is not None:
                 add_(pairs, back, up.a.mT, up.scale, groups)
             dx = combined(pairs, groups, None, None, index, dy.dtype)

@@ -263,9 +263,9 @@ def _group_tiles_kernel(
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # the group of a tile: how many groups end before it
     which = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    mine = (which[:, None] == group[None, :]) & inside[None, :]
-    first = tl.sum(tl.where(mine, (last - count)[None, :], 0), axis=1)
-    begin = tl.sum(tl.where(mine, start[None, :], 0), axis=1)
+    in_group = (which[:, None] == group[None, :]) & inside[None, :]
+    first = tl.sum(tl.where(in_group, (last - count)[None, :], 0), axis=1)
+    begin = tl.sum(tl.where(in_group, start[None, :], 0), axis=1)
     none = which >= groups
     mask = tile < most
     tl.store(tiles_ptr + 2 * tile, tl.where(none, -1, which), mask=mask)

@@ -200,13 +200,13 @@ def _quantize_into(
         )
 
 
-class CodeRoom(NamedTuple):
-    """Where a kernel writes codes of its result, and whether it writes the result too.
+class CodeBuffers(NamedTuple):
+    """Buffers for the FP8 codes of a kernel's result, and whether the result is written too.
 
     Attributes:
         codes: Bytes, with the shape of the result; None where no codes are needed.
         scale: fp32, one per row.
-        bias: Of the exponent of the format, which names it to kernels; 0 for no codes.
+        bias: Exponent bias, which tells kernels the format; 0 for no codes.
         writes: Whether the result is needed.
     """
 
@@ -215,8 +215,8 @@ class CodeRoom(NamedTuple):
     bias: int = 0
     writes: bool = True
 
-    def inside(self, cols: int, block: int) -> CodeRoom:
-        """The room that a norm fills from registers: none where a row has too many columns."""
+    def inside(self, cols: int, block: int) -> CodeBuffers:
+        """The buffers that a norm fills from registers; none for rows with too many columns."""
         return self if cols <= block <= WIDEST_CODED else NO_CODES
 
     def where_written(self, y: Tensor) -> Tensor:
@@ -246,14 +246,14 @@ class CodeRoom(NamedTuple):
             self.scale.copy_(PLAIN.rows(y.view(self.scale.numel(), 0), None, format).scale)
 
 
-NO_CODES = CodeRoom()
+NO_CODES = CodeBuffers()
 
 
-def code_room(x: Tensor, writes: bool) -> CodeRoom:
-    """Room for codes of a result with the shape of ``x``."""
+def code_buffers(x: Tensor, writes: bool) -> CodeBuffers:
+    """Buffers for the codes of a result with the shape of ``x``."""
     codes = empty_contiguous(x, torch.uint8)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return CodeRoom(codes, scale, FORMATS[format_of(x.device)][1], writes)
+    return CodeBuffers(codes, scale, FORMATS[format_of(x.device)][1], writes)
 
 
 class TritonQuantizer:

@@ -185,7 +185,7 @@ class Partials:
         return self.weight, self.bias
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Sums of all programs; zeros where there were none, empty where nobody needs them."""
+        """Sums of all programs; zeros where there were none; empty if not needed."""
         like = self.like if self.of_bias is None else self.of_bias
         dweight, dbias = self.of_weight.new_empty(0), like.new_empty(0)
         if self.needs[0]:

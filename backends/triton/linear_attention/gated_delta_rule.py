@@ -117,7 +117,7 @@ def supports(k: Tensor, v: Tensor) -> str | None:
             f"takes {dtype} keys of up to {widest} elements on {info.arch} (registers), got {size}"
         )
     if tile_rows(128, max(v.shape[2] * v.shape[3], k.shape[2] * size)) == 1:
-        return "takes tokens of less than 8 MiB"  # what the results are stored by
+        return "takes tokens of less than 8 MiB"  # the stride of tokens in the results
     return None
 
 
@@ -161,12 +161,12 @@ class Call(NamedTuple):
 
     @property
     def first_step(self) -> int:
-        """From the documents of a sequence to those of the next."""
+        """Stride of sequences in ``first``; 0 where all sequences share it."""
         return 0 if self.first is None or self.first.shape[0] == 1 else self.first.stride(0)
 
     @property
     def document_step(self) -> int | None:
-        """The same for kernels that take it where there are documents alone."""
+        """``first_step``, or None for kernels that take it only with several documents."""
         return None if self.first is None else self.first_step
 
     def sizes(self) -> tuple[int, ...]:
@@ -180,16 +180,16 @@ class Call(NamedTuple):
         return (self.q.shape[1], self.q.shape[2], *planes)
 
     def keys(self) -> tuple[int, ...]:
-        """Constants that every kernel takes."""
+        """The ``constexpr`` arguments that every kernel takes."""
         size = self.k.shape[3]
         return self.group, size, _padded(size)
 
     def config(self, name: str, formula: Callable[..., Numbers]) -> Numbers:
-        """Launch numbers of a kernel."""
+        """The launch configuration of a kernel."""
         return _config(f"{self.rule}.{name}", formula, self.k, self.v)
 
     def columns(self, config: DeltaConfig) -> tuple[Any, ...]:
-        """Constants of a kernel that takes blocks of columns: its shape, and stages of loads."""
+        """The ``constexpr`` arguments of a kernel over blocks of columns, with its stages."""
         value = self.v.shape[3]
         block = max(NARROWEST, min(config.block, power_of_2(value)))
         return (*self.keys(), value, block, self.chunk), config.stages
@@ -270,7 +270,7 @@ class Prepared(NamedTuple):
 
 
 def _prepare(c: Call) -> Prepared:
-    """What needs no state."""
+    """Compute everything that needs no state."""
     padded = c.chunks * c.chunk
     inverse, scores = (c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2))
     gates = c.q.new_empty(4, c.streams, padded, dtype=torch.float32)
@@ -310,8 +310,8 @@ class States(NamedTuple):
     values: Tensor | None = None
 
 
-def _pass(c: Call, prepared: Prepared, initial: Tensor | None, room: States) -> None:
-    k = c.config("forward" if room.y is not None else "states", states_config)
+def _pass(c: Call, prepared: Prepared, initial: Tensor | None, outputs: States) -> None:
+    k = c.config("forward" if outputs.y is not None else "states", states_config)
     args = (
         c.q,
         c.k,
@@ -324,7 +324,7 @@ def _pass(c: Call, prepared: Prepared, initial: Tensor | None, room: States) -> 
         prepared.rstd,
         c.flags,
         None if initial is None else initial.contiguous(),
-        *room,
+        *outputs,
         (*_steps(c.k), *_steps(c.v), *c.beta.stride()),
         c.document_step,
         c.pass_sizes(),
@@ -429,7 +429,7 @@ def backward(
 
 
 def _nonempty(x: Tensor | None) -> Tensor | None:
-    """A result, or None for one without elements, which nobody needs."""
+    """The tensor, or None if it is empty because it is not needed."""
     return x if x is not None and x.numel() else None
 
 
@@ -472,7 +472,7 @@ def _reverse(
 def _gradients(
     c: Call, prepared: Prepared, dy: Tensor, passed: tuple[Tensor, ...], grads: tuple[Tensor, ...]
 ) -> None:
-    """From the states, their gradients, N and Y, which becomes dv."""
+    """Gradients of the inputs from the states, their gradients, N and Y; Y is overwritten by dv."""
     states, dstates, values, solved = passed
     dq, dk, dg, dbeta = grads
     sums = torch.empty_like(prepared.gates[:2])

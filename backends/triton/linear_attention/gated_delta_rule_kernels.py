@@ -57,7 +57,7 @@ STEPS: tl.constexpr = tl.constexpr(1024.0)  # sums of this part of 1 are exact i
 def _tile(
     ptr, start, stride, rows, column, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Load ROWS rows from ``start`` on, BLOCK of COLS columns from ``column`` on, zeros outside."""
+    """Load a tile: rows from ``start`` on and BLOCK columns from ``column`` on; zeros outside."""
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     assume_rows(ptr, stride, ROWS)
     at = ptr + tl.cast(start, tl.int64) * stride + column + (row[:, None] * stride + col[None, :])
@@ -467,7 +467,7 @@ def _delta_rule_chunks_kernel(
 
 
 @triton.jit
-def _seen_by(a, rows, wrong, by, begins, dtype: tl.constexpr, CHUNK: tl.constexpr):
+def _causal_product(a, rows, wrong, by, begins, dtype: tl.constexpr, CHUNK: tl.constexpr):
     """``a @ rows``, rows of what each sees, with NaN where it sees a wrong one.
 
     One that is not finite is wrong, too, or not so in ``dtype``, times ``by`` if that is not None.
@@ -497,7 +497,7 @@ def _isolated_outputs(y, p, n, dtype: tl.constexpr):
 
 
 @triton.jit
-def _seen_later(a, rows, wrong, begins, dtype: tl.constexpr, CHUNK: tl.constexpr):
+def _anticausal_product(a, rows, wrong, begins, dtype: tl.constexpr, CHUNK: tl.constexpr):
     """``a @ rows``, rows of what sees each, with NaN where a wrong one sees it.
 
     One that is not finite is wrong, too.
@@ -614,7 +614,7 @@ def _delta_rule_forward_kernel(
         read, left = product(k, narrow), (e * by)[:, None]
         if ISOLATED:
             right = (v - _of_state(read, begins) * left) * beta[:, None]
-            n = _seen_by(a, right, wrong, None, begins, dtype, CHUNK)
+            n = _causal_product(a, right, wrong, None, begins, dtype, CHUNK)
         else:
             n = product(a, round_to((v - read * left) * beta[:, None], dtype))
         if values_ptr is not None:
@@ -735,7 +735,7 @@ def _delta_rule_reverse_kernel(
         dstate = _plus(dstate * z, tl.trans(q), round_to(own, dtype))
         dn = _plus(dn, tl.trans(p), dy)
         if ISOLATED:
-            y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
+            y = _anticausal_product(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
             y = product(tl.trans(a), round_to(dn, dtype))
         _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
@@ -892,7 +892,7 @@ def _times_states(
 
 @triton.jit
 def _norm_gradient(dx, x, rstd):
-    """Back through x / norm: dx is the gradient of its result."""
+    """Gradient of x for ``x / norm``; ``dx`` is the gradient of the quotient."""
     y = x.to(tl.float32) * rstd[:, None]
     return (dx - y * tl.sum(y * dx, 1)[:, None]) * rstd[:, None]
 
@@ -1100,10 +1100,10 @@ def _delta_rule_keys_kernel(
                         beta_steps[1], tokens, CHUNK)  # fmt: skip
         at = gates_ptr + whole * CHUNK
         e, r, z = tl.load(at + row), tl.load(at + plane + row), tl.load(at + CHUNK - 1)
-        room = solved_ptr + (batch * tokens * many + value_head) * VALUE
+        address = solved_ptr + (batch * tokens * many + value_head) * VALUE
         through = _times_states(
-            room, states, start, many * VALUE, tokens, DIM=DIM, SIZE=SIZE, VALUE=VALUE, BLOCK=BLOCK,
-            CHUNK=CHUNK, STAGES=STAGES,
+            address, states, start, many * VALUE, tokens, DIM=DIM, SIZE=SIZE, VALUE=VALUE,
+            BLOCK=BLOCK, CHUNK=CHUNK, STAGES=STAGES,
         )  # fmt: skip
         if PACKED:
             through = _not_gone(through, e[:, None])
@@ -1131,9 +1131,9 @@ def _delta_rule_keys_kernel(
         tl.store(at, tl.load(at) + last - pushed - beta * read)
         tl.store(at + plane, tl.load(at + plane) - read)
         for column in tl.range(0, VALUE, BLOCK):
-            y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+            y = _tile(address, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
             y = y.to(tl.float32) * beta[:, None]
-            _store_tile(room, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
+            _store_tile(address, y, start, many * VALUE, tokens, column, VALUE, BLOCK)
         dk += _times_pairs(
             q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK,
             inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, plane=rstd_plane,

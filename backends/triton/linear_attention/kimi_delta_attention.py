@@ -64,7 +64,7 @@ def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
 
 
 def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> ChannelConfig:
-    """As many warps as hold the tiles of keys, and squares of a chunk, 16 numbers a thread each."""
+    """Enough warps that tiles of keys and squares of a chunk take 16 numbers per thread each."""
     config = tiles_config(info, tokens, dim, value, item)
     squares = min(8, config.block**2 // (16 * info.warp_size))
     return ChannelConfig(config.block, config.stages, max(config.num_warps, squares), _padded(dim))
@@ -82,7 +82,7 @@ def gradients_config(
 
 
 def passes_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
-    """As for the gated delta rule, with one more tile of keys, which 64 KiB on chip do not hold."""
+    """The gated delta rule's formula with one more tile of keys, which 64 KiB cannot hold."""
     config = states_config(info, tokens, dim, value, item)
     if dim <= 32 and not _is_large(info):
         return replace(config, stages=1)  # a second one takes registers that are not there
@@ -106,7 +106,7 @@ class Prepared(NamedTuple):
 
 
 def _staged(c: Call, k: DeltaConfig) -> DeltaConfig:
-    """With the stages that a loop over GEMMs needs on Hopper."""
+    """The configuration with the stages that a loop over GEMMs needs on Hopper."""
     needed = FEWEST_STAGES if _is_large(device_info(c.k.device)) else 1
     return replace(k, stages=max(needed, k.stages))
 
@@ -116,7 +116,7 @@ def _levels(c: Call) -> int:
 
 
 def _prepare(c: Call, backward: bool) -> Prepared:
-    """What needs no state; A for backward."""
+    """Compute everything that needs no state, with A if backward needs it."""
     (batch, _, heads, dim), padded = c.k.shape, c.chunks * c.chunk
     size, dtype = _padded(dim), torch.float32
     planes = 2 if c.q.element_size() == 4 else 1
@@ -164,8 +164,8 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     return prepared
 
 
-def _pass(c: Call, prepared: Prepared, initial: Tensor | None, room: States) -> None:
-    k = c.config("forward" if room.y is not None else "states", passes_config)
+def _pass(c: Call, prepared: Prepared, initial: Tensor | None, outputs: States) -> None:
+    k = c.config("forward" if outputs.y is not None else "states", passes_config)
     args = (
         c.v,
         c.beta,
@@ -175,7 +175,7 @@ def _pass(c: Call, prepared: Prepared, initial: Tensor | None, room: States) -> 
         prepared.solve,
         c.flags,
         None if initial is None else initial.contiguous(),
-        *room,
+        *outputs,
         _steps(c.v),
         c.beta.stride(),
         c.document_step,
@@ -246,8 +246,8 @@ def forward(
     y = v.new_empty(v.shape)
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if output_final_state else (0,)
     final = v.new_empty(shape, dtype=torch.float32)
-    room = States(y, final if output_final_state else None)
-    _pass(c, _prepare(c, False), initial_state, room)
+    outputs = States(y, final if output_final_state else None)
+    _pass(c, _prepare(c, False), initial_state, outputs)
     return y, final
 
 

@@ -49,9 +49,11 @@ from liger_multi.backends.triton.attention.attention_kernels import product
 from liger_multi.backends.triton.common.rows import LOG2E, add_dot, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
     NORM_EPS,
+    _anticausal_product,
     _assume_heads,
     _before,
     _begins,
+    _causal_product,
     _finite,
     _finite_rows,
     _flag,
@@ -63,8 +65,6 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _over,
     _plus,
     _rstds,
-    _seen_by,
-    _seen_later,
     _solve_product,
     _spoiled,
     _square,
@@ -266,11 +266,11 @@ def _kimi_delta_gates_kernel(
             tl.store(rstd_ptr + row, rstd)
         q *= rstd[:, None]
     e = tl.exp2(coarse + fine)
-    room = queries_ptr + at
+    address = queries_ptr + at
     q = q * scale * e
     if first_ptr is not None:
         q = tl.where(begun[:, None], q, 0.0)
-    _store_tile(room, q, 0, DIM, CHUNK, 0, DIM, SIZE)
+    _store_tile(address, q, 0, DIM, CHUNK, 0, DIM, SIZE)
     tl.debug_barrier()
     k = _tile(
         k_ptr + batch * k_steps[0] + head * k_steps[2],
@@ -287,17 +287,17 @@ def _kimi_delta_gates_kernel(
         if member == 0:
             tl.store(rstd_ptr + rstd_plane + row, rstd)
         k *= rstd[:, None]
-    room = keys_ptr + at
+    address = keys_ptr + at
     read = k * e
     if first_ptr is not None:
         read = tl.where(begun[:, None], read, 0.0)
-    _store_tile(room, read, 0, DIM, CHUNK, 0, DIM, SIZE)
+    _store_tile(address, read, 0, DIM, CHUNK, 0, DIM, SIZE)
     r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
-    room = kept_ptr + at
+    address = kept_ptr + at
     kept = k * r
     if first_ptr is not None:
         kept = tl.where(last[:, None], kept, 0.0)
-    _store_tile(room, kept, 0, DIM, CHUNK, 0, DIM, SIZE)
+    _store_tile(address, kept, 0, DIM, CHUNK, 0, DIM, SIZE)
 
 
 @triton.jit
@@ -502,7 +502,7 @@ def _kimi_delta_forward_kernel(
         read = product(keys, narrow)
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
-            n = _seen_by(c, v - _of_state(read, begins), lost, beta, begins, dtype, CHUNK)
+            n = _causal_product(c, v - _of_state(read, begins), lost, beta, begins, dtype, CHUNK)
         else:
             n = product(c, round_to(v - read, dtype))
         if values_ptr is not None:
@@ -618,7 +618,7 @@ def _kimi_delta_reverse_kernel(
             begins = _begins(first_ptr, start, tokens, CHUNK)
             dy, wrong = _finite_rows(dy)
             dn = add_dot(tl.trans(p), dy, _of_last(dn, begins, CHUNK))
-            y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
+            y = _anticausal_product(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
             dn = add_dot(tl.trans(p), dy, dn)
             y = product(tl.trans(a), round_to(dn, dtype))

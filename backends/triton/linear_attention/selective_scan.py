@@ -61,7 +61,7 @@ class ScanConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig(ScanConfig):
-    """And ``parts`` steps a chunk; the states of a step's tokens are in registers."""
+    """A scan configuration with ``parts`` steps per chunk; a step's states are in registers."""
 
     parts: int = 2
 
@@ -154,12 +154,12 @@ class Call(NamedTuple):
 
     @property
     def first_step(self) -> int:
-        """From one sequence to the next in ``first``, which all may share."""
+        """Stride of sequences in ``first``; 0 where all sequences share it."""
         shared = self.first is None or self.first.shape[0] == 1
         return 0 if shared or self.first is None else self.first.stride(0)
 
     def strides(self, dy: Tensor | None = None) -> tuple[int, ...]:
-        """Of sequences of u, delta, dy, z and ``first``, then of tokens of u, delta, dy and z."""
+        """Strides of sequences (u, delta, dy, z, ``first``), then of tokens (u, delta, dy, z)."""
         u, delta, z = self.u, self.delta, self.u if self.z is None else self.z
         up = (0, 0) if dy is None else (dy.stride(0), dy.stride(1))
         return (
@@ -175,7 +175,7 @@ class Call(NamedTuple):
         )
 
     def by_state(self) -> Call:
-        """A and the first states with channels last, where neighboring threads have them."""
+        """The call whose A and initial states have channels last, for contiguous loads."""
         return self._replace(A=self.A.mT.contiguous(), initial=_by_state(self.initial))
 
     def even(self, tokens: int, block: int) -> bool:
@@ -184,7 +184,7 @@ class Call(NamedTuple):
         return not (length % tokens or cols % block)
 
     def constants(self, *more: Any) -> tuple[Any, ...]:
-        """What kernels take last."""
+        """The last arguments of every kernel, which are ``constexpr``."""
         states = self.B.shape[2]
         return states, power_of_2(states), self.softplus, *more
 
@@ -196,16 +196,16 @@ class Call(NamedTuple):
         return launch_config(f"selective_scan.{name}", FORMULAS[name], self.u.device, **shape)
 
     def numbers(self, *leading: int) -> Tensor:
-        """Room for fp32 numbers of every sequence and channel."""
+        """An fp32 buffer with a number for every sequence, leading index and channel."""
         batch, _, cols = self.u.shape
         return self.u.new_empty(batch, *leading, cols, dtype=torch.float32)
 
     def states(self, spans: int) -> Tensor:
-        """Room for states of all channels."""
+        """An fp32 buffer for the states of all channels."""
         return self.numbers(spans, self.B.shape[2])
 
     def tiles(self, block: int, *leading: int) -> Tensor:
-        """Room for tiles of the states of ``block`` channels: those of a tile are adjacent."""
+        """An fp32 buffer for tiles of states of ``block`` channels; a tile is contiguous."""
         batch, _, cols = self.u.shape
         many = cdiv(cols, block) * power_of_2(self.B.shape[2]) * block
         return self.u.new_empty(batch, *leading, many, dtype=torch.float32)
@@ -258,7 +258,7 @@ class Spans(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a span."""
+        """Tokens of a span."""
         return self.chunks * self.parts * self.step
 
 
@@ -321,7 +321,7 @@ def _first_pass(
     dy: Tensor | None = None,
     before: Tensor | None = None,
 ) -> None:
-    """Over the tokens of all spans; of all but the last, after which nothing comes, for ends."""
+    """Run the first pass over all spans; for ends without the last one, which nothing follows."""
     active = parts.spans - (out.ends is not None)
     batch, length, cols = c.u.shape
     args = (
@@ -387,7 +387,7 @@ def _known(
     return _join(c, parts, after, sums, dfinal, True), at_chunks
 
 
-def _by_spans(c: Call, y: Tensor, final_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+def _by_spans(c: Call, y: Tensor, needs_final: bool) -> tuple[Tensor | None, Tensor | None]:
     """Write results; return the last states, and those before spans if there are several."""
     k = c.config("forward")
     batch, length, cols = y.shape
@@ -395,7 +395,7 @@ def _by_spans(c: Call, y: Tensor, final_wanted: bool) -> tuple[Tensor | None, Te
     pairs = c.pairs(parts.spans * parts.tokens)
     split = parts.spans > 1
     before = _states_before(c, k, parts, pairs) if split else c.initial
-    final = c.numbers(c.B.shape[2]) if final_wanted else None
+    final = c.numbers(c.B.shape[2]) if needs_final else None
     args = (
         c.u,
         c.delta,
@@ -420,15 +420,15 @@ def _by_spans(c: Call, y: Tensor, final_wanted: bool) -> tuple[Tensor | None, Te
 
 
 def _by_teams(
-    c: Call, k: TeamConfig, y: Tensor, final_wanted: bool
+    c: Call, k: TeamConfig, y: Tensor, needs_final: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same in one pass over the tokens."""
+    """Write results and states as :func:`_by_spans` does, in one pass over the tokens."""
     batch, length, cols = y.shape
     tokens, spans = k.team * k.count, cdiv(length, reference.SPAN)
     if reference.SPAN % tokens:
         raise ValueError(f"a step of {tokens} tokens must divide {reference.SPAN}")
     steps = cdiv(length, tokens)
-    final = y.new_empty(batch, *c.A.shape, dtype=torch.float32) if final_wanted else None
+    final = y.new_empty(batch, *c.A.shape, dtype=torch.float32) if needs_final else None
     before = c.states(spans) if spans > 1 else None
     args = (
         c.u,
@@ -527,7 +527,7 @@ class Gradients(NamedTuple):
     initial_state: Optional[Tensor]
 
     def of(self, name: str, like: Tensor) -> Tensor:
-        """The gradient of a tensor, its parts summed; empty where nobody needs it."""
+        """The gradient of a tensor, its parts summed; empty if not needed."""
         gradient: Optional[Tensor] = getattr(self, name)
         if gradient is None:
             return like.new_empty(0)
@@ -542,8 +542,8 @@ class Gradients(NamedTuple):
 SUMS = ("A", "D", "delta_bias")
 
 
-def _room(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
-    """Memory for the gradients that are needed."""
+def _buffers(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
+    """Buffers for the gradients that are needed."""
     (batch, _, cols), states = c.u.shape, c.B.shape[2]
 
     def new(name: str, like: Tensor | None, *shape: int) -> Optional[Tensor]:
@@ -692,7 +692,7 @@ def backward(
     k = c.config("backward")
     parts = Spans.of(u.shape[1], k, k.parts)
     dy, dfinal = torch.zeros_like(c.u) if dy is None else _adjacent(dy), _by_state(dfinal_state)
-    pairs, out = c.pairs(parts.spans * parts.tokens), _room(c, parts.spans, required)
+    pairs, out = c.pairs(parts.spans * parts.tokens), _buffers(c, parts.spans, required)
     summed, totals = required["B"] or required["C"], []
     for some in _groups(c, parts, k.block):
         carried = _reverse(

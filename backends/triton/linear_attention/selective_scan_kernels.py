@@ -54,7 +54,7 @@ from liger_multi.backends.triton.linear_attention.convolution_kernels import _ap
 
 @triton.jit
 def _place(cols, spans, BLOCK: tl.constexpr):
-    """Of a program: its sequence, span, block, first channel, and channels to the end."""
+    """Position of a program: sequence, span, block, first channel, and channels that are left."""
     blocks = tl.cdiv(cols, BLOCK)
     assume_cols(cols)
     pid = tl.program_id(0)
@@ -406,7 +406,7 @@ def _selective_scan_join_kernel(
     ends_ptr,
     sums_ptr,
     a_ptr,
-    given_ptr,
+    boundary_ptr,
     first_ptr,
     first_step,
     length,
@@ -431,7 +431,7 @@ def _selective_scan_join_kernel(
     element = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside, channel = element < many, element % cols
     a = tl.load(a_ptr + element, mask=inside, other=0.0).to(tl.float32) * LOG2E
-    state = load_or(given_ptr, batch * many + element, inside, 0.0)
+    state = load_or(boundary_ptr, batch * many + element, inside, 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
     for begun in tl.range(0, spans, TOGETHER):
@@ -619,7 +619,7 @@ def _channel_sums(x, factor, lane, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXCH
 
 @triton.jit
 def _put_sums(ptr, sums, SIZE: tl.constexpr, EXCHANGE: tl.constexpr):
-    """Write what :func:`_channel_sums` made."""
+    """Store the result of :func:`_channel_sums`."""
     LEFT: tl.constexpr = SIZE >> EXCHANGE
     column = tl.arange(0, 1 << EXCHANGE)[None, :]
     tl.store(ptr + tl.arange(0, LEFT)[:, None] + LEFT * column, sums)

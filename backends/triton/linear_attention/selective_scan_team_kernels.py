@@ -73,7 +73,7 @@ def _load_teams(
 
 @triton.jit
 def _exist(first, token, lane, length, left, TEAM: tl.constexpr, COUNT: tl.constexpr):
-    """Which numbers of COUNT tiles from token ``first`` on there are."""
+    """Mask of COUNT tiles from token ``first`` on: whether token and channel exist."""
     masks = ()
     for i in tl.static_range(COUNT):
         masks = _append(masks, (lane < left) & (first + i * TEAM + token < length))

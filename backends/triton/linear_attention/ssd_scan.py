@@ -93,7 +93,7 @@ MOST = 128 * 128
 
 
 def _pieces(value: int, size: int) -> int:
-    """In how many pieces a head is taken, each with a state that fits."""
+    """Number of pieces that a head is cut into, so that the state of each fits on chip."""
     return power_of_2(cdiv(value * size, MOST))
 
 
@@ -123,7 +123,7 @@ def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
             dtype = str(x.dtype).removeprefix("torch.")
             return f"takes {dtype} states of up to {widest} on {info.arch} (registers), got {size}"
     if tile_rows(128, max(x.shape[2] * value, B.shape[2] * size)) == 1:
-        return "takes tokens of less than 8 MiB"  # what the results are stored by
+        return "takes tokens of less than 8 MiB"  # the stride of tokens in the results
     return None
 
 
@@ -163,17 +163,17 @@ class Call(NamedTuple):
 
     @property
     def plane(self) -> int:
-        """Numbers of one kind for all tokens."""
+        """Elements of a plane, which has one number per token and head."""
         return self.streams * self.chunks * self.chunk
 
     @property
     def first_step(self) -> int:
-        """From where the runs of a sequence begin to those of the next."""
+        """Stride of sequences in ``first``; 0 where all sequences share it."""
         return 0 if self.first is None or self.first.shape[0] == 1 else self.first.stride(0)
 
     @property
     def document_step(self) -> int | None:
-        """The same for kernels that take it where there are several sequences alone."""
+        """``first_step``, or None for kernels that take it only with several sequences."""
         return None if self.first is None else self.first_step
 
     @property
@@ -182,7 +182,7 @@ class Call(NamedTuple):
         return cdiv(self.B.shape[3], ROWS_OF_STATES)
 
     def empty_states(self) -> Tensor:
-        """Room for a state of every chunk."""
+        """A buffer for the state before every chunk."""
         return self.x.new_empty(self.streams, self.chunks, self.B.shape[3], self.x.shape[3])
 
     def tokens(self) -> tuple[Any, ...]:
@@ -353,7 +353,7 @@ class Pieces:
 
     def call(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call."""
-        how = {
+        converters = {
             "x": self.rows,
             "z": self.rows,
             "dy": self.rows,
@@ -364,7 +364,9 @@ class Pieces:
             "initial_state": self.states,
             "dfinal_state": self.states,
         }
-        return {name: how[name](x) if name in how else x for name, x in kwargs.items()}
+        return {
+            name: converters[name](x) if name in converters else x for name, x in kwargs.items()
+        }
 
     def joined(self, result: Tensor, like: Optional[Tensor], shared: bool) -> Tensor:
         """A gradient of pieces as that of heads; the sum over pieces where they share a tensor."""
@@ -551,7 +553,7 @@ def backward(
         gradients["D"] = sum_rows(skips.reshape(-1, D.numel()), D.dtype).view(D.shape)
 
     def buffer(name: str, like: Tensor | None, needed: bool) -> Tensor:
-        """The gradient of a tensor, empty where nobody needs it."""
+        """The gradient of a tensor; empty if not needed."""
         if like is None or not needed:
             return x.new_empty(0) if like is None else like.new_empty(0)
         return gradients[name].to(like.dtype).contiguous()

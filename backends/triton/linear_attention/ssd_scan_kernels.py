@@ -65,7 +65,7 @@ def _softplus(x):
 
 @triton.jit
 def _raw_steps(dt_ptr, bias_ptr, start, stride, tokens, head, CHUNK: tl.constexpr):
-    """Step sizes of a chunk with their bias, as they are given."""
+    """Raw step sizes of a chunk plus their bias, before softplus and clamp."""
     raw = _numbers(dt_ptr, start, stride, tokens, CHUNK)
     if bias_ptr is not None:
         raw += tl.load(bias_ptr + head).to(tl.float32)
@@ -197,7 +197,7 @@ def _ssd_steps_kernel(
 
 @triton.jit
 def _columns_of_head(chunks, groups, GROUP: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a pass over states: the first column, stream, sequence, group and head of a program."""
+    """Position of a program of a pass over states: first column, stream, sequence, group, head."""
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
     column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
@@ -564,7 +564,7 @@ def _ssd_pairs_kernel(
             _store_tile(tile_ptr, dx, start, many * VALUE, tokens, column, VALUE, BLOCK)
         decay, visible = _decays_of(
             at, plane, first_ptr, start, tokens, CHUNK
-        )  # not kept: registers
+        )  # loaded again, to save registers
         dpairs *= decay
         if first_ptr is not None:
             dpairs = tl.where(visible, dpairs, 0.0)
@@ -696,6 +696,6 @@ def _ssd_groups_kernel(
     if PACKED:
         b = _finite(b)
     dc += product(tl.trans(pairs), b)
-    room = (batch * tokens * groups + group) * DIM
-    _store_tile(db_ptr + room, db, start, groups * DIM, tokens, first, DIM, SIZE)
-    _store_tile(dc_ptr + room, dc, start, groups * DIM, tokens, first, DIM, SIZE)
+    offset = (batch * tokens * groups + group) * DIM
+    _store_tile(db_ptr + offset, db, start, groups * DIM, tokens, first, DIM, SIZE)
+    _store_tile(dc_ptr + offset, dc, start, groups * DIM, tokens, first, DIM, SIZE)

@@ -205,7 +205,7 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x and the parameters; one that nobody needs is an empty tensor."""
+    """Gradients of x and the parameters; empty tensors if not needed."""
     weight_dtype = x.dtype if weight is None else weight.dtype
     sum_dtypes = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
     dx = x.new_empty(x.shape if needs_x else 0)

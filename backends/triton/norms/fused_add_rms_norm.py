@@ -57,7 +57,7 @@ def backward(
         new_residual.shape if needs_sum else 0, dtype=new_residual.dtype, device=new_residual.device
     )
     if needs_sum and dnew_residual is not None:
-        dx.copy_(dnew_residual)  # nobody used the norm; a result may not be one of the inputs
+        dx.copy_(dnew_residual)  # the norm was not used; a result must not be an input
     if weight is None or not needs_weight:
         return dx, new_residual.new_empty(0)
     return dx, torch.zeros_like(weight)

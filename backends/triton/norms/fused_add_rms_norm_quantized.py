@@ -6,7 +6,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.float8.rows import code_buffers
 from liger_multi.backends.triton.norms import fused_add_rms_norm
 from liger_multi.backends.triton.norms.rms_norm import normalize
 
@@ -21,10 +21,10 @@ def forward(
     writes_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Y where it is needed, the sum, codes and scales of y, and rstd (fp32)."""
-    room = code_room(x, writes_y)
+    buffers = code_buffers(x, writes_y)
     name = "fused_add_rms_norm"
-    y, s, rstd = normalize(name, x, residual, weight, eps, offset, casting, room)
-    first, codes, scale = room.outputs(y)
+    y, s, rstd = normalize(name, x, residual, weight, eps, offset, casting, buffers)
+    first, codes, scale = buffers.outputs(y)
     return first, s, codes, scale, rstd
 
 

@@ -167,7 +167,7 @@ def forward(
         None if x_scale == 1.0 else x_scale,
         None if residual_scale == 1.0 else residual_scale,
     )
-    how = (offset, casting == "gemma", rounds)
+    constants = (offset, casting == "gemma", rounds)
     k = launch_config(
         "fused_scaled_add_rms_norm.forward", forward_config, x.device, rows=rows, cols=cols
     )
@@ -177,7 +177,7 @@ def forward(
             _scaled_add_rms_norm_forward_kernel,
             cdiv(rows, k.rows),
             (*tensors, rows, cols, eps, *by),
-            (*how, k.rows, k.block),
+            (*constants, k.rows, k.block),
             k.num_warps,
         )
     else:
@@ -185,7 +185,7 @@ def forward(
             _scaled_add_rms_norm_forward_wide_kernel,
             rows,
             (*tensors, cols, eps, *by),
-            (*how, k.block),
+            (*constants, k.block),
             k.num_warps,
         )
     return y, s, rstd

@@ -401,14 +401,14 @@ def _gated_rms_norm_backward_wide_weight_kernel(
 
 
 def gated_forward_config(info: DeviceInfo, rows: int, cols: int) -> RowConfig:
-    """As the plain norm's, with two values a lane."""
+    """The plain norm's formula with two values per lane."""
     return forward_config(info, rows, cols, sums=2)
 
 
 def gated_backward_config(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
 ) -> BackwardConfig:
-    """As the layer norm's: a third input takes the registers of its second sum, and more.
+    """The layer norm's formula; the third input takes more registers than its second sum does.
 
     So there are 8 elements a thread and not 16.
     """
@@ -417,7 +417,7 @@ def gated_backward_config(
     return replace(k, num_warps=warps(threads, info.warp_size))
 
 
-def _how(
+def _constants(
     weight: Optional[Tensor],
     gate: Optional[Tensor],
     offset: float,
@@ -425,7 +425,7 @@ def _how(
     norm_first: bool,
     activation: str,
 ) -> tuple[object, ...]:
-    """OFFSET, EXACT, ROUND, FIRST and SILU."""
+    """The kernels' arguments OFFSET, EXACT, ROUND, FIRST and SILU."""
     rounds = casting == "llama" and weight is not None
     first = gate is not None and not norm_first
     return offset, casting == "gemma", rounds, first, activation == "silu"
@@ -443,7 +443,7 @@ def forward(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """y, and rstd (fp32) of every group."""
-    how = _how(weight, gate, offset, casting, norm_first, activation)
+    constants = _constants(weight, gate, offset, casting, norm_first, activation)
     wide = weight is not None and casting == "llama" and (gate is None or not norm_first)
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
     groups = x.shape[-1] // group_size
@@ -465,7 +465,7 @@ def forward(
             _gated_rms_norm_forward_kernel,
             cdiv(rows, each) * groups,
             (*tensors, *strides, rows, group_size, groups, eps),
-            (*how, each, k.block),
+            (*constants, each, k.block),
             k.num_warps,
         )
     else:
@@ -473,7 +473,7 @@ def forward(
             _gated_rms_norm_forward_wide_kernel,
             rows * groups,
             (*tensors, *strides, group_size, groups, eps),
-            (*how, k.block),
+            (*constants, k.block),
             k.num_warps,
         )
     return y, rstd
@@ -494,8 +494,8 @@ def backward(
     needs_gate: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, gate and weight; one that nobody needs is an empty tensor."""
-    how = _how(weight, gate, offset, casting, norm_first, activation)
+    """Gradients of x, gate and weight; empty tensors if not needed."""
+    constants = _constants(weight, gate, offset, casting, norm_first, activation)
     needs_gate, needs_weight = needs_gate and gate is not None, needs_weight and weight is not None
     dx = x.new_empty(x.shape if needs_x else 0)
     like = x if gate is None else gate
@@ -508,7 +508,15 @@ def backward(
     weight = None if weight is None else weight.contiguous()
     outputs = (dx if needs_x else None, dgate if needs_gate else None)
     partial = _launch(
-        dy, x, gate, weight, rstd, outputs, size=group_size, how=how, needs_weight=needs_weight
+        dy,
+        x,
+        gate,
+        weight,
+        rstd,
+        outputs,
+        size=group_size,
+        constants=constants,
+        needs_weight=needs_weight,
     )
     if partial is None or weight is None:
         return dx, dgate, x.new_empty(0, dtype=x.dtype if weight is None else weight.dtype)
@@ -523,7 +531,7 @@ def _launch(
     rstd: Tensor,
     outputs: tuple[Optional[Tensor], Optional[Tensor]],
     size: int,
-    how: tuple[object, ...],
+    constants: tuple[object, ...],
     needs_weight: bool,
 ) -> Optional[Tensor]:
     """Fill dx and dgate where they have elements; return partials of the weight's gradient."""
@@ -545,7 +553,7 @@ def _launch(
             _gated_rms_norm_backward_kernel,
             row_programs * groups,
             (dy, x, gate, weight, rstd, *outputs, partial, *strides, rows, size, groups),
-            (*how, tile_rows(k.rows, *strides, cols), k.block, k.stages),
+            (*constants, tile_rows(k.rows, *strides, cols), k.block, k.stages),
             k.num_warps,
         )
         return partial
@@ -554,7 +562,7 @@ def _launch(
             _gated_rms_norm_backward_wide_kernel,
             rows * groups,
             (dy, x, gate, weight, rstd, *outputs, *strides, size, groups),
-            (*how, k.block),
+            (*constants, k.block),
             k.num_warps,
         )
     if partial is not None:
@@ -562,7 +570,7 @@ def _launch(
             _gated_rms_norm_backward_wide_weight_kernel,
             row_programs * groups * cdiv(size, k.block),
             (dy, x, gate, rstd, partial, *strides, rows, size, groups, row_programs),
-            (*how[2:], k.block, k.stages),
+            (*constants[2:], k.block, k.stages),
             k.num_warps,
         )
     return partial

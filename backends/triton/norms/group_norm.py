@@ -440,26 +440,26 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
-    kinds = (x.dtype if weight is None else weight.dtype, bias_dtype or x.dtype)
+    """Gradients of x, weight and bias; empty tensors if not needed."""
+    dtypes = (x.dtype if weight is None else weight.dtype, bias_dtype or x.dtype)
     dx = x.new_empty(x.shape if needs_x else 0)
     if x.numel() == 0:
         sums_of_parameters: tuple[Tensor, ...] = tuple(
-            x.new_zeros(x.shape[1], dtype=d) for d in kinds
+            x.new_zeros(x.shape[1], dtype=d) for d in dtypes
         )
     else:
         dy, x, mean, rstd = (t.contiguous() for t in (dy, x, mean, rstd))
         weight = None if weight is None else weight.contiguous()
-        moves = x.numel() > mean.numel()  # the norm of a single value does not
+        moves = x.numel() > mean.numel()  # the norm of a single value does not depend on it
         target = dx if needs_x and moves else None
         sums = _launch(dy, x, num_groups, weight, mean, rstd, target)
         if not moves:
             dx.zero_()
         sums_of_parameters = (
-            sum_all_partials(sums, *kinds) if needs_weight or needs_bias else (dx, dx)
+            sum_all_partials(sums, *dtypes) if needs_weight or needs_bias else (dx, dx)
         )
-    dweight = sums_of_parameters[0] if needs_weight else x.new_empty(0, dtype=kinds[0])
-    return dx, dweight, sums_of_parameters[1] if needs_bias else x.new_empty(0, dtype=kinds[1])
+    dweight = sums_of_parameters[0] if needs_weight else x.new_empty(0, dtype=dtypes[0])
+    return dx, dweight, sums_of_parameters[1] if needs_bias else x.new_empty(0, dtype=dtypes[1])
 
 
 def _launch(

@@ -33,7 +33,7 @@ from liger_multi.backends.triton.common.rows import (
     sum_all_partials,
     with_stride,
 )
-from liger_multi.backends.triton.float8.rows import NO_CODES, CodeRoom
+from liger_multi.backends.triton.float8.rows import NO_CODES, CodeBuffers
 from liger_multi.backends.triton.norms.row_config import (
     BackwardConfig,
     backward_config,
@@ -308,20 +308,20 @@ def forward(
 
 
 def normalize(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, room: CodeRoom
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, buffers: CodeBuffers
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with codes of y where there is room; y is empty where it is not needed."""
+    """Layer norm with FP8 codes of y if ``buffers`` has them; y is empty if not needed."""
     shape, cols = [*x.shape[:-1]], x.shape[-1]
     mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
-    if x.numel() == 0:  # the mean of no column
+    if x.numel() == 0:  # the mean over zero columns is NaN
         y = empty_contiguous(x)
-        room.fill(y)
-        return room.where_written(y), mean.fill_(float("nan")), rstd.fill_(float("nan"))
+        buffers.fill(y)
+        return buffers.where_written(y), mean.fill_(float("nan")), rstd.fill_(float("nan"))
     source, (x, stride) = x, with_stride(x)
     weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
     rows = x.numel() // cols
     k = launch_config("layer_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2)
-    inside = room.inside(cols, k.block)
+    inside = buffers.inside(cols, k.block)
     y = empty_contiguous(source) if inside.writes else x.new_empty(0)
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
@@ -340,9 +340,9 @@ def normalize(
             (k.block,),
             k.num_warps,
         )
-    if inside is not room:
-        room.fill(y)
-        y = room.where_written(y)
+    if inside is not buffers:
+        buffers.fill(y)
+        y = buffers.where_written(y)
     return y, mean, rstd
 
 
@@ -357,7 +357,7 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
+    """Gradients of x, weight and bias; empty tensors if not needed."""
     weight_dtype = None if weight is None else weight.dtype
     dx = empty_contiguous(x) if needs_x else x.new_empty(0)
     sum_dtypes = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]

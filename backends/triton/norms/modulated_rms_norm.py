@@ -53,7 +53,7 @@ def _modulation(place, each, ROWS: tl.constexpr):
     The bounds hold anyway; AMD's compiler needs them for 32-bit offsets and cannot derive them.
     """
     row = place // each
-    if short_offsets():  # as the compiler of AMD cannot see
+    if short_offsets():  # which AMD's compiler cannot see
         row = tl.minimum(tl.maximum(row, 0), ROWS)
     return row
 
@@ -375,7 +375,7 @@ def _modulated_rms_norm_backward_wide_sums_kernel(
 
 @dataclass(frozen=True)
 class ModulatedConfig(BackwardConfig):
-    """As BackwardConfig; ``splits`` programs share the rows of a modulation."""
+    """A BackwardConfig whose ``splits`` programs share the rows of a modulation."""
 
     splits: int
 
@@ -383,7 +383,7 @@ class ModulatedConfig(BackwardConfig):
 def modulated_backward_config(
     info: DeviceInfo, rows: int, cols: int, modulations: int, element_bytes: int
 ) -> ModulatedConfig:
-    """As the layer norm's, in tiles that no modulation's rows overlap."""
+    """The layer norm's formula, with tiles that stay within the rows of one modulation."""
     k = backward_config(info, rows, cols, element_bytes, sums=2, widest=4096)
     each = max(1, rows // modulations)
     per_tile = min(k.rows, power_of_2(each))
@@ -394,10 +394,10 @@ def modulated_backward_config(
     return ModulatedConfig(per_tile, k.block, num_warps, programs, k.stages, splits)
 
 
-def _how(
+def _constants(
     x: Tensor, weight: Optional[Tensor], offset: float, casting: str
 ) -> tuple[float, bool, bool, bool]:
-    """OFFSET, EXACT, ROUND and NARROW of the kernels."""
+    """The kernels' arguments OFFSET, EXACT, ROUND and NARROW."""
     is_narrow = output_dtype(x, weight, casting) == x.dtype
     return offset, casting == "gemma", casting == "llama" and weight is not None, is_narrow
 
@@ -423,7 +423,7 @@ def forward(
     weight = None if weight is None else weight.contiguous()
     rows, cols = x.shape
     each = rows * cols // scale.numel()
-    how = _how(x, weight, offset, casting)
+    constants = _constants(x, weight, offset, casting)
     k = launch_config(
         "modulated_rms_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2
     )
@@ -433,7 +433,7 @@ def forward(
             _modulated_rms_norm_forward_kernel,
             cdiv(rows, k.rows),
             (*tensors, rows, cols, each, eps),
-            (*how, k.rows, k.block),
+            (*constants, k.rows, k.block),
             k.num_warps,
         )
     else:
@@ -441,7 +441,7 @@ def forward(
             _modulated_rms_norm_forward_wide_kernel,
             rows,
             (*tensors, cols, each, eps),
-            (*how, k.block),
+            (*constants, k.block),
             k.num_warps,
         )
     return y, rstd
@@ -461,14 +461,14 @@ def backward(
     needs_shift: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, scale, shift and weight; one that nobody needs is an empty tensor."""
+    """Gradients of x, scale, shift and weight; empty tensors if not needed."""
     like = x if weight is None else weight
     dx = x.new_empty(x.shape if needs_x else 0)
     if x.numel() == 0:
-        kinds = ((needs_scale, scale.dtype), (needs_shift, shift_dtype))
-        outputs = [scale.new_zeros(scale.shape if n else 0, dtype=d) for n, d in kinds]
+        needs_and_dtypes = ((needs_scale, scale.dtype), (needs_shift, shift_dtype))
+        outputs = [scale.new_zeros(scale.shape if n else 0, dtype=d) for n, d in needs_and_dtypes]
         return dx, outputs[0], outputs[1], like.new_zeros(like.shape if needs_weight else 0)
-    how = _how(x, weight, offset, casting)
+    constants = _constants(x, weight, offset, casting)
     sum_dtypes = [d for n, d in ((needs_scale, scale.dtype), (needs_shift, shift_dtype)) if n and d]
     sums, partial = _launch(
         dy,
@@ -480,7 +480,7 @@ def backward(
         sum_dtypes,
         needs_scale=needs_scale,
         needs_weight=needs_weight,
-        how=how,
+        constants=constants,
     )
     dscale = sums.pop(0).view(scale.shape) if needs_scale else scale.new_empty(0)
     dshift = sums.pop(0).view(scale.shape) if needs_shift else x.new_empty(0, dtype=shift_dtype)
@@ -498,7 +498,7 @@ def _launch(
     sum_dtypes: list[torch.dtype],
     needs_scale: bool,
     needs_weight: bool,
-    how: tuple[object, ...],
+    constants: tuple[object, ...],
 ) -> tuple[list[Tensor], Optional[Tensor]]:
     """Fill dx; the sums of scale and shift in the required dtypes; partial sums of the weight's."""
     dy, x, rstd, scale = as_rows(dy), as_rows(x), rstd.contiguous(), scale.contiguous()
@@ -527,7 +527,7 @@ def _launch(
             _modulated_rms_norm_backward_kernel,
             k.programs,
             (*inputs, dx, ds, db, dw, *strides, *sizes, count, k.splits),
-            (*how, k.rows, k.block, k.stages),
+            (*constants, k.rows, k.block, k.stages),
             k.num_warps,
         )
     elif dx is not None:
@@ -535,7 +535,7 @@ def _launch(
             _modulated_rms_norm_backward_wide_kernel,
             rows,
             (*inputs, dx, *strides, *sizes),
-            (*how[:2], k.block),
+            (*constants[:2], k.block),
             k.num_warps,
         )
     if k.block < cols and (sum_dtypes or dw is not None):
@@ -543,7 +543,7 @@ def _launch(
             _modulated_rms_norm_backward_wide_sums_kernel,
             k.programs * cdiv(cols, k.block),
             (*inputs, ds, db, dw, *strides, *sizes, count, k.splits, k.programs),
-            (*how, k.block, k.stages),
+            (*constants, k.block, k.stages),
             k.num_warps,
         )
     if k.splits > 1 and sum_dtypes:

@@ -41,14 +41,14 @@ PLACES: tl.constexpr = tl.constexpr(16)  # numbers of a partial, three used: 64 
 
 
 def poly_forward_config(info: DeviceInfo, rows: int, cols: int) -> RowConfig:
-    """As the plain norm's, with three values a lane where a row is read in steps."""
+    """The plain norm's formula with three values per lane where a row is read in steps."""
     return forward_config(info, rows, cols, sums=4)
 
 
 def poly_backward_config(
     info: DeviceInfo, rows: int, cols: int, element_bytes: int
 ) -> BackwardConfig:
-    """As the layer norm's: the three powers take the registers of its second sum."""
+    """The layer norm's formula; the three powers take the registers of its second sum."""
     return backward_config(info, rows, cols, element_bytes, sums=2)
 
 
@@ -296,7 +296,7 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
     y = x.new_empty(x.shape, dtype=dtype)
     rstd = x.new_empty((*x.shape[:-1], 3), dtype=torch.float32)
     if x.numel() == 0:
-        return y, rstd.fill_(float("nan"))  # the mean of no column
+        return y, rstd.fill_(float("nan"))  # the mean over zero columns is NaN
     x, weight = as_rows(x), weight.contiguous()
     rows, cols = x.shape
     k = launch_config("poly_norm.forward", poly_forward_config, x.device, rows=rows, cols=cols)
@@ -324,10 +324,10 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
-    dx, kinds = x.new_empty(x.shape if needs_x else 0), (weight.dtype, bias_dtype or x.dtype)
+    """Gradients of x, weight and bias; empty tensors if not needed."""
+    dx, dtypes = x.new_empty(x.shape if needs_x else 0), (weight.dtype, bias_dtype or x.dtype)
     if x.numel() == 0:
-        sums: tuple[Tensor, ...] = tuple(x.new_zeros(3, dtype=d) for d in kinds)
+        sums: tuple[Tensor, ...] = tuple(x.new_zeros(3, dtype=d) for d in dtypes)
     else:
         dy, x, rstd, weight = as_rows(dy), as_rows(x), rstd.contiguous(), weight.contiguous()
         rows, cols = x.shape
@@ -357,6 +357,6 @@ def backward(
                 (k.block,),
                 k.num_warps,
             )
-        sums = sum_all_partials(partial, *kinds) if needs_weight or needs_bias else (dx, dx)
+        sums = sum_all_partials(partial, *dtypes) if needs_weight or needs_bias else (dx, dx)
     dweight = sums[0][:3] if needs_weight else weight.new_empty(0)
-    return dx, dweight, sums[1][:1].clone() if needs_bias else x.new_empty(0, dtype=kinds[1])
+    return dx, dweight, sums[1][:1].clone() if needs_bias else x.new_empty(0, dtype=dtypes[1])

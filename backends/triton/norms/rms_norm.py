@@ -33,7 +33,7 @@ from liger_multi.backends.triton.common.rows import (
     sum_partials,
     with_stride,
 )
-from liger_multi.backends.triton.float8.rows import NO_CODES, CodeRoom
+from liger_multi.backends.triton.float8.rows import NO_CODES, CodeBuffers
 from liger_multi.backends.triton.norms.row_config import (
     BackwardConfig,
     backward_config,
@@ -358,7 +358,7 @@ def backward(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight; one that nobody needs is an empty tensor."""
+    """Gradients of x and weight; empty tensors if not needed."""
     return gradients(
         "rms_norm",
         dy,
@@ -386,11 +386,11 @@ def normalize(
     eps: float,
     offset: float,
     casting: str,
-    room: CodeRoom = NO_CODES,
+    buffers: CodeBuffers = NO_CODES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32).
 
-    With room for codes, those of y are written too; y is empty where it is not needed.
+    With buffers for FP8 codes, those of y are written too; y is empty if not needed.
     """
     sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rounds = _rounds(casting, weight)
@@ -402,9 +402,9 @@ def normalize(
     s = None if residual is None else empty_contiguous(x, sum_dtype)
     if x.numel() == 0:
         y = empty_contiguous(x, dtype)
-        room.fill(y)
+        buffers.fill(y)
         # the mean of no column is NaN
-        return room.where_written(y), x if s is None else s, rstd.fill_(float("nan"))
+        return buffers.where_written(y), x if s is None else s, rstd.fill_(float("nan"))
     source, (x, x_stride) = x, with_stride(x)
     residual, residual_stride = (None, 0) if residual is None else with_stride(residual)
     weight = None if weight is None else weight.contiguous()
@@ -412,7 +412,7 @@ def normalize(
     k = launch_config(f"{name}.forward", forward_config, x.device, rows=rows, cols=cols)
     constants = (offset, casting == "gemma", rounds)
     strides = (x_stride, residual_stride)
-    inside = room.inside(cols, k.block)
+    inside = buffers.inside(cols, k.block)
     y = empty_contiguous(source, dtype) if inside.writes else x.new_empty(0, dtype=dtype)
     tensors = (x, residual, weight, y, s, rstd)
     if k.block >= cols:
@@ -431,9 +431,9 @@ def normalize(
             (*constants, k.block),
             k.num_warps,
         )
-    if inside is not room:
-        room.fill(y)
-        y = room.where_written(y)
+    if inside is not buffers:
+        buffers.fill(y)
+        y = buffers.where_written(y)
     return y, source if s is None else s, rstd
 
 

@@ -6,7 +6,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.float8.rows import code_buffers
 from liger_multi.backends.triton.norms import rms_norm
 from liger_multi.backends.triton.norms.rms_norm import normalize
 
@@ -20,9 +20,9 @@ def forward(
     writes_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Y where it is needed, its codes and scales, and rstd (fp32)."""
-    room = code_room(x, writes_y)
-    y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, room)
-    return *room.outputs(y), rstd
+    buffers = code_buffers(x, writes_y)
+    y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, buffers)
+    return *buffers.outputs(y), rstd
 
 
 backward = rms_norm.backward

@@ -23,7 +23,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """As RowConfig; ``programs`` persistent programs, loads ``stages`` - 1 tiles ahead."""
+    """A RowConfig with ``programs`` persistent programs, which load ``stages`` - 1 tiles ahead."""
 
     rows: int
     block: int

@@ -315,7 +315,7 @@ def _attention_residuals_backward_kernel(
             tl.store(inner_ptr + at + inner_at, dots, mask=pair)
             tl.store(inner_ptr + size + at + inner_at, along, mask=pair)
         tl.debug_barrier()
-        for back in tl.range(0, groups, num_stages=STAGES):  # the last ones are nearest
+        for back in tl.range(0, groups, num_stages=STAGES):  # the last blocks are still cached
             start = (groups - 1 - back) * GROUP
             at, i = tl.cast(start, tl.int64), start + group
             pair = row_mask[:, None] & (i < blocks)[None, :]
@@ -338,8 +338,8 @@ def _attention_residuals_backward_kernel(
             if dv_ptr is not None:
                 dv = p[:, :, None] * dy + a[:, :, None] * w + own[:, :, None] * v
                 dv_at = row[:, None, None] * cols + group[None, :, None] * (rows * cols)
-                room = dv_ptr + first * cols + at * spread + (dv_at + col[None, None, :])
-                tl.store(room, round_to(dv, dv_ptr.dtype.element_ty), mask=mask)
+                address = dv_ptr + first * cols + at * spread + (dv_at + col[None, None, :])
+                tl.store(address, round_to(dv, dv_ptr.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # before the next tile's sums overwrite these
     if partial_ptr is not None:
         partial_ptr += tl.program_id(0).to(tl.int64) * cols
@@ -433,8 +433,8 @@ def _attention_residuals_backward_wide_kernel(
                 if dv_ptr is not None:
                     dv = p[:, None] * dy.to(tl.float32)[None, :] + a[:, None] * w[None, :]
                     dv = round_to(dv + own[:, None] * v, dv_ptr.dtype.element_ty)
-                    room = group[:, None] * (rows * cols) + col[None, :]
-                    tl.store(dv_ptr + first * cols + at * spread + room, dv, mask=mask)
+                    address = group[:, None] * (rows * cols) + col[None, :]
+                    tl.store(dv_ptr + first * cols + at * spread + address, dv, mask=mask)
             if partial_ptr is not None:  # zeros at first, and this program's alone
                 tl.store(
                     partial_ptr + col,
@@ -567,7 +567,7 @@ def backward(
     needs_query: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of blocks, query and weight; one that nobody needs is an empty tensor."""
+    """Gradients of blocks, query and weight; empty tensors if not needed."""
     needs_weight = needs_weight and weight is not None
     needs_direction = needs_query or needs_weight
     if blocks.numel() == 0 or not (needs_blocks or needs_direction):

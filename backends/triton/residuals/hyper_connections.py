@@ -42,7 +42,10 @@ from liger_multi.backends.triton.experts.grouped import dot
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.residuals import hyper_connections as reference
-from liger_multi.reference.residuals.hyper_connections import How, implement_hyper_connections
+from liger_multi.reference.residuals.hyper_connections import (
+    SinkhornOptions,
+    implement_hyper_connections,
+)
 
 # --- the product ---
 
@@ -281,8 +284,10 @@ def _mixes_backward_kernel(
         if dx_ptr is not None:
             own = tl.load(own_ptr + at + r, mask=inside, other=0.0)
             dx = _exact_dot(d, w, x.to(tl.float32) * -own[:, None], 3, W, DEPTH)
-            room = r[:, None] * cols + col[None, :]
-            tl.store(dx_ptr + at * cols + room, round_to(dx, dx_ptr.dtype.element_ty), mask=x_mask)
+            offset = r[:, None] * cols + col[None, :]
+            tl.store(
+                dx_ptr + at * cols + offset, round_to(dx, dx_ptr.dtype.element_ty), mask=x_mask
+            )
     if partial_ptr is not None:
         partial_ptr += chunk.to(tl.int64) * outputs * cols
         tl.store(partial_ptr + w_place, dw, mask=w_mask)
@@ -559,16 +564,20 @@ class TritonParts:
     mixes_gradients = staticmethod(mixes_gradients)
 
     @staticmethod
-    def values(m: Tensor, bias: Tensor, scale: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def values(
+        m: Tensor, bias: Tensor, scale: Tensor, options: SinkhornOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sigmoids, and the last iterate."""
-        rows, count = m.shape[0], how[0]
+        rows, count = m.shape[0], options[0]
         pre, post = m.new_empty(rows, count), m.new_empty(rows, count)
         mix = m.new_empty(rows, count, count)
         if rows:
             k = launch_config("hyper_connections.forward", sinkhorn_config, m.device, streams=count)
             args = (m.contiguous(), bias.contiguous(), scale.contiguous(), pre, post, mix, rows)
             constants = (count, power_of_2(count), k.rows)
-            launch(_sinkhorn_kernel, cdiv(rows, k.rows), (*args, *how[1:]), constants, k.num_warps)
+            launch(
+                _sinkhorn_kernel, cdiv(rows, k.rows), (*args, *options[1:]), constants, k.num_warps
+            )
         return pre, post, mix
 
     @staticmethod
@@ -579,11 +588,11 @@ class TritonParts:
         rstd: Tensor,
         length: int,
         grads: tuple[Optional[Tensor], ...],
-        how: How,
+        options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One launch, and one that adds what programs leave of the parameters' gradients."""
-        (rows, outputs), (count, steps, *_) = m.shape, how
+        (rows, outputs), (count, steps, *_) = m.shape, options
         d, own = m.new_empty(m.shape), m.new_empty(rows, 1)
         if not rows:
             dbias, dscale = (
@@ -598,7 +607,7 @@ class TritonParts:
         kept = m.new_empty(rows * (2 * steps - 1) * count * count if grads[2] is not None else 0)
         dense = [None if g is None else g.contiguous() for g in grads]
         inputs = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
-        args = (*inputs, *dense, d, own, sums, kept, rows, *how[1:], length, wide)
+        args = (*inputs, *dense, d, own, sums, kept, rows, *options[1:], length, wide)
         constants = (count, power_of_2(count), k.rows)
         launch(_sinkhorn_backward_kernel, programs, args, constants, k.num_warps)
         total = own.new_empty(0) if sums is None else sum_partials(sums, torch.float32)

@@ -66,8 +66,8 @@ def _streams_post_kernel(
         m = tl.load(mix_ptr + (i * N + j), mask=i < N, other=0.0).to(tl.float32)
         y += m[:, None] * x[None, :]
     mask = (i < N)[:, None] & (col < cols)[None, :]
-    room = y_ptr + row * N * cols + (i[:, None] * cols + col[None, :])
-    tl.store(room, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    address = y_ptr + row * N * cols + (i[:, None] * cols + col[None, :])
+    tl.store(address, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _streams_post_backward_kernel(
     out_ptr += row * out_stride
     mix_ptr += row * (N * N)
     dpost = tl.zeros([TALL, WIDTH], tl.float32)
-    dmix = tl.zeros([TALL, TALL, WIDTH], tl.float32)  # of streams j, i
+    dmix = tl.zeros([TALL, TALL, WIDTH], tl.float32)  # indices of streams j and i
     for start in tl.range(0, cols, BLOCK):
         assume_cols(start, LONGEST_ROW // TALL - BLOCK)
         col = start + tl.arange(0, BLOCK)
@@ -130,15 +130,15 @@ def _streams_post_backward_kernel(
             if dx_ptr is not None:
                 m = tl.load(mix_ptr + (i * N + j), mask=i < N, other=0.0)
                 dx = tl.sum(m.to(tl.float32)[:, None] * dy, axis=0)
-                room = dx_ptr + (row * N + j) * cols + col
-                tl.store(room, round_to(dx, dx_ptr.dtype.element_ty), mask=inside)
+                address = dx_ptr + (row * N + j) * cols + col
+                tl.store(address, round_to(dx, dx_ptr.dtype.element_ty), mask=inside)
     if dpost_ptr is not None:
         total = round_to(tl.sum(dpost, axis=1), dpost_ptr.dtype.element_ty)
         tl.store(dpost_ptr + row * N + i, total, mask=i < N)
     if dmix_ptr is not None:
-        room = dmix_ptr + row * (N * N) + (i[None, :] * N + i[:, None])
+        address = dmix_ptr + row * (N * N) + (i[None, :] * N + i[:, None])
         total = round_to(tl.sum(dmix, axis=2), dmix_ptr.dtype.element_ty)
-        tl.store(room, total, mask=(i < N)[:, None] & (i < N)[None, :])
+        tl.store(address, total, mask=(i < N)[:, None] & (i < N)[None, :])
 
 
 def width_of(streams: int, block: int, size: int) -> int:

@@ -84,8 +84,8 @@ def _streams_pre_backward_kernel(
             share += tl.load(at, mask=mask, other=0.0).to(tl.float32) * dy[None, :]
         if dx_ptr is not None:
             dx = round_to(pre[:, None] * dy[None, :], dx_ptr.dtype.element_ty)
-            room = dx_ptr + row * N * cols + (i[:, None] * cols + col[None, :])
-            tl.store(room, dx, mask=mask)
+            address = dx_ptr + row * N * cols + (i[:, None] * cols + col[None, :])
+            tl.store(address, dx, mask=mask)
     if dpre_ptr is not None:
         dpre = round_to(tl.sum(share, axis=1), dpre_ptr.dtype.element_ty)
         tl.store(dpre_ptr + row * N + i, dpre, mask=i < N)

@@ -92,7 +92,7 @@ def _load_angles(
     mask,
     scaling,
     ANGLES: tl.constexpr,
-    BESIDE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ROUND: tl.constexpr,
     ROTARY: tl.constexpr,
     HALF: tl.constexpr,
@@ -127,8 +127,8 @@ def _load_angles(
         sin_a = tl.load(place(sin_ptr, token, pair), mask=mask, other=0.0).to(tl.float32)
         return cos_a, cos_a, sin_a, sin_a
     else:
-        at = 2 * pair if BESIDE else pair
-        gap = 1 if BESIDE else ROTARY // 2
+        at = 2 * pair if INTERLEAVED else pair
+        gap = 1 if INTERLEAVED else ROTARY // 2
         cos_a = tl.load(place(cos_ptr, token, at), mask=mask, other=0.0).to(tl.float32)
         cos_b = tl.load(place(cos_ptr, token, at + gap), mask=mask, other=0.0).to(tl.float32)
         sin_a = tl.load(place(sin_ptr, token, at), mask=mask, other=0.0).to(tl.float32)
@@ -137,7 +137,7 @@ def _load_angles(
 
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
-def _rope_kinds_kernel(
+def _rope_angles_kernel(
     q_ptr,
     k_ptr,
     cos_ptr,
@@ -155,9 +155,9 @@ def _rope_kinds_kernel(
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     ANGLES: tl.constexpr,
-    BESIDE: tl.constexpr,
-    BESIDE_IN: tl.constexpr,
-    BESIDE_OUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
     ROUND: tl.constexpr,
     SECTIONS: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -169,8 +169,8 @@ def _rope_kinds_kernel(
     in the plain kernel.
     Strides as there; those of angles go from one grid, sequence and token to the next.
     Reads or computes the angles of its tokens once; with GRIDS > 1, a pair's angles come from its
-    grid. BESIDE_IN and BESIDE_OUT: pairs are interleaved where they are read, and where they are
-    written.
+    grid. INTERLEAVED_IN and INTERLEAVED_OUT: whether pairs are interleaved where they are read and
+    where they are written.
     """
     GRIDS: tl.constexpr = SECTIONS[0]
     CHUNKED: tl.constexpr = SECTIONS[1]
@@ -185,7 +185,7 @@ def _rope_kinds_kernel(
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
     row, cos_ptr = token * angle_token_stride, cos_ptr + angle
-    if ANGLES != "positions":  # else it has frequencies, the same for all
+    if ANGLES != "positions":  # positions: frequencies, the same for all
         sin_ptr += angle
     if GRIDS > 1:  # whole tensors apart
         pair = tl.arange(0, HALF)[None, None, :]
@@ -194,7 +194,16 @@ def _rope_kinds_kernel(
         if ANGLES != "positions":
             sin_ptr += grid
     cos_a, cos_b, sin_a, sin_b = _load_angles(
-        cos_ptr, sin_ptr, row, mask, scaling, ANGLES, BESIDE, ROUND=ROUND, ROTARY=ROTARY, HALF=HALF
+        cos_ptr,
+        sin_ptr,
+        row,
+        mask,
+        scaling,
+        ANGLES,
+        INTERLEAVED,
+        ROUND=ROUND,
+        ROTARY=ROTARY,
+        HALF=HALF,
     )
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
@@ -221,13 +230,13 @@ def _rope_kinds_kernel(
         TOKENS=TOKENS,
         HEADS=HEADS,
         PASS=PASS,
-        BESIDE_IN=BESIDE_IN,
-        BESIDE_OUT=BESIDE_OUT,
+        INTERLEAVED_IN=INTERLEAVED_IN,
+        INTERLEAVED_OUT=INTERLEAVED_OUT,
     )
 
 
 @dataclass(frozen=True)
-class KindConfig:
+class AnglesConfig:
     """Tiles of ``heads`` x ``tokens``; a program loops over ``share`` of them with its tokens."""
 
     tokens: int
@@ -236,9 +245,9 @@ class KindConfig:
     num_warps: int
 
 
-def kind_config(
+def angles_config(
     info: DeviceInfo, rows: int, cols: int, q_heads: int, k_heads: int, element_bytes: int
-) -> KindConfig:
+) -> AnglesConfig:
     """Tiles of 4096 elements, 16 per thread; many programs per core rather than long loops.
 
     ``element_bytes`` of queries and keys is for launch tables.
@@ -250,7 +259,7 @@ def kind_config(
     threads = max(32, block * per_tile * width // 16)
     blocks = max(1, (q_heads + k_heads) // block)
     groups = min(blocks, cdiv(8 * info.cores, cdiv(rows, per_tile)))
-    return KindConfig(per_tile, block, cdiv(blocks, groups), warps(threads, info.warp_size))
+    return AnglesConfig(per_tile, block, cdiv(blocks, groups), warps(threads, info.warp_size))
 
 
 @dataclass(frozen=True)
@@ -294,7 +303,7 @@ class Angles:
 def angles(
     layout: str, cos: Tensor, sin: Tensor, rotary: int, **rest: bool | str | float
 ) -> Angles:
-    """Those of cos and sin, with the axes grids, batch and tokens in front of the channels."""
+    """The :class:`Angles` of cos and sin, with axes (grids, batch, tokens, channels)."""
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     cos, sin = near_angles(cos), near_angles(sin)
@@ -313,13 +322,16 @@ def rotate(
     orders: tuple[str, str],
     dtypes: tuple[torch.dtype, torch.dtype],
     head_axis: int,
-    turning: Angles,
+    rotation: Angles,
     interleaved: tuple[bool, bool],
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k, either of which may be absent; ``beside``: how pairs come and go."""
+    """Rotate q and k, either of which may be absent.
+
+    ``interleaved`` says of the inputs and of the outputs whether pairs are neighbors.
+    """
     outputs = [
-        turning.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
+        rotation.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
         for x, order, dtype in zip(sources, orders, dtypes, strict=True)
     ]
     near = [None if x is None else near_channels(x) for x in sources]
@@ -332,7 +344,7 @@ def rotate(
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
     n = launch_config(
         f"{op}.{'backward' if inverse else 'forward'}",
-        kind_config,
+        angles_config,
         some.device,
         rows=tokens,
         cols=width,
@@ -343,17 +355,17 @@ def rotate(
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
-    rotary, first = turning.rotary, turning.first
+    rotary, first = rotation.rotary, rotation.first
     tiles = cdiv(first.shape[2], n.tokens)
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
-        _rope_kinds_kernel,
+        _rope_angles_kernel,
         tokens // first.shape[2] * tiles * groups,
         (
             q,
             k,
             first,
-            turning.second,
+            rotation.second,
             q_out,
             k_out,
             (
@@ -370,16 +382,16 @@ def rotate(
             tiles,
             groups,
             n.share,
-            turning.scaling,
+            rotation.scaling,
         ),
         (
             width,
             rotary,
-            turning.layout,
-            turning.interleaved,
+            rotation.layout,
+            rotation.interleaved,
             *interleaved,
-            turning.round,
-            turning.constants(),
+            rotation.round,
+            rotation.constants(),
             inverse,
             (n.tokens, n.heads, power_of_2(rotary // 2), passed),
         ),

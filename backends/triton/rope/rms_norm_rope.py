@@ -212,8 +212,8 @@ def _rms_norm_rope_forward_kernel(
     y_ptr += batch * y_batch_stride + start.to(tl.int64) * y_token_stride
     y_ptr += first.to(tl.int64) * y_head_stride
     y_at = local * y_head_stride + token * y_token_stride
-    turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    store_pairs(y_ptr, y_at, turned_a, turned_b, mask, WIDTH, HALF, False)
+    rotated_a, rotated_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    store_pairs(y_ptr, y_at, rotated_a, rotated_b, mask, WIDTH, HALF, False)
 
 
 @triton.jit(do_not_specialize=["seq", "tiles", "all_tiles", "groups"])
@@ -338,7 +338,7 @@ def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
 
 
 def _statistics_steps(rstd: Tensor, head_axis: int) -> tuple[int, int, int]:
-    """From one sequence, head and token to the next."""
+    """Strides of sequences, heads and tokens in the statistics."""
     steps = rstd.stride()
     if rstd.ndim == 2:
         return steps[0], 0, steps[1]
@@ -361,7 +361,7 @@ def forward(
     y = dense(x, x_order, output_dtype(x, weight, cos, sin, casting, rope_casting))
     rstd = x.new_empty(statistics_shape(x, weight, head_axis), dtype=torch.float32)
     if x.numel() == 0:
-        return y, rstd.fill_(float("nan"))  # no channel's mean
+        return y, rstd.fill_(float("nan"))  # there is no mean over zero channels
     whole, x = of_tokens(x, weight), near_channels(x)
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
@@ -427,7 +427,7 @@ def backward(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight; one that nobody needs is an empty tensor."""
+    """Gradients of x and weight; empty tensors if not needed."""
     dx = dense(x, x_order, x.dtype) if needs_x else x.new_empty(0)
     if x.numel() == 0 or not (needs_x or needs_weight):
         return dx, torch.zeros_like(weight) if needs_weight else weight.new_empty(0)

@@ -86,14 +86,14 @@ def tokens_of(tiles, groups, seq, TOKENS: tl.constexpr):
 
 @triton.jit
 def load_pairs(
-    ptr, at, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, BESIDE: tl.constexpr
+    ptr, at, stride, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
     """Both channels of every pair in fp32; places and mask are [heads, tokens, 1].
 
-    BESIDE: the channels of a pair are neighbors, so that one contiguous load is split in registers.
-    Otherwise the second channels begin ROTARY / 2 after the first.
+    INTERLEAVED: the channels of a pair are neighbors, so that one contiguous load is split in
+    registers. Otherwise the second channels begin ROTARY / 2 after the first.
     """
-    if BESIDE:
+    if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF)[None, None, :]
         x = tl.load(place(ptr, at, channel * stride), mask=mask & (channel < ROTARY), other=0.0)
         return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1], HALF, 2]))
@@ -107,12 +107,12 @@ def load_pairs(
 
 @triton.jit
 def store_pairs(
-    ptr, at, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, BESIDE: tl.constexpr
+    ptr, at, a, b, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Store both channels of every pair, neighbors (BESIDE) or ROTARY / 2 apart."""
+    """Store both channels of every pair, neighbors (INTERLEAVED) or ROTARY / 2 apart."""
     a = round_to(a, ptr.dtype.element_ty)
     b = round_to(b, ptr.dtype.element_ty)
-    if BESIDE:
+    if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF)[None, None, :]
         x = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * HALF])
         tl.store(place(ptr, at, channel), x, mask=mask & (channel < ROTARY))
@@ -145,8 +145,8 @@ def _rotate_heads(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PASS: tl.constexpr,
-    BESIDE_IN: tl.constexpr,
-    BESIDE_OUT: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
 ):
     """Rotate the blocks of heads from ``first`` to ``last``, of the tokens from ``start``.
 
@@ -169,10 +169,10 @@ def _rotate_heads(
         here = (block * HEADS + head < heads) & mask
         x = x_ptr + (block * HEADS).to(tl.int64) * head_stride
         out = out_ptr + (block * HEADS).to(tl.int64) * out_head_stride
-        a, b = load_pairs(x, at, stride, here, ROTARY, HALF, BESIDE_IN)
-        turned_a = a * cos_a - b * sin_a
-        turned_b = b * cos_b + a * sin_b
-        store_pairs(out, out_at, turned_a, turned_b, here, ROTARY, HALF, BESIDE_OUT)
+        a, b = load_pairs(x, at, stride, here, ROTARY, HALF, INTERLEAVED_IN)
+        rotated_a = a * cos_a - b * sin_a
+        rotated_b = b * cos_b + a * sin_b
+        store_pairs(out, out_at, rotated_a, rotated_b, here, ROTARY, HALF, INTERLEAVED_OUT)
         if PASS:
             channel = ROTARY + tl.arange(0, PASS)[None, None, :]
             here = here & (channel < WIDTH)
@@ -205,8 +205,8 @@ def rotate_both(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PASS: tl.constexpr,
-    BESIDE_IN: tl.constexpr,
-    BESIDE_OUT: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
 ):
     """Rotate this program's ``share`` of the blocks of heads: those of q, then those of k.
 
@@ -241,8 +241,8 @@ def rotate_both(
         TOKENS=TOKENS,
         HEADS=HEADS,
         PASS=PASS,
-        BESIDE_IN=BESIDE_IN,
-        BESIDE_OUT=BESIDE_OUT,
+        INTERLEAVED_IN=INTERLEAVED_IN,
+        INTERLEAVED_OUT=INTERLEAVED_OUT,
     )
     _rotate_heads(
         k_ptr,
@@ -265,13 +265,13 @@ def rotate_both(
         TOKENS=TOKENS,
         HEADS=HEADS,
         PASS=PASS,
-        BESIDE_IN=BESIDE_IN,
-        BESIDE_OUT=BESIDE_OUT,
+        INTERLEAVED_IN=INTERLEAVED_IN,
+        INTERLEAVED_OUT=INTERLEAVED_OUT,
     )
 
 
 def strides(x: Tensor, head_axis: int) -> tuple[int, int, int, int]:
-    """Steps from one sequence, head, token and channel to the next."""
+    """Strides of sequences, heads, tokens and channels."""
     steps = x.stride()
     if len(steps) == 3:
         return 0, steps[1], steps[0], steps[2]
@@ -302,12 +302,12 @@ def near_tile(
 
 
 def near_channels(x: Tensor) -> Tensor:
-    """Heads whose channels keep near, by a copy where they do not."""
+    """``x`` with channels near each other in memory, by a copy where needed."""
     return x if _fits(x.shape[-1], x.stride(-1), x.element_size(), APART) else x.contiguous()
 
 
 def near_angles(x: Tensor) -> Tensor:
-    """The same of the angles of a tile of tokens, (..., tokens, channels)."""
+    """Angles (..., tokens, channels) whose tile spans under 2 GiB, by a copy where needed."""
     return x if _fits(32, x.stride(-2), x.element_size(), APART) else x.contiguous()
 
 
@@ -430,8 +430,8 @@ def _rope_kernel(
         TOKENS=TOKENS,
         HEADS=HEADS,
         PASS=PASS,
-        BESIDE_IN=INTERLEAVED,
-        BESIDE_OUT=INTERLEAVED,
+        INTERLEAVED_IN=INTERLEAVED,
+        INTERLEAVED_OUT=INTERLEAVED,
     )
 
 

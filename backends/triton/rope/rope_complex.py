@@ -26,12 +26,12 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
-    orders, dtypes, turning = (
+    orders, dtypes, rotation = (
         (q_order, k_order),
         (q.dtype, k.dtype),
         _complex_angles(freqs, rotary_dim),
     )
-    return rotate("rope_complex", (q, k), orders, dtypes, head_axis, turning, (True, True), False)
+    return rotate("rope_complex", (q, k), orders, dtypes, head_axis, rotation, (True, True), False)
 
 
 def backward(
@@ -49,9 +49,9 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     upstream = (dq_out if needs_q else None, dk_out if needs_k else None)
-    orders, dtypes, turning = (
+    orders, dtypes, rotation = (
         (q_order, k_order),
         (q_dtype, k_dtype),
         _complex_angles(freqs, rotary_dim),
     )
-    return rotate("rope_complex", upstream, orders, dtypes, head_axis, turning, (True, True), True)
+    return rotate("rope_complex", upstream, orders, dtypes, head_axis, rotation, (True, True), True)

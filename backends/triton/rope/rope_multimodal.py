@@ -31,7 +31,7 @@ def forward(
     """Rotate q and k; products and sums in fp32, rounded once."""
     interleaved = style == "interleaved"
     dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
-    turning = angles(
+    rotation = angles(
         "", cos, sin, rotary_dim, interleaved=interleaved, sections=sections, chunked=chunked
     )
     orders = (q_order, k_order)
@@ -41,7 +41,7 @@ def forward(
         orders,
         dtypes,
         head_axis,
-        turning,
+        rotation,
         (interleaved, interleaved),
         False,
     )
@@ -68,7 +68,7 @@ def backward(
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     interleaved = style == "interleaved"
     upstream = (dq_out if needs_q else None, dk_out if needs_k else None)
-    turning = angles(
+    rotation = angles(
         "", cos, sin, rotary_dim, interleaved=interleaved, sections=sections, chunked=chunked
     )
     return rotate(
@@ -77,7 +77,7 @@ def backward(
         (q_order, k_order),
         (q_dtype, k_dtype),
         head_axis,
-        turning,
+        rotation,
         (interleaved, interleaved),
         True,
     )

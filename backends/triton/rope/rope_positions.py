@@ -51,14 +51,16 @@ def forward(
     """Rotate q and k; products and sums in fp32, rounded once."""
     interleaved, orders = style == "interleaved", (q_order, k_order)
     out_dtype = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
-    turning = _position_angles(q.dtype, position_ids, inv_freq, scaling, sections, chunked, casting)
+    rotation = _position_angles(
+        q.dtype, position_ids, inv_freq, scaling, sections, chunked, casting
+    )
     return rotate(
         "rope_positions",
         (q, k),
         orders,
         (q.dtype, out_dtype),
         head_axis,
-        turning,
+        rotation,
         (interleaved, interleaved),
         False,
     )
@@ -87,14 +89,16 @@ def backward(
         style == "interleaved",
         (dq_out if needs_q else None, dk_out if needs_k else None),
     )
-    turning = _position_angles(q_dtype, position_ids, inv_freq, scaling, sections, chunked, casting)
+    rotation = _position_angles(
+        q_dtype, position_ids, inv_freq, scaling, sections, chunked, casting
+    )
     return rotate(
         "rope_positions",
         upstream,
         (q_order, k_order),
         (q_dtype, k_dtype),
         head_axis,
-        turning,
+        rotation,
         (interleaved, interleaved),
         True,
     )

@@ -27,8 +27,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
     dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
-    orders, turning = (q_order, k_order), angles("", cos, sin, rotary_dim)
-    return rotate("rope_sorted", (q, k), orders, dtypes, head_axis, turning, (True, False), False)
+    orders, rotation = (q_order, k_order), angles("", cos, sin, rotary_dim)
+    return rotate("rope_sorted", (q, k), orders, dtypes, head_axis, rotation, (True, False), False)
 
 
 def backward(
@@ -48,9 +48,9 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     upstream = (dq_out if needs_q else None, dk_out if needs_k else None)
-    orders, dtypes, turning = (
+    orders, dtypes, rotation = (
         (q_order, k_order),
         (q_dtype, k_dtype),
         angles("", cos, sin, rotary_dim),
     )
-    return rotate("rope_sorted", upstream, orders, dtypes, head_axis, turning, (False, True), True)
+    return rotate("rope_sorted", upstream, orders, dtypes, head_axis, rotation, (False, True), True)
