@@ -833,6 +833,24 @@ def test_positions_tell_samples_apart_among_visible_tokens(positions, mask, ids,
     assert actual.tolist() == [ids if 7 not in positions else [0] * 6]
 
 
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    "positions", [[1, 0, 1, 1, 1, 2], [0, 0, 1, 1, 1, 2], [5, 0, 1, 5, 5, 2], [0, 1, 2, 3, 4, 5]]
+)
+def test_hidden_tokens_that_see_themselves_begin_no_sample(positions, before):
+    """Such a mask has no row of nothing but hidden keys; it is of one sample, or of two."""
+    itself = torch.eye(6, 6 + before, dtype=torch.bool).roll(before, 1)
+    mask = keys(HIDDEN[:1], before) | itself
+    inputs = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([positions])}
+    for form in (mask, {"full_attention": mask}, torch.where(mask, 0.0, -torch.inf)):
+        assert not sample_ids({**inputs, "attention_mask": form}).any()
+        assert not several({**inputs, "attention_mask": form})
+    apart = torch.block_diag(*torch.ones(2, 3, 3)).bool().tril()[None, None]
+    two = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "attention_mask": apart}
+    assert sample_ids({**inputs, **two}).tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert several({**inputs, **two})
+
+
 def test_ids_of_hidden_tokens_are_not_read():
     mask = torch.tensor([[0, 1, 0, 1, 1, 0]])
     inputs = {"seq_idx": torch.tensor([[5, 3, 9, 3, 4, 0]]), "attention_mask": mask}

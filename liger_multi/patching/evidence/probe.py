@@ -18,6 +18,8 @@ import random as random_numbers
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -136,8 +138,9 @@ LARGEST = 2**22
 def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     """Copies of what a forward may write to among a module's attributes, which are its user's.
 
-    Containers, tensors, caches and the configuration are copied; parameters, buffers, submodules
-    and whatever else a container holds are not.
+    Containers, tensors, caches, the configuration, sources of random numbers and objects of the
+    user's own classes are copied; parameters, buffers, submodules, functions and objects of
+    libraries are not.
 
     Args:
         attributes: Of the module, by name.
@@ -175,9 +178,39 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
     elif type(value) is tuple:
         parts = tuple(_own(part, memo) for part in value)
         own = value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
+    elif isinstance(value, torch.Generator):
+        own = torch.Generator(value.device)
+        own.set_state(value.get_state())
+    elif is_cache(value) or type(value).__module__.partition(".")[0] in _COPIED:
+        own = copy.deepcopy(value)
     else:
-        own = copy.deepcopy(value) if is_cache(value) else value
+        own = _object(value, memo) if _is_of_user(value) else value
     memo[id(value)] = own
+    return own
+
+
+_COPIED = ("numpy", "itertools", "random")
+"""Packages whose objects are numbers, or counters of some kind."""
+_LIBRARIES = sys.stdlib_module_names | {
+    *("torch", "triton", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes"),
+    *("torchao", "builtins", "liger_multi"),
+}
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether an object has attributes that the code of a forward, not a library, may write to."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    left = isinstance(value, (nn.Module, type, FunctionType, ModuleType, Enum))
+    package = type(value).__module__.partition(".")[0]
+    return not left and hasattr(value, "__dict__") and package not in _LIBRARIES
+
+
+def _object(value: Any, memo: dict[int, Any]) -> Any:
+    own = memo[id(value)] = copy.copy(value)
+    if own is not value:
+        parts = {name: _own(part, memo) for name, part in vars(value).items()}
+        vars(own).update(parts)
     return own
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,11 +51,20 @@ def _worst(results: Iterable[Result]) -> float:
     return max((r.worst for r in results), default=0.0)
 
 
+def _number(worst: float) -> float | None:
+    """An error as JSON has it: None where it is not finite."""
+    return round(worst, 4) if math.isfinite(worst) else None
+
+
+_FOLDERS = re.compile(r"(?<![\w.~])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"<>|]+[\\/])+")
+
+
 def _private(text: str) -> str:
-    """A message without the folders of who ran it."""
+    """A message without the folders of who ran it: of a path, the last name is left."""
     for folder, name in ((str(Path.cwd()), "."), (os.path.expanduser("~"), "~")):
-        text = text.replace(folder, name)
-    return text[:300]
+        if folder.strip("/"):
+            text = re.sub(rf"{re.escape(folder)}(?!\w)", name, text)
+    return _FOLDERS.sub("", text)[:300]
 
 
 def as_data(
@@ -70,7 +81,7 @@ def as_data(
     """The report as one JSON document."""
     operators: dict[str, dict[str, Any]] = {}
     for (target, op), group in by_operator(results).items():
-        entry: dict[str, Any] = {"verdict": verdict_of(group), "worst": round(_worst(group), 4)}
+        entry: dict[str, Any] = {"verdict": verdict_of(group), "worst": _number(_worst(group))}
         entry |= {v: n for v in VERDICTS if (n := sum(r.verdict == v for r in group))}
         wrong = findings(group)
         if wrong:
@@ -78,7 +89,7 @@ def as_data(
                 {
                     "case": r.case.name,
                     "verdict": r.verdict,
-                    "worst": r.worst,
+                    "worst": _number(r.worst),
                     "text": _private(r.text),
                 }
                 for r in wrong[:MOST_FINDINGS]
@@ -116,6 +127,8 @@ def page(data: Mapping[str, Any]) -> Page:
 
 
 def _tolerances(entry: Mapping[str, Any]) -> str:
+    if entry["worst"] is None:
+        return "not finite"
     return f"{entry['worst']:.3g}" if "right" in entry or entry["worst"] else "-"
 
 
