@@ -400,6 +400,16 @@ def test_every_operator_has_cases_at_every_level():
     assert counts["quick"] < counts["default"] < counts["full"]
 
 
+def test_promises_are_checked_where_several_rows_can_show_them():
+    """One row, or a sum over rows, shows neither a NaN that spreads nor what others change."""
+    target = cases.Target("reference", "cpu")
+    for level in ("quick", "default"):
+        for op, several in cases.cases(target, "*", level).items():
+            counts = {s.name: cases._shows(op, s) for s in samples.of(op) if s.size == "small"}
+            checked = {c.sample for c in several if c.check == "promises"}
+            assert {counts[name] for name in checked} == {max(counts.values())}, op
+
+
 def test_guards_show_what_leaves_a_tensor():
     x = torch.randn(3, 8)[:, 1:7]
     copy = guarded(x)
