@@ -25,7 +25,7 @@ from liger_multi.documents import write_whole, yaml_of
 from liger_multi.errors import ConfigurationError
 from liger_multi.testing import bitwise, checks, samples
 from liger_multi.testing.poison import guarded, overwritten
-from liger_multi.testing.verify import cases, quarantine, report
+from liger_multi.testing.verify import cases, quarantine, report, run
 from liger_multi.testing.verify.run import Result
 
 CPU = torch.device("cpu")
@@ -469,6 +469,34 @@ def test_a_full_disk_keeps_what_was_found_on_the_screen(monkeypatch, tmp_path, c
     said = capsys.readouterr()
     assert json.loads(said.out)["operators"]["triton"]["tvd"]["verdict"] == "wrong"
     assert "No space left" in said.err
+
+
+CASE, TARGET = cases.Case("tvd", "reference", "a", "float32"), cases.Target("reference", "cpu")
+CHATTY = """
+import json, sys
+print("7", "null", "[1]", '{"a": 1}', "ready", json.dumps({"ready": True}), sep="\\n", flush=True)
+for line in sys.stdin:
+    print(json.dumps({"begin": 0}), 8, json.dumps({"end": 0, "alive": True, "verdict": "right"}),
+          sep="\\n", flush=True)
+"""
+
+
+def test_what_libraries_print_is_no_answer(monkeypatch):
+    monkeypatch.setattr(run, "CHILD", ["-c", CHATTY])
+    child = run.Child(TARGET, 1)
+    assert [child.ask(CASE, 20)["verdict"] for _ in range(2)] == ["right", "right"]
+    child.close()
+
+
+def test_a_machine_that_starts_no_process_is_not_right(monkeypatch, capsys):
+    """As with a full disk: an error, where nothing is known."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run, "Child", full)
+    assert main(["verify", "--quick", "--ops", "tvd", "--device", "cpu"]) == 2
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_an_unknown_operator_is_named(capsys):

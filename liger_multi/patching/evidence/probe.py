@@ -133,6 +133,8 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
 _TABLES = frozenset(vars(nn.Module()))  # of every module
 LARGEST = 2**22
 """Elements of a tensor among attributes that a replica has a copy of; larger ones it lacks."""
+LONGEST = 2**14
+"""Parts of a container that are copied with it; those of a longer one, such as data, are shared."""
 
 
 def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
@@ -170,9 +172,10 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
         own: Any = value.detach().clone()
     elif isinstance(value, (list, deque, set, bytearray, dict)):
         own = memo[id(value)] = copy.copy(value)
-        if isinstance(value, dict):
+        short = len(value) <= LONGEST
+        if short and isinstance(value, dict):
             own.update((key, _own(part, memo)) for key, part in value.items())
-        elif isinstance(value, (list, deque)):
+        elif short and isinstance(value, (list, deque)):
             for place, part in enumerate(value):
                 own[place] = _own(part, memo)
     elif type(value) is tuple:

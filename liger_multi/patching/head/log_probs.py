@@ -290,6 +290,13 @@ def _of_tokens(
     return None
 
 
+def _may_keep(deferred: DeferredLogits) -> bool:
+    """Whether a call without gradients may run with them, which nobody around it sees."""
+    watched = getattr(deferred.head, "_forward_pre_hooks", None)  # by sharding, for one
+    plain = not watched and top_saved_tensor_hooks(True) is None
+    return plain and not (deferred.hidden.is_inference() or torch.compiler.is_compiling())
+
+
 def _call(
     deferred: DeferredLogits,
     options: FusedOptions,
@@ -324,12 +331,7 @@ def _call(
         return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)
 
     rows, connected = hidden, torch.is_grad_enabled()
-    plain = not getattr(deferred.head, "_forward_pre_hooks", None)  # of sharding, for one
-    if (
-        waits
-        and plain
-        and not (connected or hidden.is_inference() or torch.compiler.is_compiling())
-    ):
+    if waits and not connected and _may_keep(deferred):
         rows = hidden.detach().requires_grad_()  # for which the call keeps the logits
     with torch.enable_grad() if rows is not hidden else contextlib.nullcontext():
         output = deferred.run(Job(run), rows)

@@ -222,14 +222,16 @@ def _with_block(text: str, new: str) -> str:
     """The text with the block in place of the old one, or at the end of its document."""
     import yaml
 
-    line_end = "\r\n" if "\r\n" in text else "\n"
+    before, line_end = text, "\r\n" if "\r\n" in text else "\n"
     if text and text[-1] not in "\r\n":
         text += line_end
-    root = yaml.compose(text, Loader=yaml.BaseLoader)
+    root: Any = yaml.compose(text, Loader=yaml.BaseLoader)
     if isinstance(root, yaml.ScalarNode):  # a document of null
         text, root = text[: root.start_mark.index] + text[root.end_mark.index :], None
     pairs = root.value if root else []
     old = next((pair for pair in pairs if pair[0].value == KEY), None)
+    if not new and old is None:
+        return before
     if root and root.flow_style:
         return _in_braces(text, new, root, old, line_end)
     lines = text.splitlines(keepends=True)
@@ -251,8 +253,8 @@ def _document_end(text: str, count: int) -> int:
 
     for event in yaml.parse(text, Loader=yaml.BaseLoader):
         if isinstance(event, yaml.DocumentEndEvent) and event.explicit:
-            line: int = event.start_mark.line
-            return line
+            mark: Any = event.start_mark
+            return int(mark.line)
     return count
 
 
@@ -280,7 +282,8 @@ def _owners_comments(lines: Sequence[str]) -> str:
 
 def _in_braces(text: str, new: str, root: Any, old: Any, line_end: str) -> str:
     """The same for a mapping in braces, where the block has braces and commas too."""
-    written, around = [], []
+    written: list[str] = []
+    around: list[int] = []
     for line in new.splitlines():
         indent = len(line) - len(line.lstrip())
         while around and indent <= around[-1]:

@@ -26,6 +26,8 @@ from liger_multi.testing.verify.cases import Case, Target
 
 CHILD = ["-m", "liger_multi.testing.verify.child"]
 """Arguments of the interpreter; a simulated device has a child of its own."""
+ANSWERS = frozenset({"ready", "begin", "end"})
+"""What a line of a child has, any of them; others are not its own."""
 MOST_LOST = 2
 START_LIMIT = 300.0  # seconds that a child may take to import PyTorch, on a busy machine
 FINDINGS = ("wrong", "crashed", "hung", "out of memory")
@@ -77,7 +79,9 @@ class Child:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with contextlib.suppress(ValueError):  # what libraries print as they are imported
-                self.lines.put(json.loads(line))
+                answer = json.loads(line)
+                if isinstance(answer, dict) and not ANSWERS.isdisjoint(answer):
+                    self.lines.put(answer)
         self.lines.put(None)
 
     def ask(self, case: Case, limit: float) -> dict[str, Any]:
@@ -132,6 +136,7 @@ class Runner:
         jobs: Children at a time.
         begun: Called with the operator's name when one begins.
         heard: Called with every result.
+        errors: What ended a thread that asks children.
     """
 
     limit: float
@@ -139,9 +144,14 @@ class Runner:
     begun: Callable[[str], None] = lambda name: None
     heard: Callable[[Result], None] = lambda result: None
     results: list[Result] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
 
     def run(self, groups: Iterable[tuple[Target, list[Case]]]) -> list[Result]:
-        """The results of groups of cases, one group an operator."""
+        """The results of groups of cases, one group an operator.
+
+        Raises:
+            OSError: No child can be started: nothing is known of what it would have run.
+        """
         waiting: queue.SimpleQueue[tuple[Target, list[Case]]] = queue.SimpleQueue()
         count = 0
         for group in groups:
@@ -161,6 +171,8 @@ class Runner:
         except BaseException:
             stop.set()  # the children end after the case that they are at
             raise
+        if self.errors:
+            raise self.errors[0]
         return done
 
     def _work(
@@ -183,6 +195,9 @@ class Runner:
                     self.heard(result)
         except queue.Empty:
             pass
+        except BaseException as error:
+            self.errors.append(error)
+            stop.set()
         finally:
             for child in children.values():
                 child.close()
