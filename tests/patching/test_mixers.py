@@ -771,6 +771,9 @@ MASKS = {
     "of keys, with a cache": keys(HIDDEN, 4),
     "of keys, in a static cache": keys(HIDDEN, 2, 5),
     "to be added": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), torch.finfo().min),
+    "to be added, not the least number": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), -1e4),
+    "beside a bias": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), -1e9)
+    - 50.0 * (torch.arange(6)[:, None] - torch.arange(6)).abs(),
     "by kinds of layers": {"full_attention": keys(HIDDEN, 2, 5), "linear_attention": None},
     "both": {"full_attention": None, "linear_attention": HIDDEN},
 }

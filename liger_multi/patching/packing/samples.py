@@ -59,6 +59,11 @@ def continuing_tokens(mask: Any, tokens: int) -> Tensor | None:
     return None if keys is None else keys.seen.to(torch.uint8).argmax(2) < keys.own
 
 
+FAR = -1e3
+"""Keys to which a mask adds less are hidden: people write -1e4, -1e9, the least number or -inf. A
+bias that grows with the distance leaves a token itself and its neighbors."""
+
+
 class _Keys(NamedTuple):
     """Which keys every token sees, ``(B, T, S)`` bool, and which key is its own, ``(B, T)``."""
 
@@ -74,8 +79,7 @@ def _keys(mask: Tensor, tokens: int) -> _Keys | None:
     """
     if mask.shape[2] != tokens or mask.shape[3] < tokens:
         return None
-    floating = mask.is_floating_point()
-    seen = (mask > torch.finfo(mask.dtype).min / 2 if floating else mask != 0).any(1)
+    seen = (mask > FAR if mask.is_floating_point() else mask != 0).any(1)
     place = torch.arange(mask.shape[3], device=mask.device)
     own = place[:tokens].expand(seen.shape[0], -1)
     if mask.shape[3] > tokens:
