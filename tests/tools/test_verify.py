@@ -24,8 +24,8 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.documents import write_whole, yaml_of
 from liger_multi.errors import ConfigurationError
 from liger_multi.testing import bitwise, checks, samples
-from liger_multi.testing.poison import guarded, overwritten
-from liger_multi.testing.verify import cases, quarantine, report, run
+from liger_multi.testing.checks import guarded, overwritten
+from liger_multi.testing.verify import cases, quarantine, run
 from liger_multi.testing.verify.run import Result
 
 CPU = torch.device("cpu")
@@ -410,6 +410,13 @@ def test_promises_are_checked_where_several_rows_can_show_them():
             assert {counts[name] for name in checked} == {max(counts.values())}, op
 
 
+@pytest.mark.parametrize("op", ["cross_entropy", "kl_div", "jsd", "tvd"])
+def test_each_loss_of_65537_is_compared(op):
+    """A mean over so many rows hides one that is wrong."""
+    right = checks.exact(op, "past-65535-rows", *FP32)
+    assert right.result["result"].shape == (65537,)
+
+
 def test_guards_show_what_leaves_a_tensor():
     x = torch.randn(3, 8)[:, 1:7]
     copy = guarded(x)
@@ -446,12 +453,12 @@ def test_a_report_is_json_of_any_reader_without_folders(monkeypatch, tmp_path):
     for folder in ("/", str(tmp_path)):
         monkeypatch.chdir(folder)
         monkeypatch.setenv("HOME", "/home/bo b")
-        data = report.as_data(known, [wrong], **about)
+        data = run.as_data(known, [wrong], **about)
         entry = json.loads(json.dumps(data, allow_nan=False))["operators"]["triton"]["tvd"]
         said = entry["findings"][0]["text"].replace("./z", "z")
         assert said == "no '~/x/y.so', k.py:1, z, cpu/float32"
         assert entry["worst"] is None
-        assert "not finite" in str(report.page(data))
+        assert "not finite" in str(run.page(data))
 
 
 def test_a_full_disk_keeps_what_was_found_on_the_screen(monkeypatch, tmp_path, capsys):

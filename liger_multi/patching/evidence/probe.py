@@ -114,7 +114,11 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
         name: OrderedDict() if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()
     }
-    fresh = {name: value for name, value in fresh.items() if not _is_large(value)}
+    fresh = {
+        name: value
+        for name, value in fresh.items()
+        if not (type(value) is Tensor and value.numel() > LARGEST)
+    }
     fresh |= own_copies(fresh, {})
     if has_own_forward(module):
         del fresh["forward"]  # it is bound to the module
@@ -184,7 +188,7 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
     elif isinstance(value, torch.Generator):
         own = torch.Generator(value.device)
         own.set_state(value.get_state())
-    elif is_cache(value) or type(value).__module__.partition(".")[0] in _COPIED:
+    elif is_cache(value) or _is_state(value):
         own = copy.deepcopy(value)
     else:
         own = _object(value, memo) if _is_of_user(value) else value
@@ -198,6 +202,11 @@ _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "triton", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes"),
     *("torchao", "builtins", "liger_multi"),
 }
+
+
+def _is_state(value: Any) -> bool:
+    package = type(value).__module__.partition(".")[0]
+    return package in _COPIED and getattr(value, "size", 0) <= LARGEST
 
 
 def _is_of_user(value: Any) -> bool:
@@ -215,10 +224,6 @@ def _object(value: Any, memo: dict[int, Any]) -> Any:
         parts = {name: _own(part, memo) for name, part in vars(value).items()}
         vars(own).update(parts)
     return own
-
-
-def _is_large(value: Any) -> bool:
-    return type(value) is Tensor and value.numel() > LARGEST
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:
