@@ -410,11 +410,13 @@ def test_promises_are_checked_where_several_rows_can_show_them():
             assert {counts[name] for name in checked} == {max(counts.values())}, op
 
 
-@pytest.mark.parametrize("op", ["cross_entropy", "kl_div", "jsd", "tvd"])
-def test_each_loss_of_65537_is_compared(op):
-    """A mean over so many rows hides one that is wrong."""
-    right = checks.exact(op, "past-65535-rows", *FP32)
-    assert right.result["result"].shape == (65537,)
+@pytest.mark.parametrize("op", ["cross_entropy", "kl_div", "jsd", "tvd", "indexer_scores"])
+def test_each_of_65537_rows_is_compared(op):
+    """A mean over so many rows hides a wrong one, and a row of zeros hides a factor."""
+    result = checks.exact(op, "past-65535-rows", *FP32).result["result"]
+    rows = result.flatten(0, -2) if result.ndim > 1 else result
+    assert len(rows) == 65537
+    assert rows[65536:].any()
 
 
 def test_guards_show_what_leaves_a_tensor():
