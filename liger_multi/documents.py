@@ -1,4 +1,4 @@
-"""YAML and JSON files that people write, read strictly; and what JSON may hold.
+"""YAML and JSON files that people write, read strictly and written whole; what JSON may hold.
 
 What a file may hold is the part of YAML that configurations need: mappings with text as keys,
 lists, text, decimal numbers, ``true``, ``false`` and ``null``, and merge keys (``<<: *base``).
@@ -9,12 +9,14 @@ aliases. ``on``, ``off``, ``yes``, ``no`` and dates are text.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from liger_multi.errors import ConfigurationError, shown, shown_path
@@ -138,6 +140,31 @@ def _read(path: str | os.PathLike[str], what: str, form: str, most: int) -> str:
             f"{shown_path(name)} is not {form}: its text is not UTF-8, byte {error.start} is "
             f"0x{data[error.start]:02x}"
         ) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, or leave it as it is: a new file takes its place, but not that of a device.
+
+    Raises:
+        OSError: It must not be written to, or the disk is full.
+    """
+    place = path.resolve()
+    if place.exists() and not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if place.exists() and not place.is_file():
+        place.write_bytes(data)
+        return
+    part = place.with_name(f".{place.name}.part")
+    try:
+        part.write_bytes(data)
+        if place.exists():
+            part.chmod(place.stat().st_mode & 0o777)
+        os.replace(part, place)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if error.errno != errno.EBUSY:  # a file that is mounted by itself stays where it is
+            raise
+        place.write_bytes(data)
 
 
 class _Builder:

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,28 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
+_document: ContextVar[Any] = ContextVar("liger_multi_document", default=None)
+
+
+@contextlib.contextmanager
+def only_json(arguments: argparse.Namespace) -> Iterator[None]:
+    """With ``--json``, what backends and libraries print goes to standard error."""
+    if not getattr(arguments, "json", False):
+        yield
+        return
+    token = _document.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        _document.get().flush()
+    finally:
+        _document.reset(token)
+
+
 def write_json(data: Any) -> None:
     """Write a command's result to standard output as JSON."""
-    sys.stdout.write(json.dumps(data, indent=1, default=str) + "\n")
+    out = _document.get() or sys.stdout
+    out.write(json.dumps(data, indent=1, default=str) + "\n")
 
 
 def device(command: str, name: str | None) -> torch.device:

@@ -51,7 +51,8 @@ def program() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        code: int = arguments.run(arguments)
+        with checking.only_json(arguments):
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
     except LigerMultiError as error:
         sys.stderr.write(f"liger-multi: error: {error}\n")

@@ -20,6 +20,7 @@ from liger_multi.cli import checking, doctor
 from liger_multi.dispatch.config import Quarantine
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
+from liger_multi.documents import write_whole
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 from liger_multi.testing import samples
 from liger_multi.testing.verify import cases, quarantine
@@ -83,13 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``liger-multi verify``; 1 on a finding."""
     device = checking.device("verify", arguments.device)
     level = "quick" if arguments.quick else "full" if arguments.full else "default"
+    arguments.ops = ",".join(glob.strip() for glob in arguments.ops.split(","))
     for glob in arguments.ops.split(","):
         if not cases.named(glob):
             raise LigerMultiError(unknown("operator", glob, operators(), "liger-multi explain"))
     if arguments.report:
         checking.file("--report", arguments.report, ".json", overwrite=True)
     if arguments.quarantine:
-        checking.file("--quarantine", arguments.quarantine, ".yaml", overwrite=True)
+        suffix = ".yml" if arguments.quarantine.suffix == ".yml" else ".yaml"
+        checking.file("--quarantine", arguments.quarantine, suffix, overwrite=True)
     old = quarantine.quarantine_of(arguments.quarantine) if arguments.quarantine else None
     began = time.monotonic()
     chosen = list(cases.targets(device, arguments.backend))
@@ -108,12 +111,14 @@ def run(arguments: argparse.Namespace) -> int:
         label=arguments.label or "",
         lifted=quarantine.lifted(results, device),
     )
-    if arguments.report:
-        arguments.report.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if arguments.json:
-        checking.write_json(data)
-    else:
-        verdicts.page(data).show()
+    with contextlib.ExitStack() as after:  # what was found is shown even if the disk is full
+        if arguments.report:
+            written = json.dumps(data, indent=1, allow_nan=False) + "\n"
+            after.callback(write_whole, arguments.report, written.encode())
+        if arguments.json:
+            checking.write_json(data)
+        else:
+            verdicts.page(data).show()
     if arguments.quarantine:
         _quarantine(arguments, device, results, data, old)
     return 1 if verdicts.findings(results) else 0

@@ -169,7 +169,7 @@ SAMPLES = (
     Sample("sliced", _case((2, 12, 2, 8), 5, layout="sliced")),
     Sample("expanded", _case((3, 12, 2, 8), 5, layout="expanded")),
     *each_frozen(_case((1, 9, 2, 8), 5), "q k w"),
-    Sample("past-65535-rows", _case((1, 65537, 1, 2), 2, keys=3), size="thin"),
+    Sample("past-65535-rows", _case((1, 65537, 2, 2), 2, keys=3), size="thin"),
     # integers, because rounding may flip the sign of other products
     Sample(
         "8192x64x128-2048", _case((1, 8192, 64, 128), 2048, absent=0.0, whole=8.0), size="bench"

@@ -260,6 +260,24 @@ def test_several_losses_of_the_same_logits(models):
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
+def test_entropies_before_tokens_without_gradients(models, monkeypatch):
+    """One call, which keeps its logits for the tokens; a later loss has gradients of its own."""
+    calls, own = [], ops.fused_linear_log_prob
+    monkeypatch.setattr(
+        ops, "fused_linear_log_prob", lambda *a, **k: calls.append(0) or own(*a, **k)
+    )
+    found = []
+    for model in models:
+        logits = model(input_ids=IDS).logits
+        with torch.no_grad():
+            found.append([_entropy(logits), logits.log_softmax(-1).gather(-1, IDS[..., None])])
+        assert not any(x.requires_grad for x in found[-1])
+        logits.log_softmax(-1).gather(-1, IDS[..., None]).sum().backward()
+    assert len(calls) == 2
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
+    assert_same_gradients(gradients(models[1]), gradients(models[0]))
+
+
 SECOND = {
     "without a graph": lambda z: (_metric(z), _entropy(z))[1],
     "another temperature": lambda z: z.logsumexp(-1) + (z / 2).logsumexp(-1),

@@ -770,6 +770,9 @@ MASKS = {
     "of keys, with a cache": keys(HIDDEN, 4),
     "of keys, in a static cache": keys(HIDDEN, 2, 5),
     "to be added": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), torch.finfo().min),
+    "to be added, not the least number": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), -1e4),
+    "beside a bias": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), -1e9)
+    - 50.0 * (torch.arange(6)[:, None] - torch.arange(6)).abs(),
     "by kinds of layers": {"full_attention": keys(HIDDEN, 2, 5), "linear_attention": None},
     "both": {"full_attention": None, "linear_attention": HIDDEN},
 }
@@ -830,6 +833,24 @@ def test_positions_tell_samples_apart_among_visible_tokens(positions, mask, ids,
     axes = inputs["position_ids"].expand(3, -1, -1)  # of images
     actual = sample_ids({"input_ids": rows, **inputs, "position_ids": axes})
     assert actual.tolist() == [ids if 7 not in positions else [0] * 6]
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    "positions", [[1, 0, 1, 1, 1, 2], [0, 0, 1, 1, 1, 2], [5, 0, 1, 5, 5, 2], [0, 1, 2, 3, 4, 5]]
+)
+def test_hidden_tokens_that_see_themselves_begin_no_sample(positions, before):
+    """Such a mask has no row of nothing but hidden keys; it is of one sample, or of two."""
+    itself = torch.eye(6, 6 + before, dtype=torch.bool).roll(before, 1)
+    mask = keys(HIDDEN[:1], before) | itself
+    inputs = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([positions])}
+    for form in (mask, {"full_attention": mask}, torch.where(mask, 0.0, -torch.inf)):
+        assert not sample_ids({**inputs, "attention_mask": form}).any()
+        assert not several({**inputs, "attention_mask": form})
+    apart = torch.block_diag(*torch.ones(2, 3, 3)).bool().tril()[None, None]
+    two = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "attention_mask": apart}
+    assert sample_ids({**inputs, **two}).tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert several({**inputs, **two})
 
 
 def test_ids_of_hidden_tokens_are_not_read():

@@ -471,6 +471,56 @@ def test_nothing_changes_but_the_verdict():
     assert calls == [(1, TOKENS, 32)]
 
 
+class Meter:
+    def __init__(self):
+        self.rows, self.parts = [], {"total": 0}
+
+    def add(self, rows):
+        self.rows.append(rows)
+        self.parts["total"] += 1
+        self.last = rows
+
+
+class Metered(nn.Module):
+    """A layer that writes to objects of its user: of a class, and of libraries."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.meters = [Meter(), Meter()]
+        self.named, self.steps = types.SimpleNamespace(calls=0), itertools.count()
+        self.histogram, self.dice = np.zeros(3), random.Random(0)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        for meter in self.meters:
+            meter.add(x.shape[1])
+        self.named.calls += 1
+        self.histogram += 1
+        next(self.steps)
+        self.dice.random()
+        return self.inner(x) + 1e-9 * torch.rand((), generator=self.noise)
+
+
+def test_a_trial_writes_to_no_object_of_the_user():
+    model, inputs = patched(), {"input_ids": tokens(), "position_ids": positions(), **APART}
+    model.model.layers[0].mlp = layer = Metered(model.model.layers[0].mlp)
+    other = Metered(copy.deepcopy(layer.inner))
+    with torch.no_grad():
+        model(**inputs)
+        other(torch.zeros(1, TOKENS, 32))  # what one call does
+    for mine, expected in ((layer, other), (layer.meters[0], other.meters[1])):
+        assert all(
+            str(value) == str(vars(expected)[name])
+            for name, value in vars(mine).items()
+            if isinstance(value, (list, dict, int, types.SimpleNamespace, itertools.count))
+            and name not in ("meters", "_modules")
+        )
+    assert layer.histogram.tolist() == [1, 1, 1]
+    assert layer.dice.getstate() == other.dice.getstate()
+    assert torch.equal(layer.noise.get_state(), other.noise.get_state())
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_step_equals_unchecked(dropout):
     models = [build(attention_dropout=dropout, patching={"packing": on}) for on in (True, False)]

@@ -3,6 +3,9 @@
 The faults are in a backend of an entry point, which child processes find as users' processes do.
 """
 
+import codecs
+import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -14,14 +17,16 @@ import torch
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.cli import verify
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import Configuration, load, parse, within
 from liger_multi.dispatch.registry import operators
-from liger_multi.documents import yaml_of
+from liger_multi.documents import write_whole, yaml_of
 from liger_multi.errors import ConfigurationError
 from liger_multi.testing import bitwise, checks, samples
 from liger_multi.testing.checks import guarded, overwritten
-from liger_multi.testing.verify import cases, quarantine
+from liger_multi.testing.verify import cases, quarantine, run
+from liger_multi.testing.verify.run import Result
 
 CPU = torch.device("cpu")
 FP32 = (torch.float32, CPU)
@@ -270,6 +275,13 @@ BLOCK = quarantine.block({"cpu/float32": {"tvd": ("reference", "wrong: x")}}, "2
         f"{BLOCK}\n# about ops\nops:\n  tvd: reference\n",
         "ops: &o\n  tvd: reference\ndevices:\n  cpu:\n    ops: *o\n",
         "ops: {}\nquarantine:\n  ops:\n    cpu: {tvd: reference}\n# chunks\nchunk_bytes: 1MiB\n",
+        "---\n# before the end\nops: {tvd: reference}\n...\n# behind it\n",
+        "  # further in\n  ops: {tvd: reference}\n  chunk_bytes: 1MiB\n",
+        "quarantine: {since: '2020-01-01',\n  ops: {cpu: {tvd: reference}}}\nchunk_bytes: 1MiB\n",
+        "ops: {tvd: auto}\nquarantine:\n  ops:\n    cpu: {tvd: reference}",
+        "{ops: {tvd: reference}}\n",
+        "{\n  quarantine: {ops: {cpu: {tvd: reference}}},  # old\n# ops\n  ops: {tvd: auto},\n}\n",
+        "~\n",
     ],
 )
 def test_blocks_are_merged_and_taken_out_again(text):
@@ -285,7 +297,54 @@ def test_blocks_are_merged_and_taken_out_again(text):
     assert [line for line in gone.splitlines() if line.startswith("#")] == comments
 
 
-@pytest.mark.parametrize("text", ["{ops: {tvd: reference}}\n", "[1]\n", "ops: [\n"])
+def test_a_block_keeps_line_ends_and_comments_of_its_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(
+        codecs.BOM_UTF8 + b"# mine\r\nquarantine:\r\n  # ask Bo\r\n  ops: {cpu: {tvd: auto}}\r\n"
+    )
+    assert quarantine.write(file, BLOCK)
+    data = file.read_bytes()
+    assert data.startswith(b"\xef\xbb\xbf# mine\r\nquarantine:\r\n  # ask Bo\r\n")
+    assert data.count(b"\r\n") == data.count(b"\n")
+    assert not quarantine.write(file, BLOCK)
+    assert load(file).quarantine.ops == {"cpu/float32": {"tvd": ("reference",)}}
+
+
+def test_a_pipe_in_place_of_a_file_stays_one(tmp_path):
+    """As /dev/stdout may be, which a name links to."""
+    pipe, link = tmp_path / "pipe", tmp_path / "r.json"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(link, b"{}")
+    assert os.read(reader, 9) == b"{}"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBUSY, errno.EACCES])
+def test_a_file_that_cannot_be_replaced(number, tmp_path, monkeypatch):
+    """A full disk and a file without the right to write leave it; a mounted one is written to."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("chunk_bytes: 1MiB\n")
+
+    def refused(*args):
+        raise OSError(number, "refused")
+
+    if number == errno.EACCES:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    else:
+        monkeypatch.setattr(os, "replace", refused)
+    with contextlib.nullcontext() if number == errno.EBUSY else pytest.raises(OSError):
+        quarantine.write(file, BLOCK)
+    assert ("quarantine" in file.read_text()) is (number == errno.EBUSY)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+ALIASED = "quarantine: {ops: {cpu: &c {tvd: reference}}}\nops: *c\n"
+
+
+@pytest.mark.parametrize("text", [ALIASED, "[1]\n", "ops: [\n"])
 def test_a_file_of_another_form_is_left_alone(text, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
@@ -341,6 +400,25 @@ def test_every_operator_has_cases_at_every_level():
     assert counts["quick"] < counts["default"] < counts["full"]
 
 
+def test_promises_are_checked_where_several_rows_can_show_them():
+    """One row, or a sum over rows, shows neither a NaN that spreads nor what others change."""
+    target = cases.Target("reference", "cpu")
+    for level in ("quick", "default"):
+        for op, several in cases.cases(target, "*", level).items():
+            counts = {s.name: cases._shows(op, s) for s in samples.of(op) if s.size == "small"}
+            checked = {c.sample for c in several if c.check == "promises"}
+            assert {counts[name] for name in checked} == {max(counts.values())}, op
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "kl_div", "jsd", "tvd", "indexer_scores"])
+def test_each_of_65537_rows_is_compared(op):
+    """A mean over so many rows hides a wrong one, and a row of zeros hides a factor."""
+    result = checks.exact(op, "past-65535-rows", *FP32).result["result"]
+    rows = result.flatten(0, -2) if result.ndim > 1 else result
+    assert len(rows) == 65537
+    assert rows[65536:].any()
+
+
 def test_guards_show_what_leaves_a_tensor():
     x = torch.randn(3, 8)[:, 1:7]
     copy = guarded(x)
@@ -365,6 +443,69 @@ def test_a_row_of_nan_may_not_reach_others():
     bitwise.check_rows(call, "rows")
     with pytest.raises(AssertionError, match="beside NaN"):
         bitwise.check_rows(Spreading(call.prim, call.args, call.order), "rows")
+
+
+def test_a_report_is_json_of_any_reader_without_folders(monkeypatch, tmp_path):
+    """Infinite errors are null; of a path only the last name is left, wherever it ran."""
+    case = cases.Case("tvd", "triton", "a", "float32")
+    text = f"no '/home/bo b/x/y.so', /scratch/al/k.py:1, {tmp_path}/z, cpu/float32"
+    wrong = Result(case, cases.Target("triton", "cpu"), "wrong", float("inf"), text)
+    known = {"device": {"type": "cpu", "name": "cpu"}, "versions": {}}
+    about = {"level": "quick", "seconds": 1, "date": "", "by": "", "label": "", "lifted": ()}
+    for folder in ("/", str(tmp_path)):
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HOME", "/home/bo b")
+        data = run.as_data(known, [wrong], **about)
+        entry = json.loads(json.dumps(data, allow_nan=False))["operators"]["triton"]["tvd"]
+        said = entry["findings"][0]["text"].replace("./z", "z")
+        assert said == "no '~/x/y.so', k.py:1, z, cpu/float32"
+        assert entry["worst"] is None
+        assert "not finite" in str(run.page(data))
+
+
+def test_a_full_disk_keeps_what_was_found_on_the_screen(monkeypatch, tmp_path, capsys):
+    """The file with the result is not written, the table is."""
+    wrong = Result(
+        cases.Case("tvd", "triton", "a", "float32"), cases.Target("triton", "cpu"), "wrong"
+    )
+    monkeypatch.setattr(verify, "verify", lambda *_: [wrong])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(verify, "write_whole", full)
+    assert main(["verify", "--device", "cpu", "--report", str(tmp_path / "r.json"), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["operators"]["triton"]["tvd"]["verdict"] == "wrong"
+    assert "No space left" in said.err
+
+
+CASE, TARGET = cases.Case("tvd", "reference", "a", "float32"), cases.Target("reference", "cpu")
+CHATTY = """
+import json, sys
+print("7", "null", "[1]", '{"a": 1}', "ready", json.dumps({"ready": True}), sep="\\n", flush=True)
+for line in sys.stdin:
+    print(json.dumps({"begin": 0}), 8, json.dumps({"end": 0, "alive": True, "verdict": "right"}),
+          sep="\\n", flush=True)
+"""
+
+
+def test_what_libraries_print_is_no_answer(monkeypatch):
+    monkeypatch.setattr(run, "CHILD", ["-c", CHATTY])
+    child = run.Child(TARGET, 1)
+    assert [child.ask(CASE, 20)["verdict"] for _ in range(2)] == ["right", "right"]
+    child.close()
+
+
+def test_a_machine_that_starts_no_process_is_not_right(monkeypatch, capsys):
+    """As with a full disk: an error, where nothing is known."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run, "Child", full)
+    assert main(["verify", "--quick", "--ops", "tvd", "--device", "cpu"]) == 2
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_an_unknown_operator_is_named(capsys):

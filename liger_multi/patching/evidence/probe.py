@@ -18,6 +18,8 @@ import random as random_numbers
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -135,13 +137,16 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
 _TABLES = frozenset(vars(nn.Module()))  # of every module
 LARGEST = 2**22
 """Elements of a tensor among attributes that a replica has a copy of; larger ones it lacks."""
+LONGEST = 2**14
+"""Parts of a container that are copied with it; those of a longer one, such as data, are shared."""
 
 
 def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     """Copies of what a forward may write to among a module's attributes, which are its user's.
 
-    Containers, tensors, caches and the configuration are copied; parameters, buffers, submodules
-    and whatever else a container holds are not.
+    Containers, tensors, caches, the configuration, sources of random numbers and objects of the
+    user's own classes are copied; parameters, buffers, submodules, functions and objects of
+    libraries are not.
 
     Args:
         attributes: Of the module, by name.
@@ -171,17 +176,53 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
         own: Any = value.detach().clone()
     elif isinstance(value, (list, deque, set, bytearray, dict)):
         own = memo[id(value)] = copy.copy(value)
-        if isinstance(value, dict):
+        short = len(value) <= LONGEST
+        if short and isinstance(value, dict):
             own.update((key, _own(part, memo)) for key, part in value.items())
-        elif isinstance(value, (list, deque)):
+        elif short and isinstance(value, (list, deque)):
             for place, part in enumerate(value):
                 own[place] = _own(part, memo)
     elif type(value) is tuple:
         parts = tuple(_own(part, memo) for part in value)
         own = value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
+    elif isinstance(value, torch.Generator):
+        own = torch.Generator(value.device)
+        own.set_state(value.get_state())
+    elif is_cache(value) or _is_state(value):
+        own = copy.deepcopy(value)
     else:
-        own = copy.deepcopy(value) if is_cache(value) else value
+        own = _object(value, memo) if _is_of_user(value) else value
     memo[id(value)] = own
+    return own
+
+
+_COPIED = ("numpy", "itertools", "random")
+"""Packages whose objects are numbers, or counters of some kind."""
+_LIBRARIES = sys.stdlib_module_names | {
+    *("torch", "triton", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes"),
+    *("torchao", "builtins", "liger_multi"),
+}
+
+
+def _is_state(value: Any) -> bool:
+    package = type(value).__module__.partition(".")[0]
+    return package in _COPIED and getattr(value, "size", 0) <= LARGEST
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether an object has attributes that the code of a forward, not a library, may write to."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    left = isinstance(value, (nn.Module, type, FunctionType, ModuleType, Enum))
+    package = type(value).__module__.partition(".")[0]
+    return not left and hasattr(value, "__dict__") and package not in _LIBRARIES
+
+
+def _object(value: Any, memo: dict[int, Any]) -> Any:
+    own = memo[id(value)] = copy.copy(value)
+    if own is not value:
+        parts = {name: _own(part, memo) for name, part in vars(value).items()}
+        vars(own).update(parts)
     return own
 
 

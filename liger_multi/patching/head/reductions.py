@@ -466,6 +466,8 @@ def _of_tokens(
             saved = getattr(known.node, "saved_tensors", ())
         if known.curve != curve or not saved or known.of(hidden) is not known.statistics:
             continue
+        if connected and not known.connected:
+            continue
         _, weight, stand_in, _, _, lse, lse_low, logits = saved
         inside = ((target >= 0) & (target < weight.shape[0])).flatten()
         if not logits.numel() or (target.device.type == "cpu" and not inside.all()):
@@ -485,6 +487,13 @@ def _of_tokens(
         kept[place] = known._replace(statistics=statistics, node=None)
         return statistics
     return None
+
+
+def _may_keep(deferred: DeferredLogits) -> bool:
+    """Whether a call without gradients may run with them, which nobody around it sees."""
+    watched = getattr(deferred.head, "_forward_pre_hooks", None)  # by sharding, for one
+    plain = not watched and top_saved_tensor_hooks(True) is None
+    return plain and not (deferred.hidden.is_inference() or torch.compiler.is_compiling())
 
 
 def _call(
@@ -520,9 +529,13 @@ def _call(
     def run(head: Any, hidden: Tensor) -> Any:
         return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)
 
-    output = deferred.run(Job(run), hidden)
+    rows, connected = hidden, torch.is_grad_enabled()
+    if waits and not connected and _may_keep(deferred):
+        rows = hidden.detach().requires_grad_()  # for which the call keeps the logits
+    with torch.enable_grad() if rows is not hidden else contextlib.nullcontext():
+        output = deferred.run(Job(run), rows)
     node = output.lse.grad_fn if waits and not torch.compiler.is_compiling() else None
     while node is not None and not type(node).__name__.startswith("fused_linear_log_prob"):
         node = next(iter(node.next_functions), (None,))[0]  # of views
     row_statistics = Statistics(output.log_prob, output.entropy, output.lse)
-    return Known(hidden, curve, torch.is_grad_enabled(), row_statistics, node)
+    return Known(hidden, curve, connected, row_statistics, node)

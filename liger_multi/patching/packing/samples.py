@@ -6,6 +6,7 @@ neither begins a sample nor ends one. Positions are compared from one visible to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,16 +44,61 @@ def visible_tokens(mask: Any, tokens: int) -> Tensor | None:
     return _by_function(mask, tokens) if hasattr(mask, "mask_mod") else None
 
 
-def _by_keys(mask: Tensor, tokens: int) -> Tensor | None:
-    """By a mask ``(B, heads, T, S)``: a token that is hidden does not see itself."""
+def continuing_tokens(mask: Any, tokens: int) -> Tensor | None:
+    """Which tokens see an earlier one, ``(B or 1, T)`` bool: no sample begins with them.
+
+    None where the mask has no row for each token.
+    """
+    if isinstance(mask, Mapping):
+        parts = [continuing_tokens(part, tokens) for part in mask.values()]
+        answers = [part for part in parts if part is not None]
+        return functools.reduce(torch.logical_or, answers) if answers else None
+    mask = mask.dense if isinstance(mask, KeyMask) else mask
+    keys = _keys(mask, tokens) if isinstance(mask, Tensor) and mask.ndim == 4 else None
+    return None if keys is None else keys.seen.to(torch.uint8).argmax(2) < keys.own
+
+
+FAR = -1e3
+"""Keys to which a mask adds less are hidden: people write -1e4, -1e9, the least number or -inf. A
+bias that grows with the distance leaves a token itself and its neighbors."""
+
+
+class _Keys(NamedTuple):
+    """Which keys every token sees, ``(B, T, S)`` bool, and which key is its own, ``(B, T)``."""
+
+    seen: Tensor
+    own: Tensor
+
+
+def _keys(mask: Tensor, tokens: int) -> _Keys | None:
+    """By a mask ``(B, heads, T, S)``, whose last keys are those of the tokens, or none is.
+
+    Where in a cache the tokens stand is not known: there, a token that sees no key before its own
+    and no key after it stands nowhere else than the others.
+    """
     if mask.shape[2] != tokens or mask.shape[3] < tokens:
         return None
-    floating = mask.is_floating_point()
-    visible = (mask > torch.finfo(mask.dtype).min / 2 if floating else mask != 0).any(1)
-    if mask.shape[3] == tokens:
-        return visible.diagonal(dim1=1, dim2=2)
+    seen = (mask > FAR if mask.is_floating_point() else mask != 0).any(1)
     place = torch.arange(mask.shape[3], device=mask.device)
-    return _by_last(torch.where(visible, place, -1).amax(-1))
+    own = place[:tokens].expand(seen.shape[0], -1)
+    if mask.shape[3] > tokens:
+        offset = torch.where(seen, place, -1).amax(-1) - own
+        own = (own + offset.amax(1, keepdim=True)).clamp(0, mask.shape[3] - 1)
+    return _Keys(seen, own)
+
+
+def _by_keys(mask: Tensor, tokens: int) -> Tensor | None:
+    """By a mask ``(B, heads, T, S)``: a token that is hidden does not see itself, or is alone.
+
+    A mask that lets every token see itself spares attention rows of nothing but hidden keys: a
+    token that sees no other one, and that no other one sees, is hidden there.
+    """
+    keys = _keys(mask, tokens)
+    if keys is None:
+        return None
+    itself = keys.seen.gather(2, keys.own[..., None])[..., 0]
+    seeing, seen_by = keys.seen.sum(2), keys.seen.sum(1).gather(1, keys.own)
+    return itself & ((seeing > 1) | (seen_by > 1))
 
 
 def _by_last(last: Tensor) -> Tensor:
@@ -121,7 +167,15 @@ def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
     if visible is None:
         return _ids(_jumps(numbers)) if by_position else numbers
     begins = _begins(numbers, visible, by_position)
+    if by_position:
+        begins = _beginning(begins, arguments)
     return _ids(begins) if numbers.shape[-1] else numbers
+
+
+def _beginning(begins: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Without the tokens that see an earlier one: a mask of queries and keys tells more."""
+    continuing = continuing_tokens(arguments.get("attention_mask"), begins.shape[1])
+    return begins if continuing is None else begins & ~continuing
 
 
 def _by_position(arguments: Mapping[str, Any]) -> bool:
@@ -199,6 +253,8 @@ def several(arguments: Mapping[str, Any]) -> bool:
         visible = torch.ones(numbers.shape[-2:], dtype=torch.bool, device=numbers.device)
     by_position = _by_position(arguments)
     begins = _begins(numbers, visible, by_position)
+    if by_position:
+        begins = _beginning(begins, arguments)
     if by_position and numbers.ndim == 2:
         begins = begins & _again(numbers.expand(len(begins), -1), _Neighbors.of(visible))
     return bool(begins.any())

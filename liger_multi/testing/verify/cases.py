@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib.util
 import itertools
 import math
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
+from liger_multi.dispatch.bitwise import RowAxes
 from liger_multi.dispatch.launch import device_info, table_of
+from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, operators, serving
 from liger_multi.testing import checks, samples
 from liger_multi.testing.samples import Sample
@@ -130,12 +133,23 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
             yield Case(op, target.backend, sample.name, name)
     first = 0 if slow and level == "quick" else 1  # a promise is many calls
     names = ("float32", "bfloat16") if level != "quick" and not slow else ("float32",)
-    for sample, name in itertools.product(small if level == "full" else filled[:first], names):
+    chosen = small if level == "full" else [max(filled, key=functools.partial(_shows, op))][:first]
+    for sample, name in itertools.product(chosen, names):
         yield Case(op, target.backend, sample.name, name, "promises")
     if op == HEAD:
         yield Case(op, target.backend, "whole-numbers", "bfloat16", "float8 head")
     if level == "full":
         yield from (Case(op, target.backend, s.name, "float32", "mixed") for s in small)
+
+
+FEWEST = 3  # rows, of which one may be NaN, in another order, or beside others
+
+
+def _shows(op: str, sample: Sample) -> tuple[int, bool]:
+    """How many rows a sample has, up to what checks of promises need, and whether results have."""
+    tensors = sample.empty(torch.device("meta"), torch.float32)
+    rows = min(FEWEST, RowAxes(OPS[op].bitwise, tensors).count)
+    return rows, sample.options.get("reduction") == "none"
 
 
 def _distinct(small: list[Sample], numbers: bool) -> list[Sample]:

@@ -6,21 +6,23 @@ at the end. The merged text is read again before it is written, and must say the
 
 from __future__ import annotations
 
+import codecs
 import itertools
-import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from liger_multi.dispatch.config import Quarantine, current, parse
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import REFERENCE, chain, module, serving
-from liger_multi.documents import read_yaml, yaml_of
+from liger_multi.documents import read_yaml, write_whole, yaml_of
 from liger_multi.errors import ConfigurationError, shown_path
 from liger_multi.testing.verify.cases import Case, Target
-from liger_multi.testing.verify.run import Result, findings
+from liger_multi.testing.verify.run import FINDINGS, Result, findings
 
 KEY = "quarantine"
 Sections = dict[str, dict[str, tuple[str, str]]]
@@ -193,39 +195,109 @@ def merged(text: str, new: str, name: str) -> str:
 
     Raises:
         ConfigurationError: The text is no configuration, or not of a form in which a block can be
-            replaced (a mapping in braces, for one).
+            replaced (an anchor in it that other keys refer to, for one).
     """
-    import yaml
-
     before = yaml_of(text, name)
     if before is not None and not isinstance(before, Mapping):
         raise ConfigurationError(f"{shown_path(name)} is no mapping, so that nothing can be added")
-    lines = text.splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
-    root = yaml.compose(text, Loader=yaml.BaseLoader) if before else None
-    start = stop = len(lines)
-    for key, value in root.value if root else ():
-        if key.value == KEY:
-            start, stop = key.start_mark.line, min(value.end_mark.line, len(lines))
-            stop = max(stop, start + 1)
-            while (
-                stop > start + 1
-                and lines[stop - 1].strip()[:1] in ("", "#")
-                and (not lines[stop - 1].startswith((" ", "\t")))
-            ):
-                stop -= 1  # blank lines and comments before the next key are the owner's
-    gap = "\n" if new and start == len(lines) and "".join(lines).strip() else ""
-    result = "".join([*lines[:start], gap + new, *lines[stop:]])
-    after = yaml_of(result, name) or {}
+    refusal = (
+        f"{shown_path(name)} is of a form in which no block can be added without changing the "
+        "rest; name another file for --quarantine"
+    )
+    result = _with_block(text, new)
+    try:
+        after = yaml_of(result, name) or {}
+    except ConfigurationError as error:
+        raise ConfigurationError(refusal) from error
     beside = [{k: v for k, v in content.items() if k != KEY} for content in (before or {}, after)]
     if beside[0] != beside[1] or after.get(KEY) != (yaml_of(new, name) or {}).get(KEY):
-        raise ConfigurationError(
-            f"{shown_path(name)} is of a form in which no block can be added without changing the "
-            "rest; name another file for --quarantine"
-        )
+        raise ConfigurationError(refusal)
     parse(after, name)
     return result
+
+
+def _with_block(text: str, new: str) -> str:
+    """The text with the block in place of the old one, or at the end of its document."""
+    import yaml
+
+    before, line_end = text, "\r\n" if "\r\n" in text else "\n"
+    if text and text[-1] not in "\r\n":
+        text += line_end
+    root: Any = yaml.compose(text, Loader=yaml.BaseLoader)
+    if isinstance(root, yaml.ScalarNode):  # a document of null
+        text, root = text[: root.start_mark.index] + text[root.end_mark.index :], None
+    pairs = root.value if root else []
+    old = next((pair for pair in pairs if pair[0].value == KEY), None)
+    if not new and old is None:
+        return before
+    if root and root.flow_style:
+        return _in_braces(text, new, root, old, line_end)
+    lines = text.splitlines(keepends=True)
+    indent = " " * root.start_mark.column if root else ""
+    if old:
+        start, stop = _place(lines, *old)
+        comments = _owners_comments(lines[start:stop])
+        new = new.replace("\n", f"\n{comments}", 1) if new else comments.replace("  #", "#")
+    else:
+        start = stop = _document_end(text, len(lines))
+        new = "\n" + new if new and "".join(lines[:start]).strip() else new
+    new = textwrap.indent(new, indent).replace("\n", line_end)
+    return "".join([*lines[:start], new, *lines[stop:]])
+
+
+def _document_end(text: str, count: int) -> int:
+    """The line at which a document ends: that of ``...``, or behind the last one."""
+    import yaml
+
+    for event in yaml.parse(text, Loader=yaml.BaseLoader):
+        if isinstance(event, yaml.DocumentEndEvent) and event.explicit:
+            mark: Any = event.start_mark
+            return int(mark.line)
+    return count
+
+
+def _place(lines: Sequence[str], key: Any, value: Any) -> tuple[int, int]:
+    """The lines of a key and its value; comments before the next key are that key's."""
+    start: int = key.start_mark.line
+    if getattr(value, "flow_style", True):  # in braces, or a scalar: the mark is on its last line
+        return start, max(start, value.end_mark.line) + 1
+    stop = max(value.end_mark.line, start + 1)
+    column = key.start_mark.column
+    while stop > start + 1:
+        rest = lines[stop - 1].lstrip()
+        if rest[:1] not in ("", "#") or (rest and len(lines[stop - 1]) - len(rest) > column):
+            break
+        stop -= 1
+    return start, stop
+
+
+def _owners_comments(lines: Sequence[str]) -> str:
+    """The comments of a block that :func:`block` did not write, for the beginning of the next."""
+    ours = ("Written by `liger-multi", "since ", *(f"{verdict}: " for verdict in FINDINGS))
+    comments = [line.strip() for line in lines if line.lstrip().startswith("#")]
+    return "".join(f"  {one}\n" for one in comments if not one.lstrip("# ").startswith(ours))
+
+
+def _in_braces(text: str, new: str, root: Any, old: Any, line_end: str) -> str:
+    """The same for a mapping in braces, where the block has braces and commas too."""
+    written: list[str] = []
+    around: list[int] = []
+    for line in new.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while around and indent <= around[-1]:
+            written.append(" " * around.pop() + "},")
+        comment = line.lstrip().startswith("#")
+        around += [indent] if line.endswith(":") and not comment else []
+        written.append(line + ("" if comment else " {" if around[-1:] == [indent] else ","))
+    written += [" " * indent + "}," for indent in reversed(around)]
+    inserted = "".join(line + line_end for line in written)
+    if old is None:
+        start = stop = root.end_mark.index - 1
+        last = root.value[-1][1].end_mark.index if root.value else None
+        comma = "," if last is not None and "," not in text[last:start].split("#")[0] else ""
+        return text[:start] + (comma + line_end + inserted if new else "") + text[stop:]
+    start, rest = old[0].start_mark.index, text[old[1].end_mark.index :].removeprefix(",")
+    return text[:start] + inserted.removesuffix(line_end) + rest
 
 
 def quarantine_of(path: Path) -> Quarantine | None:
@@ -242,15 +314,16 @@ def quarantine_of(path: Path) -> Quarantine | None:
 
 
 def write(path: Path, new: str) -> bool:
-    """Merge a block into a file, or make the file; whether anything was written."""
-    text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
+    """Merge a block into a file, or make the file; whether anything was written.
+
+    Raises:
+        ConfigurationError: The file is no configuration, or of another form.
+        OSError: It cannot be written; it is then as it was.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    mark, text = codecs.BOM_UTF8 * data.startswith(codecs.BOM_UTF8), data.decode("utf-8-sig")
     result = merged(text, new, str(path))
     if result == text:
         return False
-    place = path.resolve()
-    part = place.with_name(f".{place.name}.part")
-    part.write_text(result, encoding="utf-8")
-    if place.exists():
-        part.chmod(place.stat().st_mode & 0o777)
-    os.replace(part, place)
+    write_whole(path, mark + result.encode())
     return True

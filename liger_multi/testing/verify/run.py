@@ -11,8 +11,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from liger_multi.testing.verify.cases import Case, Target
 
 CHILD = ["-m", "liger_multi.testing.verify.child"]
 """Arguments of the interpreter; a simulated device has a child of its own."""
+ANSWERS = frozenset({"ready", "begin", "end"})
+"""What a line of a child has, any of them; others are not its own."""
 MOST_LOST = 2
 START_LIMIT = 300.0  # seconds that a child may take to import PyTorch, on a busy machine
 FINDINGS = ("wrong", "crashed", "hung", "out of memory")
@@ -80,7 +84,9 @@ class Child:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with contextlib.suppress(ValueError):  # what libraries print as they are imported
-                self.lines.put(json.loads(line))
+                answer = json.loads(line)
+                if isinstance(answer, dict) and not ANSWERS.isdisjoint(answer):
+                    self.lines.put(answer)
         self.lines.put(None)
 
     def ask(self, case: Case, limit: float) -> dict[str, Any]:
@@ -135,6 +141,7 @@ class Runner:
         jobs: Children at a time.
         begun: Called with the operator's name when one begins.
         heard: Called with every result.
+        errors: What ended a thread that asks children.
     """
 
     limit: float
@@ -142,9 +149,14 @@ class Runner:
     begun: Callable[[str], None] = lambda name: None
     heard: Callable[[Result], None] = lambda result: None
     results: list[Result] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
 
     def run(self, groups: Iterable[tuple[Target, list[Case]]]) -> list[Result]:
-        """The results of groups of cases, one group an operator."""
+        """The results of groups of cases, one group an operator.
+
+        Raises:
+            OSError: No child can be started: nothing is known of what it would have run.
+        """
         waiting: queue.SimpleQueue[tuple[Target, list[Case]]] = queue.SimpleQueue()
         count = 0
         for group in groups:
@@ -164,6 +176,8 @@ class Runner:
         except BaseException:
             stop.set()  # the children end after the case that they are at
             raise
+        if self.errors:
+            raise self.errors[0]
         return done
 
     def _work(
@@ -186,6 +200,9 @@ class Runner:
                     self.heard(result)
         except queue.Empty:
             pass
+        except BaseException as error:
+            self.errors.append(error)
+            stop.set()
         finally:
             for child in children.values():
                 child.close()
@@ -248,11 +265,20 @@ def findings(results: Iterable[Result]) -> list[Result]:
     return sorted(wrong, key=lambda r: (FINDINGS.index(r.verdict), -r.worst, r.case.name))
 
 
+def _number(worst: float) -> float | None:
+    """An error as JSON has it: None where it is not finite."""
+    return round(worst, 4) if math.isfinite(worst) else None
+
+
+_FOLDERS = re.compile(r"(?<![\w.~])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"<>|]+[\\/])+")
+
+
 def _private(text: str) -> str:
-    """A message without the folders of who ran it."""
+    """A message without the folders of who ran it: of a path, the last name is left."""
     for folder, name in ((str(Path.cwd()), "."), (os.path.expanduser("~"), "~")):
-        text = text.replace(folder, name)
-    return text[:300]
+        if folder.strip("/"):
+            text = re.sub(rf"{re.escape(folder)}(?!\w)", name, text)
+    return _FOLDERS.sub("", text)[:300]
 
 
 def as_data(
@@ -271,7 +297,7 @@ def as_data(
     for (target, op), group in by_operator(results).items():
         entry: dict[str, Any] = {
             "verdict": verdict_of(group),
-            "worst": round(max((r.worst for r in group), default=0.0), 4),
+            "worst": _number(max((r.worst for r in group), default=0.0)),
         }
         entry |= {v: n for v in VERDICTS if (n := sum(r.verdict == v for r in group))}
         wrong = findings(group)
@@ -280,7 +306,7 @@ def as_data(
                 {
                     "case": r.case.name,
                     "verdict": r.verdict,
-                    "worst": r.worst,
+                    "worst": _number(r.worst),
                     "text": _private(r.text),
                 }
                 for r in wrong[:MOST_FINDINGS]
@@ -296,6 +322,12 @@ def as_data(
     }
 
 
+def _tolerances(entry: Mapping[str, Any]) -> str:
+    if entry["worst"] is None:
+        return "not finite"
+    return f"{entry['worst']:.3g}" if "right" in entry or entry["worst"] else "-"
+
+
 def page(data: Mapping[str, Any]) -> Page:
     """Findings first, then a row for each operator, then the machine."""
     result, rows, table = Page(), [], []
@@ -306,7 +338,7 @@ def page(data: Mapping[str, Any]) -> Page:
                     op,
                     target,
                     entry["verdict"],
-                    f"{entry['worst']:.3g}" if "right" in entry or entry["worst"] else "-",
+                    _tolerances(entry),
                     ", ".join(f"{entry[v]} {v}" for v in VERDICTS if v in entry),
                 ]
             )
