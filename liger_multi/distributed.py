@@ -22,9 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
+from liger_multi.around import Around
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME
+from liger_multi.patching.head.protocol import lazy_logits
+from liger_multi.patching.head.storage import is_lazy, real_tensor
 from liger_multi.patching.mixers.calls import mixer_calls, unserved
 from liger_multi.patching.mixers.fused import FusedMixer
 from liger_multi.patching.packing.hybrids import PackedModel
@@ -47,9 +50,9 @@ class _Sharded:
     """A model whose rows are spread, and what ends that."""
 
     ranks: shards.Ranks
-    targets: int = 0  # of a row of the running call
+    tokens: int = 0  # of a row of the running call
+    targets: int = 0
     handles: list[Any] = field(default_factory=list)
-    ends: list[Callable[[], None]] = field(default_factory=list)  # of calls that run
 
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
@@ -68,12 +71,15 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
         and FSDP2 do, are those of one process.
 
     Shapes:
-        Logits, hidden states and what hooks see are ``(B, T / P, ...)``, of the rank's tokens: the
-        ``rank``-th of P equal parts of the row.
+        Hidden states and what hooks see are ``(B, T / P, ...)``, of the rank's tokens: the
+        ``rank``-th of P equal parts of the row. So are logits of a call with labels in training.
+        All others are ``(B, T, V)``: a loss that is made of them outside of the model, averaged as
+        that of the model, has the gradient of one process.
 
     Memory:
         Activations of T / P tokens. A mixer has its inputs and result twice for the time of its
-        call. Ranges of masks and ids of samples are of all tokens, 8 to 20 bytes each.
+        call. Ranges of masks and ids of samples are of all tokens, 8 to 20 bytes each. Logits of
+        whole rows are lazy: the last hidden states of T tokens, where the head is patched.
 
     Args:
         model: A patched model for causal language modeling with
@@ -103,17 +109,13 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
     base = _base(model)
     mixers = _mixers(base)
     sharded = _Sharded(ranks)
-    hooks: list[tuple[nn.Module, Any, Any]] = [
-        (model, _before_model, _after_model),
-        (base, _before_base, _after_base),
-        *((mixer, _before_mixer, _after_mixer) for mixer in mixers),
+    before, after = (functools.partial(hook, sharded) for hook in (_before_model, _after_model))
+    sharded.handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+        Around(base, functools.partial(_run_base, sharded, base)),
+        *(Around(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
     ]
-    for module, before, after in hooks:
-        before, after = (functools.partial(hook, sharded) for hook in (before, after))
-        sharded.handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
     _sharded[model] = sharded
     torch.compiler.reset()  # no graph knows of ranks
     if check and not any(p.is_meta for p in model.parameters()):
@@ -238,6 +240,7 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
     if offered(rows.shape[1], rows.shape[0]) is not None:
         raise ValueError("shard_sequence: rows of shared prefixes are not spread over ranks")
+    sharded.tokens = rows.shape[1]
     padding = -rows.shape[1] % sharded.ranks.size
     labels: Any = arguments.get("labels")
     targets: Any = arguments.get("shift_labels")
@@ -284,14 +287,22 @@ def _refuse_generation(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    if shards.is_suspended() or output is None:  # the call has failed
+    if shards.is_suspended():
         return None
+    labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
+    headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
+    whole = headed and not (labeled and model.training)
     if isinstance(output, tuple):
-        has_loss = isinstance(output[0], Tensor) and output[0].ndim == 0
-        return (shards.total(output[0], sharded.ranks), *output[1:]) if has_loss else None
+        values = list(output)
+        has_loss = isinstance(values[0], Tensor) and values[0].ndim == 0
+        if whole:
+            values[has_loss] = _whole_rows(values[has_loss], sharded)
+        return (*(shards.total(x, sharded.ranks) for x in values[:has_loss]), *values[has_loss:])
+    if whole and isinstance(getattr(output, "logits", None), Tensor):
+        output["logits"] = _whole_rows(output.logits, sharded)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        return None
+        return output
     balance = getattr(output, "aux_loss", None)
     if isinstance(getattr(output, "label_mask", None), Tensor):
         _gather_targets(sharded, output)
@@ -302,6 +313,21 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
         loss = loss - once.to(loss.device)
     output["loss"] = shards.total(loss, sharded.ranks)
     return output
+
+
+def _whole_rows(logits: Tensor, sharded: _Sharded) -> Tensor:
+    """Logits of all tokens on every rank; lazy ones stay so, and hidden states are gathered."""
+    ranks, tokens = sharded.ranks, sharded.tokens
+    if logits.shape[1:2] != (-(-tokens // ranks.size),):
+        raise ValueError(
+            f"shard_sequence: logits must be of every token of a rank's share, got shape "
+            f"{tuple(logits.shape)} for rows of {tokens} tokens"
+        )
+    if not is_lazy(logits):
+        return shards.gather(real_tensor(logits), ranks, ranks.size)[:, :tokens]
+    deferred: Any = cast(Any, logits)._slot.deferred
+    hidden = shards.gather(deferred.hidden, ranks, ranks.size)[:, :tokens]
+    return lazy_logits(deferred.rows(hidden))
 
 
 def _gather_targets(sharded: _Sharded, output: Any) -> None:
@@ -319,20 +345,34 @@ def _gather_targets(sharded: _Sharded, output: Any) -> None:
 # --- a call of its layers: tokens, positions, masks ---
 
 
-def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> Any:
+def _run_base(
+    sharded: _Sharded, base: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     if shards.is_suspended():
-        return None
+        return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "shard_sequence works on eager models; unshard_sequence(model) before it is compiled"
         )
-    forward = _forward(base)
-    names = parameters_of(forward)
-    arguments = by_name(forward, args, kwargs)
+    arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
+    row, arguments = _share(base, arguments, sharded.ranks)
+    with shards.in_force(row):
+        output = forward(**arguments)
+    routed = getattr(output, "router_logits", None)
+    if isinstance(routed, tuple):
+        output["router_logits"] = tuple(_all_tokens(x, row, sharded.ranks) for x in routed)
+    return output
+
+
+def _share(
+    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks
+) -> tuple[shards.Row, dict[str, Any]]:
+    """What arguments say of whole rows, and the arguments of this rank's share."""
+    names = parameters_of(_forward(base))
     rows = rows_of(arguments)
     assert rows is not None
-    length, ranks = rows.shape[1], sharded.ranks
+    length = rows.shape[1]
     padding = -length % ranks.size
     mask, positions = (cast(Any, arguments.get(n)) for n in ("attention_mask", "position_ids"))
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -366,8 +406,7 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
         new = {**new, "seq_idx": told} if told is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
-    sharded.ends.append(shards.enter(row))
-    return (), new
+    return row, new
 
 
 def _continued(positions: Tensor, padding: int) -> Tensor:
@@ -382,18 +421,6 @@ def _padded_ids(ids: Tensor, padding: int) -> Tensor:
     return torch.cat([ids, (ids[:, -1:] + 1).expand(-1, padding)], 1) if padding else ids
 
 
-def _after_base(sharded: _Sharded, base: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    row = shards.row()
-    if shards.is_suspended() or row is None:
-        return None
-    sharded.ends.pop()()
-    routed = getattr(output, "router_logits", None)
-    if not isinstance(routed, tuple):
-        return None
-    output["router_logits"] = tuple(_all_tokens(x, row, sharded.ranks) for x in routed)
-    return output
-
-
 def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
     """The logits of a router for the tokens of whole rows, as a loss of balance takes them."""
     rows = routed.reshape(-1, row.share, routed.shape[-1])
@@ -403,16 +430,13 @@ def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
 # --- a call of a mixer ---
 
 
-def _before_mixer(sharded: _Sharded, mixer: nn.Module, args: Any, kwargs: Any) -> None:
+def _run_mixer(sharded: _Sharded, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         raise RuntimeError("shard_sequence works on eager models: a layer of it is compiled")
-    if not shards.is_suspended():
-        sharded.ends.append(shards.enter(sharded.ranks))
-
-
-def _after_mixer(sharded: _Sharded, mixer: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if not shards.is_suspended() and shards.ranks() is not None:
-        sharded.ends.pop()()
+    if shards.is_suspended():
+        return forward(*args, **kwargs)
+    with shards.in_force(sharded.ranks):
+        return forward(*args, **kwargs)
 
 
 # --- is it the same? ---
@@ -476,10 +500,9 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
 def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
     """The larger relative difference of logits or hidden states, and of losses."""
     expected, actual = _result(whole), _result(part)
-    norm = expected.norm()
-    expected = ranks.share(F.pad(expected, (0, 0, 0, -TRIAL_TOKENS % ranks.size)), 1)
-    real = min(expected.shape[1], max(0, TRIAL_TOKENS - ranks.rank * expected.shape[1]))
-    difference: Tensor = (actual - expected)[:, :real].norm() / norm
+    if actual.shape[1] != TRIAL_TOKENS:  # hidden states; logits are of whole rows
+        actual = shards.gather(actual, ranks)[:, :TRIAL_TOKENS]
+    difference: Tensor = (actual - expected).norm() / expected.norm()
     losses: list[Any] = [getattr(output, "loss", None) for output in (part, whole)]
     if all(isinstance(loss, Tensor) for loss in losses):
         by_loss = (losses[0] - losses[1]).abs() / losses[1].abs()

@@ -21,8 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 import liger_multi
 from liger_multi import memory
+from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.distributed import shard_sequence, unshard_sequence
 from liger_multi.errors import PatchError
+from liger_multi.patching import shards
 from tests import models
 from tests.sweep import cases
 
@@ -33,7 +35,7 @@ NOISE = 1e-6  # of the largest gradient of a model: what is zero but for roundin
 UNPACKED = ("gpt_oss",)  # in one process, packed rows are refused
 
 
-def build(name: str) -> Any:
+def build(name: str, **patching: Any) -> Any:
     """A tiny patched model, by its class, with weights that let tokens matter."""
     if name in models.ARCHITECTURES:
         model = models.build(name)
@@ -52,7 +54,7 @@ def build(name: str) -> Any:
         model.router_aux_loss_coef = 0.3
     if model.config._attn_implementation != "liger_multi":
         model.set_attn_implementation("liger_multi")
-    liger_multi.patch(model)
+    liger_multi.patch(model, **patching)
     return model.eval()
 
 
@@ -80,8 +82,11 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, t
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return float(loss), gradients
+    return float(loss), gradients_of(model)
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def check(name: str, checkpointing: bool = False) -> None:
@@ -92,21 +97,107 @@ def check(name: str, checkpointing: bool = False) -> None:
         spread.gradient_checkpointing_enable()
         spread.train()
     shard_sequence(spread)
-    size = dist.get_world_size()
     for form, batch in batches(one.config.get_text_config().vocab_size).items():
         if form == "packed" and name in UNPACKED:
             continue
-        loss, expected = step(one, batch)
-        actual_loss, gradients = step(spread, batch)
-        assert abs(actual_loss - loss) <= LOSS * abs(loss), (name, form, actual_loss, loss)
-        scale = max(float(g.abs().max()) for g in expected.values())
-        for key, gradient in expected.items():
-            actual = gradients.get(key, torch.zeros_like(gradient)) / size
-            dist.all_reduce(actual)
-            limit = GRADIENT * float(gradient.abs().max()) + NOISE * scale
-            error = float((actual - gradient).abs().max())
-            assert error <= limit, (name, form, key, error, limit)
+        compare_steps(step(one, batch), step(spread, batch))
     unshard_sequence(spread)
+
+
+# --- losses and metrics outside of the model ---
+
+
+def cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+    )
+
+
+LOSSES = {
+    "cross entropy": cross_entropy,
+    "of the last token": lambda logits, ids: logits[:, -1].float().logsumexp(-1).mean(),
+    "of all logits": lambda logits, ids: logits.float().logsumexp(-1).square().mean(),
+    "of each token": lambda logits, ids: (
+        -logits.log_softmax(-1).gather(-1, ids[..., None]).square().mean()
+    ),
+}
+
+
+def outside(name: str, patching: dict[str, Any]) -> None:
+    """A loss that a caller makes of logits sees whole rows, whose length ranks do not divide."""
+    one = build(name, **patching).train()
+    spread = shard_sequence(copy.deepcopy(one))
+    batch = batches(one.config.get_text_config().vocab_size)
+    for loss_of in LOSSES.values():
+        for form in ("row", "packed"):
+            call = {n: x for n, x in batch[form].items() if n != "labels"}
+            for return_dict in (True, False):
+                compare_steps(
+                    *(own_step(model, call, loss_of, return_dict) for model in (one, spread))
+                )
+    labels = batch["row"]["labels"]
+    assert spread(**batch["row"], use_cache=False).logits.shape[1] < labels.shape[1]
+    results = []
+    for model in (one.eval(), spread.eval()):
+        with torch.no_grad():
+            output = model(**batch["row"], use_cache=False)
+        results.append((output.loss, output.logits.argmax(-1)))
+    assert torch.equal(results[0][1], results[1][1])
+    assert abs(results[0][0] / results[1][0] - 1) < LOSS
+
+
+def own_step(model: Any, call: Any, loss_of: Any, return_dict: bool) -> Any:
+    model.zero_grad()
+    output = model(**call, use_cache=False, return_dict=return_dict)
+    loss = loss_of(output.logits if return_dict else output[0], call["input_ids"])
+    loss.backward()
+    return float(loss), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def compare_steps(one: Any, spread: Any) -> None:
+    """Loss and gradients of one process, and those of ranks."""
+    (loss, expected), (actual_loss, gradients) = one, spread
+    assert abs(actual_loss - loss) <= LOSS * abs(loss), (actual_loss, loss)
+    scale = max(float(g.abs().max()) for g in expected.values())
+    for key, gradient in expected.items():
+        actual = gradients.get(key, torch.zeros_like(gradient)) / dist.get_world_size()
+        dist.all_reduce(actual)
+        limit = GRADIENT * float(gradient.abs().max()) + NOISE * scale
+        error = float((actual - gradient).abs().max())
+        assert error <= limit, (key, error, limit)
+
+
+def interrupted() -> None:
+    """Ctrl-C in a layer, in forward and where it is computed again, leaves nothing in force."""
+    model = shard_sequence(build("LlamaForCausalLM"))
+    handle = memory.offload_activations(model, min_bytes=0)
+    batch = batches(model.config.vocab_size)["row"]
+    loss, expected = step(model, batch)
+    stop = model.model.layers[1].self_attn.o_proj.register_forward_hook(ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, batch)
+    stop.remove()
+    assert (shards.row(), shards.ranks()) == (None, None)
+    assert top_saved_tensor_hooks(True) is None
+    model.gradient_checkpointing_enable()
+    running = model.train()(**batch, use_cache=False).loss
+    stop = model.model.layers[1].self_attn.o_proj.register_forward_hook(ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        running.backward()
+    stop.remove()
+    assert shards.ranks() is None
+    actual = step(model, batch)
+    assert actual[0] == loss
+    assert all(torch.equal(actual[1][n], g) for n, g in expected.items())
+    handle.remove()
+    unshard_sequence(model)
+    assert "forward" not in vars(model.model)
+
+
+def ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def refuse() -> None:

@@ -31,14 +31,44 @@ def packed() -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A ``compute_loss_func``: focal, of shifted labels, over all targets of the batch."""
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    taken = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    losses = -(1 - taken.exp()) * taken * (targets != -100)
+    return losses.sum() / num_items_in_batch
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    """Of logits and labels, which are of whole rows."""
+    logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    right = logits.argmax(-1) == labels
+    return {"share": float(right[labels != -100].mean()), "last": float(logits[:, -1].mean())}
+
+
 LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 COMMON = {"per_device_train_batch_size": 1, "max_steps": 2, "gradient_accumulation_steps": 2}
+EVALUATED = {**COMMON, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+SCORES = ("eval_loss", "eval_share", "eval_last")
 TRL = {"max_steps": 2, "max_length": 32}
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 6}
 GRPO = {"max_steps": 2, **GROUPS}
 KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "Trainer": ("transformers.Training", COMMON, packed, {}),
+    "Trainer, own loss": (
+        "transformers.Training",
+        EVALUATED,
+        packed,
+        {"compute_loss_func": own_loss, "compute_metrics": metrics},
+    ),
+    "Trainer, smoothed": (
+        "transformers.Training",
+        {**EVALUATED, "label_smoothing_factor": 0.1},
+        packed,
+        {"compute_metrics": metrics},
+    ),
     "SFT": ("trl.SFT", TRL, "completion", {}),
+    "SFT, own loss": ("trl.SFT", TRL, "completion", {"compute_loss_func": own_loss}),
     "packed SFT": ("trl.SFT", {**TRL, "packing": True, "padding_free": True}, "completion", {}),
     "SFT of experts": ("trl.SFT", {**TRL, "router_aux_loss_coef": 0.3}, "completion", {}),
     "SFT of adapters": ("trl.SFT", TRL, "completion", {"peft_config": LORA}),
@@ -78,6 +108,7 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
         model,
         args=config_class(**arguments(folder, **{**options, **more})),
         train_dataset=data() if callable(data) else rows(data),
+        eval_dataset=data() if callable(data) else None,
         callbacks=[TrainerCallback(unpatch_at_end=True)],
         **({} if plain else {"processing_class": words}),
         **call,
@@ -88,6 +119,7 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     assert model(input_ids=ids, use_cache=False).logits.shape[1] == 10, "rows are whole again"
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "scores": [row[n] for row in trainer.state.log_history for n in SCORES if n in row],
         "weights": {n: whole(p) for n, p in model.named_parameters()},
     }
 
@@ -119,6 +151,7 @@ def check(kind: str, folder: Any, groups: int = 1, stage: int = 0) -> None:
     config = SequenceParallel(sp_size=size // groups, dp_replicate_size=groups)
     one = torch.load(f"{folder}/one.pt")
     result = train(kind, folder, parallelism_config=config, **more)
-    torch.testing.assert_close(result["losses"], one["losses"], rtol=1e-4, atol=1e-6)
+    for name in ("losses", "scores"):
+        torch.testing.assert_close(result[name], one[name], rtol=1e-4, atol=1e-6)
     for name, weight in one["weights"].items():
         torch.testing.assert_close(result["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=name)

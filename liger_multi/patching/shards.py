@@ -100,16 +100,15 @@ def row() -> Row | None:
     return _row.get()
 
 
-def enter(value: Ranks | Row) -> Callable[[], None]:
-    """Set what :func:`ranks` or :func:`row` returns, and return what ends it."""
+@contextlib.contextmanager
+def in_force(value: Ranks | Row) -> Iterator[None]:
+    """Set what :func:`ranks` or :func:`row` returns within a block."""
     place: ContextVar[Any] = _ranks if isinstance(value, Ranks) else _row
-    before = place.get()
-    place.set(value)
-
-    def end() -> None:
-        place.set(before)
-
-    return end
+    token = place.set(value)
+    try:
+        yield
+    finally:
+        place.reset(token)
 
 
 @contextlib.contextmanager

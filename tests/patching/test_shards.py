@@ -114,6 +114,16 @@ def test_layers_that_are_computed_again(tmp_path):
     run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True)
 
 
+CALLS = """shard_models.outside("LlamaForCausalLM", {})
+shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
+shard_models.interrupted()"""
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_outside_of_the_model_and_interrupts(count, tmp_path):
+    harness.in_processes(tmp_path, BODY.replace("RANKS", str(count)).replace(CHECK, CALLS), count)
+
+
 def test_generation_and_undivided_heads_are_refused(tmp_path):
     body = BODY.replace("RANKS", "3")
     body = body.replace("shard_models.check(name, CHECKPOINTING)", "shard_models.refuse()")

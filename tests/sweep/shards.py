@@ -73,7 +73,7 @@ def judge(verdict: Verdict, model: Any, meeting: Path, rank: int) -> None:
     try:
         shard_sequence(spread)
         for name in expected:
-            reason = unlike(_gradients(spread, calls[name], rank), expected[name], GRADIENT)
+            reason = unlike(_gradients(spread, calls[name], RANKS), expected[name], GRADIENT)
             if reason:
                 verdict.status, verdict.why = "wrong", f"{name}: {reason}"
                 return
@@ -101,25 +101,17 @@ def _calls() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _gradients(model: Any, call: dict[str, Any], rank: int | None = None) -> Any:
-    """Logits of all tokens, and the gradients of a weighted sum of them, of one or of all ranks."""
+def _gradients(model: Any, call: dict[str, Any], ranks: int = 1) -> Any:
+    """Logits of all tokens, and the gradients of a weighted sum of them, averaged over ranks."""
     torch.manual_seed(7)
     model.zero_grad()
     length = call["input_ids"].shape[1]
     logits = model(**call, use_cache=False).logits[:, :]
-    share = length if rank is None else -(-length // RANKS)
-    if logits.shape[:2] != (1, share):
+    if logits.shape[:2] != (1, length):
         raise ValueError(f"its logits are not those of its tokens: {tuple(logits.shape)}")
-    begin = share * (rank or 0)
-    real = logits[0, : length - begin]
-    weights = _weights(torch.Size((length, logits.shape[-1])))[begin : begin + share]
-    (real * weights).sum().backward()
+    (logits * _weights(logits.shape)).sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    values = logits[0].detach()
-    if rank is not None:
-        parts = [torch.empty_like(values) for _ in range(RANKS)]
-        dist.all_gather(parts, values.contiguous())
-        values = torch.cat(parts)[:length]
-        for grad in grads.values():
-            dist.all_reduce(grad)
-    return values, grads
+    for grad in grads.values() if ranks > 1 else ():
+        dist.all_reduce(grad)
+        grad /= ranks
+    return logits[0].detach(), grads

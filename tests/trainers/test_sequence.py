@@ -42,12 +42,17 @@ def run(kind, folder, count=2, expected=None, **options):
     harness.in_processes(folder, body, count)
 
 
-def test_trainer(tmp_path):
-    run("Trainer", tmp_path)
+@pytest.mark.parametrize("kind", ["Trainer", "Trainer, own loss", "Trainer, smoothed"])
+def test_trainer(kind, tmp_path):
+    """Also with a loss of the user's, metrics from logits, and the trainer's own loss of logits."""
+    run(kind, tmp_path)
+
+
+TRL = ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "SFT, own loss", "GRPO"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "GRPO"])
+@pytest.mark.parametrize("kind", TRL)
 def test_trl(kind, tmp_path):
     run(kind, tmp_path)
 
@@ -65,11 +70,10 @@ def test_deepspeed(stage, tmp_path):
     run("Trainer", tmp_path, stage=stage)
 
 
-ARGUMENTS = {"per_device_train_batch_size": 2, "label_smoothing_factor": 0.0}
+ARGUMENTS = {"per_device_train_batch_size": 2}
 ONCE = {"steps_per_generation": 1, "num_iterations": 1}
 REFUSED = [
     ({"use_vllm": True}, False, "use_vllm=True"),
-    ({"label_smoothing_factor": 0.1}, False, "label_smoothing_factor"),
     ({"num_generations": 4, **ONCE}, False, "2 answers a rank, of 4 to a prompt"),
     ({"num_generations": 2, **ONCE, "num_iterations": 3}, False, "above 1, got 3"),
     ({}, True, "shared_prefixes=True"),
