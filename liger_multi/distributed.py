@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.around import Around
 from liger_multi.errors import PackingError, PatchError
-from liger_multi.patching import shards
+from liger_multi.patching import register_attention, shards
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.storage import is_lazy, real_tensor
@@ -49,16 +49,24 @@ COARSE, FINE = 5e-2, 1e-3  # differences that rounding explains, in 16 bits and 
 class _Sharded:
     """A model whose rows are spread, and what ends that."""
 
-    ranks: shards.Ranks
+    ranks_of_call: Callable[[], shards.Ranks | None]
+    shares: bool  # whether callers bring shares of rows
     tokens: int = 0  # of a row of the running call
     targets: int = 0
     handles: list[Any] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> shards.Ranks | None:
+        """Over which the rows of this call are spread; None where they are whole."""
+        return None if shards.is_suspended() else self.ranks_of_call()
 
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
 
 
-def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) -> nn.Module:
+def shard_sequence(
+    model: nn.Module, mesh: Any = None, *, check: bool = True, shares: bool = False
+) -> nn.Module:
     """Spread the tokens of every row over ranks; the model is called with whole rows, as before.
 
     Every rank passes the same ``input_ids`` or ``inputs_embeds``, ``labels``, ``position_ids`` and
@@ -86,9 +94,13 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
             ``attn_implementation="liger_multi"``, or one in a wrapper of PEFT. Wrap with PEFT
             before, with FSDP2 or DDP before or after.
         mesh: A device mesh of one dimension (``mesh["sp"]``) or a process group; None for all
-            processes.
+            processes. Or a function that says the group of a call; None: rows are whole.
         check: Compare a short packed row with the same row in one process now, in four forward
-            passes of ``TRIAL_TOKENS`` tokens. Models on the meta device are not compared.
+            passes of ``TRIAL_TOKENS`` tokens. Models on the meta device are not compared, nor are
+            those of a function.
+        shares: The caller cuts rows itself, as verl does: it brings the rank's share of
+            ``input_ids`` and ``position_ids``, of rows that ranks divide, and has logits of them.
+            Labels are refused.
 
     Returns:
         The model.
@@ -103,12 +115,11 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
     """
     if model in _sharded:
         raise PatchError(f"shard_sequence: {type(model).__name__} is sharded; unshard_sequence it")
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
-    group = dist.group.WORLD if group is None else group
-    ranks = shards.Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+    fixed = None if _is_function(mesh) else _ranks(mesh)
+    ranks_of_call = (lambda: fixed) if fixed else functools.partial(_ranks_of_call, mesh)
     base = _base(model)
     mixers = _mixers(base)
-    sharded = _Sharded(ranks)
+    sharded = _Sharded(ranks_of_call, shares)
     before, after = (functools.partial(hook, sharded) for hook in (_before_model, _after_model))
     sharded.handles = [
         model.register_forward_pre_hook(before, with_kwargs=True),
@@ -118,13 +129,37 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
     ]
     _sharded[model] = sharded
     torch.compiler.reset()  # no graph knows of ranks
-    if check and not any(p.is_meta for p in model.parameters()):
+    if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):
         try:
-            _compare(model, ranks)
+            _compare(model, fixed)
         except BaseException:
             unshard_sequence(model)
             raise
     return model
+
+
+def _is_function(mesh: Any) -> bool:
+    return callable(mesh) and not hasattr(mesh, "get_group")
+
+
+def _ranks(mesh: Any) -> shards.Ranks:
+    if isinstance(mesh, shards.Ranks):
+        return mesh
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    group = dist.group.WORLD if group is None else group
+    return shards.Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+def _ranks_of_call(group_of_call: Callable[[], Any]) -> shards.Ranks | None:
+    group = group_of_call()
+    return None if group is None else _ranks(group)
+
+
+def shard_on_meta(model: nn.Module, size: int) -> nn.Module:
+    """A model on the meta device as it is on the first of some ranks, for estimates of memory."""
+    register_attention()
+    model.set_attn_implementation(NAME)
+    return shard_sequence(model, shards.Ranks(None, size, 0), check=False)
 
 
 def unshard_sequence(model: nn.Module) -> nn.Module:
@@ -231,7 +266,8 @@ def _asks_attention(module_class: type) -> bool:
 
 
 def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    if shards.is_suspended():
+    ranks = sharded.ranks
+    if ranks is None:
         return None
     arguments = by_name(_forward(model), args, kwargs)
     _refuse_generation(model, arguments)
@@ -241,10 +277,15 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     if offered(rows.shape[1], rows.shape[0]) is not None:
         raise ValueError("shard_sequence: rows of shared prefixes are not spread over ranks")
     sharded.tokens = rows.shape[1]
-    padding = -rows.shape[1] % sharded.ranks.size
+    padding = -rows.shape[1] % ranks.size
     labels: Any = arguments.get("labels")
     targets: Any = arguments.get("shift_labels")
-    if labels is None and targets is None:
+    if labels is not None and sharded.shares:
+        raise ValueError(
+            "shard_sequence(shares=True): a share has no label for its last token; make the loss "
+            "of the logits and of labels that are shifted before they are cut"
+        )
+    if sharded.shares or (labels is None and targets is None):
         return None
     sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
     if targets is None:
@@ -255,7 +296,7 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
             )
         targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     count = arguments.get("num_items_in_batch")
-    share = sharded.ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
+    share = ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
     new = {
         "labels": share,
         "shift_labels": share,
@@ -287,7 +328,8 @@ def _refuse_generation(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    if shards.is_suspended():
+    ranks = sharded.ranks
+    if ranks is None or sharded.shares:
         return None
     labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
     headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
@@ -296,28 +338,27 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
         values = list(output)
         has_loss = isinstance(values[0], Tensor) and values[0].ndim == 0
         if whole:
-            values[has_loss] = _whole_rows(values[has_loss], sharded)
-        return (*(shards.total(x, sharded.ranks) for x in values[:has_loss]), *values[has_loss:])
+            values[has_loss] = _whole_rows(values[has_loss], sharded.tokens, ranks)
+        return (*(shards.total(x, ranks) for x in values[:has_loss]), *values[has_loss:])
     if whole and isinstance(getattr(output, "logits", None), Tensor):
-        output["logits"] = _whole_rows(output.logits, sharded)
+        output["logits"] = _whole_rows(output.logits, sharded.tokens, ranks)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         return output
     balance = getattr(output, "aux_loss", None)
     if isinstance(getattr(output, "label_mask", None), Tensor):
-        _gather_targets(sharded, output)
+        _gather_targets(sharded.targets, ranks, output)
     if isinstance(balance, Tensor):  # every rank has all of it
         scale: Any = getattr(model, "router_aux_loss_coef", None)
         scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
-        once = scale * balance.detach() * (1 - 1 / sharded.ranks.size)
+        once = scale * balance.detach() * (1 - 1 / ranks.size)
         loss = loss - once.to(loss.device)
-    output["loss"] = shards.total(loss, sharded.ranks)
+    output["loss"] = shards.total(loss, ranks)
     return output
 
 
-def _whole_rows(logits: Tensor, sharded: _Sharded) -> Tensor:
+def _whole_rows(logits: Tensor, tokens: int, ranks: shards.Ranks) -> Tensor:
     """Logits of all tokens on every rank; lazy ones stay so, and hidden states are gathered."""
-    ranks, tokens = sharded.ranks, sharded.tokens
     if logits.shape[1:2] != (-(-tokens // ranks.size),):
         raise ValueError(
             f"shard_sequence: logits must be of every token of a rank's share, got shape "
@@ -330,12 +371,12 @@ def _whole_rows(logits: Tensor, sharded: _Sharded) -> Tensor:
     return lazy_logits(deferred.rows(hidden))
 
 
-def _gather_targets(sharded: _Sharded, output: Any) -> None:
+def _gather_targets(targets: int, ranks: shards.Ranks, output: Any) -> None:
     """Whole rows of what TRL's head says of every target, of which its trainers make a loss."""
-    ranks, shape = sharded.ranks, output["label_mask"].shape
+    shape = output["label_mask"].shape
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == shape:
-            output[name] = shards.gather(value, ranks, ranks.size)[:, : sharded.targets]
+            output[name] = shards.gather(value, ranks, ranks.size)[:, :targets]
     if isinstance(
         balance := output.get("aux_loss"), Tensor
     ):  # its gradient is of this rank's share
@@ -348,7 +389,8 @@ def _gather_targets(sharded: _Sharded, output: Any) -> None:
 def _run_base(
     sharded: _Sharded, base: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    if shards.is_suspended():
+    ranks = sharded.ranks
+    if ranks is None:
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -356,12 +398,12 @@ def _run_base(
         )
     arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
-    row, arguments = _share(base, arguments, sharded.ranks)
+    row, arguments = (_given_share if sharded.shares else _share)(base, arguments, ranks)
     with shards.in_force(row):
         output = forward(**arguments)
     routed = getattr(output, "router_logits", None)
     if isinstance(routed, tuple):
-        output["router_logits"] = tuple(_all_tokens(x, row, sharded.ranks) for x in routed)
+        output["router_logits"] = tuple(_all_tokens(x, row, ranks) for x in routed)
     return output
 
 
@@ -409,6 +451,30 @@ def _share(
     return row, new
 
 
+def _given_share(
+    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks
+) -> tuple[shards.Row, dict[str, Any]]:
+    """The same where the arguments are of the rank's share already."""
+    rows, positions = rows_of(arguments), cast(Any, arguments.get("position_ids"))
+    assert rows is not None
+    shape = None if positions is None else tuple(positions.shape)
+    if shape is None or len(shape) != 2 or shape[1] != rows.shape[1]:
+        raise ValueError(
+            "shard_sequence(shares=True) takes position_ids (B, T / P), of which it tells samples "
+            f"apart, got {shape} for {rows.shape[1]} tokens of this rank"
+        )
+    if arguments.get("attention_mask") is not None:
+        raise ValueError(
+            "shard_sequence(shares=True) takes rows without padding: no attention_mask"
+        )
+    whole = shards.gather(positions, ranks)
+    tokens = whole.shape[1]
+    every = rows[:, :1].expand(-1, tokens, *rows.shape[2:])  # for its shape
+    row, new = _share(base, {**arguments, "input_ids": every, "position_ids": whole}, ranks)
+    kept = {name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}
+    return row, {**new, **{n: x for n, x in kept.items() if n in new}, "position_ids": positions}
+
+
 def _continued(positions: Tensor, padding: int) -> Tensor:
     """Positions of padding: a sample of its own."""
     if not padding:
@@ -433,9 +499,10 @@ def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
 def _run_mixer(sharded: _Sharded, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         raise RuntimeError("shard_sequence works on eager models: a layer of it is compiled")
-    if shards.is_suspended():
+    ranks = sharded.ranks
+    if ranks is None:
         return forward(*args, **kwargs)
-    with shards.in_force(sharded.ranks):
+    with shards.in_force(ranks):
         return forward(*args, **kwargs)
 
 
@@ -472,10 +539,13 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
             try:
                 with shards.suspended():
                     whole = model(**call, **arguments)
-            except (PackingError, ValueError):
-                if not arguments:
-                    raise
-                continue  # the model takes no packed rows, spread or not
+            except Exception as error:
+                if arguments and isinstance(error, PackingError | ValueError):
+                    continue  # the model takes no packed rows, spread or not
+                raise PatchError(
+                    f"shard_sequence: {unpatched_class(model).__name__} cannot be tried on a row "
+                    f"of {TRIAL_TOKENS} tokens in one process: {type(error).__name__}: {error}"
+                ) from error
             try:
                 part = model(**call, **arguments)
             except Exception as error:

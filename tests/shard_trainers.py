@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from liger_multi.integrations import SequenceParallel, TrainerCallback
 from tests.models import arguments, build, rows, tokenizer
@@ -77,7 +77,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """A weight, which ZeRO-3 has on all ranks together."""
+    """A weight, which ZeRO-3 and FSDP2 have on all ranks together."""
+    if hasattr(parameter, "full_tensor"):
+        return parameter.detach().full_tensor()
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().clone()
     import deepspeed
@@ -104,9 +106,14 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     model = build(known, **({} if plain else {"vocab_size": len(words), **ids}))
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
     torch.manual_seed(4)  # adapters are drawn
+    args = config_class(**arguments(folder, **{**options, **more}))
+    if args.fsdp:
+        assert args.device.type == "cpu"  # its ranks are there
+        # accelerate has FSDP for ranks of GPUs alone; nothing of it asks for a GPU
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = trainer_class(
         model,
-        args=config_class(**arguments(folder, **{**options, **more})),
+        args=args,
         train_dataset=data() if callable(data) else rows(data),
         eval_dataset=data() if callable(data) else None,
         callbacks=[TrainerCallback(unpatch_at_end=True)],
@@ -133,7 +140,7 @@ ZERO = {
 }
 
 
-def check(kind: str, folder: Any, groups: int = 1, stage: int = 0) -> None:
+def check(kind: str, folder: Any, groups: int = 1, stage: int = 0, fsdp: bool = False) -> None:
     """Ranks that share rows, in groups, train as one process did."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -148,7 +155,10 @@ def check(kind: str, folder: Any, groups: int = 1, stage: int = 0) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         options = {"stage": stage, "stage3_param_persistence_threshold": 0}
         more = {"deepspeed": {**ZERO, "zero_optimization": options}}
-    config = SequenceParallel(sp_size=size // groups, dp_replicate_size=groups)
+    if fsdp:
+        more = {"fsdp": True, "fsdp_config": {"version": 2}}
+    axis = "dp_shard_size" if fsdp else "dp_replicate_size"
+    config = SequenceParallel(sp_size=size // groups, **{axis: groups})
     one = torch.load(f"{folder}/one.pt")
     result = train(kind, folder, parallelism_config=config, **more)
     for name in ("losses", "scores"):

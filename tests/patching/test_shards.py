@@ -81,8 +81,7 @@ def test_types_as_on_the_page(tmp_path):
     [
         ("data_parallel()", 4, 1800),
         ("restart(FOLDER)", 2, 1800),
-        ("measured(False)", 2, 1800),
-        ("measured(True)", 2, 1800),
+        ("measured()", 2, 1800),
         ("ended()", 2, shard_models.SECONDS),
     ],
 )
@@ -116,11 +115,12 @@ def test_layers_that_are_computed_again(tmp_path):
 
 CALLS = """shard_models.outside("LlamaForCausalLM", {})
 shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
-shard_models.interrupted()"""
+shard_models.interrupted()
+shard_models.ulysses()"""
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_losses_outside_of_the_model_and_interrupts(count, tmp_path):
+def test_losses_outside_interrupts_and_shares_of_a_caller(count, tmp_path):
     harness.in_processes(tmp_path, BODY.replace("RANKS", str(count)).replace(CHECK, CALLS), count)
 
 

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 
 from liger_multi.errors import PatchError
 from liger_multi.integrations import SequenceParallel, TrainerCallback
+from liger_multi.patching import register_attention
 from tests import harness, shard_trainers
 from tests.models import build
 
@@ -51,6 +52,9 @@ def test_trainer(kind, tmp_path):
 TRL = ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "SFT, own loss", "GRPO"]
 
 
+FSDP = ["Trainer"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRL)
 def test_trl(kind, tmp_path):
@@ -61,6 +65,16 @@ def test_trl(kind, tmp_path):
 def test_two_groups_of_two_ranks(tmp_path):
     """``num_items_in_batch`` is of the rows of all groups."""
     run("Trainer", tmp_path, 4, {"gradient_accumulation_steps": 4}, groups=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("Trainer, own loss", 1), *(pytest.param(k, 2, marks=pytest.mark.slow) for k in FSDP)],
+)
+def test_fsdp2(kind, groups, tmp_path):
+    """Of accelerate, over rows and tokens together."""
+    expected = {"gradient_accumulation_steps": 4} if groups > 1 and kind == "Trainer" else {}
+    run(kind, tmp_path, 2 * groups, expected, groups=groups, fsdp=True)
 
 
 @pytest.mark.slow
@@ -108,7 +122,14 @@ def test_ranks_that_cut_rows_are_refused(name, parallel):
         TrainerCallback().on_train_begin(
             types.SimpleNamespace(**ARGUMENTS), None, None, model=build()
         )
+    register_attention()
+    model = build()
+    model.set_attn_implementation("liger_multi")
+    with pytest.raises(RuntimeError, match=r"a share of a row.*SequenceParallel\(sp_size=2\)"):
+        model(input_ids=torch.arange(6)[None])  # in a loop without our callback
     config = SequenceParallel(**{name: 2}, dp_shard_size=3)
+    parallel(config)
+    assert model(input_ids=torch.arange(6)[None]).logits.shape[1] == 6
     assert config._get_mesh() == (("dp_shard", "tp"), (3, 2))
     assert config.fsdp_dim_names == ["dp_shard_cp"]
     assert config.dp_shard_cp_dim_names == ["dp_shard", "tp"]
