@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from liger_multi._torch_private import frame_callback, outside_of_graphs
 
 
 class Around:
@@ -48,3 +51,12 @@ class Around:
             del vars(self.module)["forward"]
         else:
             vars(self.module)["forward"] = self.before
+
+
+outside_of_graphs(Around.__call__, "what stands around a forward runs eagerly")
+
+
+def is_compiled() -> bool:
+    """Whether a compiler follows this call, or has broken its graph for it."""
+    callback = None if frame_callback is None else frame_callback()
+    return torch.compiler.is_compiling() or callback not in (None, False)

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_multi._torch_private import outside_of_graphs
 from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
-from liger_multi.around import Around
+from liger_multi.around import Around, is_compiled
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import register_attention, shards
 from liger_multi.patching.attention.interface import NAME
@@ -269,6 +270,7 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     ranks = sharded.ranks
     if ranks is None:
         return None
+    _refuse_compiled()
     arguments = by_name(_forward(model), args, kwargs)
     _refuse_generation(model, arguments)
     rows = rows_of(arguments)
@@ -307,6 +309,18 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
         new.pop(name) if name in new else value for name, value in zip(names, args, strict=False)
     )
     return args, {**kwargs, **new}
+
+
+outside_of_graphs(_before_model, "rows are spread eagerly")
+
+
+def _refuse_compiled() -> None:
+    """A graph would keep the masks of the rows with which it was made."""
+    if is_compiled():
+        raise RuntimeError(
+            "shard_sequence works on eager models: compile its layers (model.model.layers[i]."
+            "compile()), whose mixers stay eager, or unshard_sequence(model) before"
+        )
 
 
 def _forward(model: nn.Module) -> Any:
@@ -392,10 +406,7 @@ def _run_base(
     ranks = sharded.ranks
     if ranks is None:
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "shard_sequence works on eager models; unshard_sequence(model) before it is compiled"
-        )
+    _refuse_compiled()
     arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
     row, arguments = (_given_share if sharded.shares else _share)(base, arguments, ranks)
@@ -497,11 +508,11 @@ def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
 
 
 def _run_mixer(sharded: _Sharded, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        raise RuntimeError("shard_sequence works on eager models: a layer of it is compiled")
     ranks = sharded.ranks
     if ranks is None:
         return forward(*args, **kwargs)
+    if is_compiled():  # the layer around it
+        forward = torch.compiler.disable(forward)
     with shards.in_force(ranks):
         return forward(*args, **kwargs)
 
@@ -546,17 +557,23 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
                     f"shard_sequence: {unpatched_class(model).__name__} cannot be tried on a row "
                     f"of {TRIAL_TOKENS} tokens in one process: {type(error).__name__}: {error}"
                 ) from error
+            part, failure = None, None
             try:
                 part = model(**call, **arguments)
             except Exception as error:
                 if UNDIVIDED in str(error):
                     raise
-                raise PatchError(
-                    f"shard_sequence: {unpatched_class(model).__name__} cannot run on rows that "
-                    f"are spread over {ranks.size} ranks: {type(error).__name__}: {error}"
-                ) from error
-        worst = _difference(part, whole, ranks)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)
+                failure = error
+        worst = parameter.new_full((), torch.inf, dtype=torch.float32)
+        if part is not None:
+            worst = _difference(part, whole, ranks)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)  # all ranks fail, or none
+        if failure is not None or worst.isinf():
+            reason = f"{type(failure).__name__}: {failure}" if failure else "another rank says why"
+            raise PatchError(
+                f"shard_sequence: {unpatched_class(model).__name__} cannot run on rows that are "
+                f"spread over {ranks.size} ranks: {reason}"
+            ) from failure
         limit = COARSE if any(p.dtype.itemsize < 4 for p in model.parameters()) else FINE
         if not float(worst) < limit:
             raise PatchError(
@@ -570,6 +587,11 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
 def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
     """The larger relative difference of logits or hidden states, and of losses."""
     expected, actual = _result(whole), _result(part)
+    if expected.shape[:2] != (1, TRIAL_TOKENS):
+        raise PatchError(
+            f"shard_sequence: the model has no output of every token, got {tuple(expected.shape)} "
+            f"for a row of {TRIAL_TOKENS}"
+        )
     if actual.shape[1] != TRIAL_TOKENS:  # hidden states; logits are of whole rows
         actual = shards.gather(actual, ranks)[:, :TRIAL_TOKENS]
     difference: Tensor = (actual - expected).norm() / expected.norm()

@@ -268,6 +268,24 @@ def log_prob_step(model: Any, ids: Any, places: Any, targets: Any, whole: Any) -
     return float(loss), gradients_of(model)
 
 
+def compiled() -> None:
+    """Layers are compiled around their mixers, for any samples; a whole model is refused."""
+    one = build("LlamaForCausalLM")
+    spread = shard_sequence(copy.deepcopy(one))
+    for wrong in (torch.compile(spread, backend="eager"), spread):
+        if wrong is spread:
+            spread.model.compile(backend="eager")
+        with pytest.raises(RuntimeError, match="compile its layers"):
+            wrong(**batches(one.config.vocab_size)["row"], use_cache=False)
+    spread.model._compiled_call_impl = None
+    for layer in spread.model.layers:
+        layer.compile(backend="eager")
+    packed = batches(one.config.vocab_size)["packed"]
+    other = {**packed, "position_ids": torch.cat([torch.arange(n) for n in (25, 15)])[None]}
+    for batch in (packed, other, packed):
+        compare_steps(step(one, batch), step(spread, batch))
+
+
 def ctrl_c(*_: Any) -> None:
     raise KeyboardInterrupt
 

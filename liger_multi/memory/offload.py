@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_multi._torch_private import detached
-from liger_multi.around import Around
+from liger_multi.around import Around, is_compiled
 from liger_multi.errors import unknown
 from liger_multi.memory import compress as codes
 from liger_multi.memory.recompute import decoder_layers, store
@@ -399,7 +399,7 @@ class Offload:
         self.remove()
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiled():
             raise RuntimeError(
                 "offload_activations works on eager models: a compiler decides itself what it "
                 "keeps; remove() it, or compile the layers (model.layers[i].compile())"
