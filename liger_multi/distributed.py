@@ -32,7 +32,7 @@ from liger_multi.patching.head.storage import is_lazy, real_tensor
 from liger_multi.patching.mixers.calls import mixer_calls, unserved
 from liger_multi.patching.mixers.fused import FusedMixer
 from liger_multi.patching.packing.hybrids import PackedModel
-from liger_multi.patching.packing.samples import rows_of, sample_ids
+from liger_multi.patching.packing.samples import rows_of, sample_ids, several
 from liger_multi.patching.packing.tree import offered
 from liger_multi.patching.swap import unpatched_class
 
@@ -52,6 +52,7 @@ class _Sharded:
 
     ranks_of_call: Callable[[], shards.Ranks | None]
     shares: bool  # whether callers bring shares of rows
+    packed: bool = True  # whether one process keeps samples apart, or that is not known
     tokens: int = 0  # of a row of the running call
     targets: int = 0
     handles: list[Any] = field(default_factory=list)
@@ -132,7 +133,7 @@ def shard_sequence(
     torch.compiler.reset()  # no graph knows of ranks
     if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):
         try:
-            _compare(model, fixed)
+            sharded.packed = _compare(model, fixed)
         except BaseException:
             unshard_sequence(model)
             raise
@@ -409,6 +410,11 @@ def _run_base(
     _refuse_compiled()
     arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
+    if not sharded.packed and several(arguments):
+        raise PackingError(
+            f"shard_sequence: {unpatched_class(base).__name__} takes no packed rows in one process "
+            "either: pass one sample per row"
+        )
     row, arguments = (_given_share if sharded.shares else _share)(base, arguments, ranks)
     with shards.in_force(row):
         output = forward(**arguments)
@@ -532,8 +538,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
-def _compare(model: Any, ranks: shards.Ranks) -> None:
-    """Run a packed row in one process and over ranks; every rank does both."""
+def _compare(model: Any, ranks: shards.Ranks) -> bool:
+    """Run a row and a packed one in one process and over ranks; every rank does both.
+
+    Returns:
+        Whether the model takes packed rows in one process.
+    """
     embedding = _embedding(model)
     parameter = next(model.parameters())
     ids = torch.arange(TRIAL_TOKENS, device=parameter.device)[None]
@@ -552,7 +562,7 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
                     whole = model(**call, **arguments)
             except Exception as error:
                 if arguments and isinstance(error, PackingError | ValueError):
-                    continue  # the model takes no packed rows, spread or not
+                    return False
                 raise PatchError(
                     f"shard_sequence: {unpatched_class(model).__name__} cannot be tried on a row "
                     f"of {TRIAL_TOKENS} tokens in one process: {type(error).__name__}: {error}"
@@ -582,6 +592,7 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
                 f"{float(worst):.1e}{', packed' if arguments else ''}): something in it mixes "
                 "tokens that is not known"
             )
+    return True
 
 
 def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:

@@ -151,6 +151,23 @@ def outside(name: str, patching: dict[str, Any]) -> None:
     assert abs(results[0][0] / results[1][0] - 1) < LOSS
 
 
+def headless() -> None:
+    """The layers alone, without a head: a rank's hidden states, of packed rows too."""
+    one = build("LlamaForCausalLM").model
+    spread = shard_sequence(copy.deepcopy(one))
+    ranks = shards.Ranks(None, dist.get_world_size(), dist.get_rank())
+    for batch in batches(one.config.vocab_size).values():
+        call = {n: x for n, x in batch.items() if n != "labels"}
+        expected = one(**call, use_cache=False).last_hidden_state
+        expected = ranks.share(F.pad(expected, (0, 0, 0, -expected.shape[1] % ranks.size)), 1)
+        for return_dict in (True, False):
+            actual = spread(**call, use_cache=False, return_dict=return_dict)[0]
+            assert actual.shape == expected.shape
+            real = expected.abs().sum(-1) > 0
+            if "attention_mask" not in call:
+                torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
 def own_step(model: Any, call: Any, loss_of: Any, return_dict: bool) -> Any:
     model.zero_grad()
     output = model(**call, use_cache=False, return_dict=return_dict)

@@ -115,6 +115,7 @@ def test_layers_that_are_computed_again(tmp_path):
 
 CALLS = """shard_models.outside("LlamaForCausalLM", {})
 shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
+shard_models.headless()
 shard_models.interrupted()
 shard_models.compiled()
 shard_models.ulysses()"""
