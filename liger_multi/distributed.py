@@ -29,8 +29,7 @@ from liger_multi.patching import register_attention, shards
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.storage import is_lazy, real_tensor
-from liger_multi.patching.mixers.calls import mixer_calls, unserved
-from liger_multi.patching.mixers.fused import FusedMixer
+from liger_multi.patching.mixers import FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.hybrids import PackedModel
 from liger_multi.patching.packing.samples import rows_of, sample_ids, several
 from liger_multi.patching.packing.tree import offered
@@ -461,8 +460,8 @@ def _share(
         # positions of a share must not look to transformers like those of a packed row
         new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
     if isinstance(base, PackedModel) or "seq_idx" in new:
-        told = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
-        new = {**new, "seq_idx": told} if told is not None else new
+        seq_idx = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
+        new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
     return row, new
@@ -545,8 +544,7 @@ def _compare(model: Any, ranks: shards.Ranks) -> bool:
         Whether the model takes packed rows in one process.
     """
     embedding = _embedding(model)
-    parameter = next(model.parameters())
-    ids = torch.arange(TRIAL_TOKENS, device=parameter.device)[None]
+    ids = torch.arange(TRIAL_TOKENS, device=next(model.parameters()).device)[None]
     first = TRIAL_TOKENS * 5 // 8 + 1  # 39 of 61: at no border of shares
     positions = torch.where(ids < first, ids, ids - first)
     sizes = [getattr(embedding, "num_embeddings", None)]  # may have more entries than the head
@@ -574,7 +572,7 @@ def _compare(model: Any, ranks: shards.Ranks) -> bool:
                 if UNDIVIDED in str(error):
                     raise
                 failure = error
-        worst = parameter.new_full((), torch.inf, dtype=torch.float32)
+        worst = torch.full((), torch.inf, device=ids.device)
         if part is not None:
             worst = _difference(part, whole, ranks)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)  # all ranks fail, or none

@@ -45,11 +45,9 @@ def provide(patching: Callable[[], Any], distributed: Callable[[], Any]) -> None
 
 def patcher() -> Patcher:
     """The patcher, loaded when it is first needed."""
-    loaded: Patcher = _loaders[0]()
-    return loaded
+    return _loaders[0]()  # type: ignore[no-any-return]
 
 
 def sharder() -> Sharder:
     """The same of what spreads tokens over ranks."""
-    loaded: Sharder = _loaders[1]()
-    return loaded
+    return _loaders[1]()  # type: ignore[no-any-return]
