@@ -159,7 +159,7 @@ def _ranks_of_call(group_of_call: Callable[[], Any]) -> shards.Ranks | None:
 def shard_on_meta(model: nn.Module, size: int) -> nn.Module:
     """A model on the meta device as it is on the first of some ranks, for estimates of memory."""
     register_attention()
-    model.set_attn_implementation(NAME)
+    cast(Any, model).set_attn_implementation(NAME)
     return shard_sequence(model, shards.Ranks(None, size, 0), check=False)
 
 
