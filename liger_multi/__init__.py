@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 
-patcher.provide(lambda: importlib.import_module("liger_multi.patching"))
+patcher.provide(
+    lambda: importlib.import_module("liger_multi.patching"),
+    lambda: importlib.import_module("liger_multi.distributed"),
+)
 
 
 def __getattr__(name: str) -> Any:

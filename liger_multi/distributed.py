@@ -21,13 +21,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_multi._torch_private import outside_of_graphs
 from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
+from liger_multi.around import Around, is_compiled
 from liger_multi.errors import PackingError, PatchError
-from liger_multi.patching import shards
+from liger_multi.patching import register_attention, shards
 from liger_multi.patching.attention.interface import NAME
+from liger_multi.patching.head.protocol import lazy_logits
+from liger_multi.patching.head.storage import is_lazy, real_tensor
 from liger_multi.patching.mixers import FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.hybrids import PackedModel
-from liger_multi.patching.packing.samples import rows_of, sample_ids
+from liger_multi.patching.packing.samples import rows_of, sample_ids, several
 from liger_multi.patching.packing.tree import offered
 from liger_multi.patching.swap import unpatched_class
 
@@ -45,16 +49,25 @@ COARSE, FINE = 5e-2, 1e-3  # differences that rounding explains, in 16 bits and 
 class _Sharded:
     """A model whose rows are spread, and what ends that."""
 
-    ranks: shards.Ranks
-    targets: int = 0  # of a row of the running call
+    ranks_of_call: Callable[[], shards.Ranks | None]
+    shares: bool  # whether callers bring shares of rows
+    packed: bool = True  # whether one process keeps samples apart, or that is not known
+    tokens: int = 0  # of a row of the running call
+    targets: int = 0
     handles: list[Any] = field(default_factory=list)
-    ends: list[Callable[[], None]] = field(default_factory=list)  # of calls that run
+
+    @property
+    def ranks(self) -> shards.Ranks | None:
+        """Over which the rows of this call are spread; None where they are whole."""
+        return None if shards.is_suspended() else self.ranks_of_call()
 
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
 
 
-def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) -> nn.Module:
+def shard_sequence(
+    model: nn.Module, mesh: Any = None, *, check: bool = True, shares: bool = False
+) -> nn.Module:
     """Spread the tokens of every row over ranks; the model is called with whole rows, as before.
 
     Every rank passes the same ``input_ids`` or ``inputs_embeds``, ``labels``, ``position_ids`` and
@@ -67,21 +80,28 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
         and FSDP2 do, are those of one process.
 
     Shapes:
-        Logits, hidden states and what hooks see are ``(B, T / P, ...)``, of the rank's tokens: the
-        ``rank``-th of P equal parts of the row.
+        Hidden states and what hooks see are ``(B, T / P, ...)``, of the rank's tokens: the
+        ``rank``-th of P equal parts of the row. So are logits of a call with labels in training.
+        All others are ``(B, T, V)``: a loss that is made of them outside of the model, averaged as
+        that of the model, has the gradient of one process.
 
     Memory:
         Activations of T / P tokens. A mixer has its inputs and result twice for the time of its
-        call. Ranges of masks and ids of samples are of all tokens, 8 to 20 bytes each.
+        call. Ranges of masks and ids of samples are of all tokens, 8 to 20 bytes each. Logits of
+        whole rows are lazy: the last hidden states of T tokens, where the head is patched.
 
     Args:
         model: A patched model for causal language modeling with
             ``attn_implementation="liger_multi"``, or one in a wrapper of PEFT. Wrap with PEFT
             before, with FSDP2 or DDP before or after.
         mesh: A device mesh of one dimension (``mesh["sp"]``) or a process group; None for all
-            processes.
+            processes. Or a function that says the group of a call; None: rows are whole.
         check: Compare a short packed row with the same row in one process now, in four forward
-            passes of ``TRIAL_TOKENS`` tokens. Models on the meta device are not compared.
+            passes of ``TRIAL_TOKENS`` tokens. Models on the meta device are not compared, nor are
+            those of a function.
+        shares: The caller cuts rows itself, as verl does: it brings the rank's share of
+            ``input_ids`` and ``position_ids``, of rows that ranks divide, and has logits of them.
+            Labels are refused.
 
     Returns:
         The model.
@@ -96,32 +116,51 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
     """
     if model in _sharded:
         raise PatchError(f"shard_sequence: {type(model).__name__} is sharded; unshard_sequence it")
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
-    group = dist.group.WORLD if group is None else group
-    ranks = shards.Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+    fixed = None if _is_function(mesh) else _ranks(mesh)
+    ranks_of_call = (lambda: fixed) if fixed else functools.partial(_ranks_of_call, mesh)
     base = _base(model)
     mixers = _mixers(base)
-    sharded = _Sharded(ranks)
-    hooks: list[tuple[nn.Module, Any, Any]] = [
-        (model, _before_model, _after_model),
-        (base, _before_base, _after_base),
-        *((mixer, _before_mixer, _after_mixer) for mixer in mixers),
+    sharded = _Sharded(ranks_of_call, shares)
+    before, after = (functools.partial(hook, sharded) for hook in (_before_model, _after_model))
+    sharded.handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+        Around(base, functools.partial(_run_base, sharded, base)),
+        *(Around(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
     ]
-    for module, before, after in hooks:
-        before, after = (functools.partial(hook, sharded) for hook in (before, after))
-        sharded.handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
     _sharded[model] = sharded
     torch.compiler.reset()  # no graph knows of ranks
-    if check and not any(p.is_meta for p in model.parameters()):
+    if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):
         try:
-            _compare(model, ranks)
+            sharded.packed = _compare(model, fixed)
         except BaseException:
             unshard_sequence(model)
             raise
     return model
+
+
+def _is_function(mesh: Any) -> bool:
+    return callable(mesh) and not hasattr(mesh, "get_group")
+
+
+def _ranks(mesh: Any) -> shards.Ranks:
+    if isinstance(mesh, shards.Ranks):
+        return mesh
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    group = dist.group.WORLD if group is None else group
+    return shards.Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+def _ranks_of_call(group_of_call: Callable[[], Any]) -> shards.Ranks | None:
+    group = group_of_call()
+    return None if group is None else _ranks(group)
+
+
+def shard_on_meta(model: nn.Module, size: int) -> nn.Module:
+    """A model on the meta device as it is on the first of some ranks, for estimates of memory."""
+    register_attention()
+    cast(Any, model).set_attn_implementation(NAME)
+    return shard_sequence(model, shards.Ranks(None, size, 0), check=False)
 
 
 def unshard_sequence(model: nn.Module) -> nn.Module:
@@ -228,8 +267,10 @@ def _asks_attention(module_class: type) -> bool:
 
 
 def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    if shards.is_suspended():
+    ranks = sharded.ranks
+    if ranks is None:
         return None
+    _refuse_compiled()
     arguments = by_name(_forward(model), args, kwargs)
     _refuse_generation(model, arguments)
     rows = rows_of(arguments)
@@ -237,10 +278,16 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
     if offered(rows.shape[1], rows.shape[0]) is not None:
         raise ValueError("shard_sequence: rows of shared prefixes are not spread over ranks")
-    padding = -rows.shape[1] % sharded.ranks.size
+    sharded.tokens = rows.shape[1]
+    padding = -rows.shape[1] % ranks.size
     labels: Any = arguments.get("labels")
     targets: Any = arguments.get("shift_labels")
-    if labels is None and targets is None:
+    if labels is not None and sharded.shares:
+        raise ValueError(
+            "shard_sequence(shares=True): a share has no label for its last token; make the loss "
+            "of the logits and of labels that are shifted before they are cut"
+        )
+    if sharded.shares or (labels is None and targets is None):
         return None
     sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
     if targets is None:
@@ -251,7 +298,7 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
             )
         targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     count = arguments.get("num_items_in_batch")
-    share = sharded.ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
+    share = ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
     new = {
         "labels": share,
         "shift_labels": share,
@@ -262,6 +309,18 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
         new.pop(name) if name in new else value for name, value in zip(names, args, strict=False)
     )
     return args, {**kwargs, **new}
+
+
+outside_of_graphs(_before_model, "rows are spread eagerly")
+
+
+def _refuse_compiled() -> None:
+    """A graph would keep the masks of the rows with which it was made."""
+    if is_compiled():
+        raise RuntimeError(
+            "shard_sequence works on eager models: compile its layers (model.model.layers[i]."
+            "compile()), whose mixers stay eager, or unshard_sequence(model) before"
+        )
 
 
 def _forward(model: nn.Module) -> Any:
@@ -283,32 +342,55 @@ def _refuse_generation(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    if shards.is_suspended() or output is None:  # the call has failed
+    ranks = sharded.ranks
+    if ranks is None or sharded.shares:
         return None
+    labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
+    headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
+    whole = headed and not (labeled and model.training)
     if isinstance(output, tuple):
-        has_loss = isinstance(output[0], Tensor) and output[0].ndim == 0
-        return (shards.total(output[0], sharded.ranks), *output[1:]) if has_loss else None
+        values = list(output)
+        has_loss = isinstance(values[0], Tensor) and values[0].ndim == 0
+        if whole:
+            values[has_loss] = _whole_rows(values[has_loss], sharded.tokens, ranks)
+        return (*(shards.total(x, ranks) for x in values[:has_loss]), *values[has_loss:])
+    if whole and isinstance(getattr(output, "logits", None), Tensor):
+        output["logits"] = _whole_rows(output.logits, sharded.tokens, ranks)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        return None
+        return output
     balance = getattr(output, "aux_loss", None)
     if isinstance(getattr(output, "label_mask", None), Tensor):
-        _gather_targets(sharded, output)
+        _gather_targets(sharded.targets, ranks, output)
     if isinstance(balance, Tensor):  # every rank has all of it
         scale: Any = getattr(model, "router_aux_loss_coef", None)
         scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
-        once = scale * balance.detach() * (1 - 1 / sharded.ranks.size)
+        once = scale * balance.detach() * (1 - 1 / ranks.size)
         loss = loss - once.to(loss.device)
-    output["loss"] = shards.total(loss, sharded.ranks)
+    output["loss"] = shards.total(loss, ranks)
     return output
 
 
-def _gather_targets(sharded: _Sharded, output: Any) -> None:
+def _whole_rows(logits: Tensor, tokens: int, ranks: shards.Ranks) -> Tensor:
+    """Logits of all tokens on every rank; lazy ones stay so, and hidden states are gathered."""
+    if logits.shape[1:2] != (-(-tokens // ranks.size),):
+        raise ValueError(
+            f"shard_sequence: logits must be of every token of a rank's share, got shape "
+            f"{tuple(logits.shape)} for rows of {tokens} tokens"
+        )
+    if not is_lazy(logits):
+        return shards.gather(real_tensor(logits), ranks, ranks.size)[:, :tokens]
+    deferred: Any = cast(Any, logits)._slot.deferred
+    hidden = shards.gather(deferred.hidden, ranks, ranks.size)[:, :tokens]
+    return lazy_logits(deferred.rows(hidden))
+
+
+def _gather_targets(targets: int, ranks: shards.Ranks, output: Any) -> None:
     """Whole rows of what TRL's head says of every target, of which its trainers make a loss."""
-    ranks, shape = sharded.ranks, output["label_mask"].shape
+    shape = output["label_mask"].shape
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == shape:
-            output[name] = shards.gather(value, ranks, ranks.size)[:, : sharded.targets]
+            output[name] = shards.gather(value, ranks, ranks.size)[:, :targets]
     if isinstance(
         balance := output.get("aux_loss"), Tensor
     ):  # its gradient is of this rank's share
@@ -318,20 +400,37 @@ def _gather_targets(sharded: _Sharded, output: Any) -> None:
 # --- a call of its layers: tokens, positions, masks ---
 
 
-def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> Any:
-    if shards.is_suspended():
-        return None
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "shard_sequence works on eager models; unshard_sequence(model) before it is compiled"
-        )
-    forward = _forward(base)
-    names = parameters_of(forward)
-    arguments = by_name(forward, args, kwargs)
+def _run_base(
+    sharded: _Sharded, base: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    ranks = sharded.ranks
+    if ranks is None:
+        return forward(*args, **kwargs)
+    _refuse_compiled()
+    arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
+    if not sharded.packed and several(arguments):
+        raise PackingError(
+            f"shard_sequence: {unpatched_class(base).__name__} takes no packed rows in one process "
+            "either: pass one sample per row"
+        )
+    row, arguments = (_given_share if sharded.shares else _share)(base, arguments, ranks)
+    with shards.in_force(row):
+        output = forward(**arguments)
+    routed = getattr(output, "router_logits", None)
+    if isinstance(routed, tuple):
+        output["router_logits"] = tuple(_all_tokens(x, row, ranks) for x in routed)
+    return output
+
+
+def _share(
+    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks
+) -> tuple[shards.Row, dict[str, Any]]:
+    """What arguments say of whole rows, and the arguments of this rank's share."""
+    names = parameters_of(_forward(base))
     rows = rows_of(arguments)
     assert rows is not None
-    length, ranks = rows.shape[1], sharded.ranks
+    length = rows.shape[1]
     padding = -length % ranks.size
     mask, positions = (cast(Any, arguments.get(n)) for n in ("attention_mask", "position_ids"))
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -365,8 +464,31 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
         new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
-    sharded.ends.append(shards.enter(row))
-    return (), new
+    return row, new
+
+
+def _given_share(
+    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks
+) -> tuple[shards.Row, dict[str, Any]]:
+    """The same where the arguments are of the rank's share already."""
+    rows, positions = rows_of(arguments), cast(Any, arguments.get("position_ids"))
+    assert rows is not None
+    shape = None if positions is None else tuple(positions.shape)
+    if shape is None or len(shape) != 2 or shape[1] != rows.shape[1]:
+        raise ValueError(
+            "shard_sequence(shares=True) takes position_ids (B, T / P), of which it tells samples "
+            f"apart, got {shape} for {rows.shape[1]} tokens of this rank"
+        )
+    if arguments.get("attention_mask") is not None:
+        raise ValueError(
+            "shard_sequence(shares=True) takes rows without padding: no attention_mask"
+        )
+    whole = shards.gather(positions, ranks)
+    tokens = whole.shape[1]
+    every = rows[:, :1].expand(-1, tokens, *rows.shape[2:])  # for its shape
+    row, new = _share(base, {**arguments, "input_ids": every, "position_ids": whole}, ranks)
+    kept = {name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}
+    return row, {**new, **{n: x for n, x in kept.items() if n in new}, "position_ids": positions}
 
 
 def _continued(positions: Tensor, padding: int) -> Tensor:
@@ -381,18 +503,6 @@ def _padded_ids(ids: Tensor, padding: int) -> Tensor:
     return torch.cat([ids, (ids[:, -1:] + 1).expand(-1, padding)], 1) if padding else ids
 
 
-def _after_base(sharded: _Sharded, base: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    row = shards.row()
-    if shards.is_suspended() or row is None:
-        return None
-    sharded.ends.pop()()
-    routed = getattr(output, "router_logits", None)
-    if not isinstance(routed, tuple):
-        return None
-    output["router_logits"] = tuple(_all_tokens(x, row, sharded.ranks) for x in routed)
-    return output
-
-
 def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
     """The logits of a router for the tokens of whole rows, as a loss of balance takes them."""
     rows = routed.reshape(-1, row.share, routed.shape[-1])
@@ -402,16 +512,14 @@ def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
 # --- a call of a mixer ---
 
 
-def _before_mixer(sharded: _Sharded, mixer: nn.Module, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        raise RuntimeError("shard_sequence works on eager models: a layer of it is compiled")
-    if not shards.is_suspended():
-        sharded.ends.append(shards.enter(sharded.ranks))
-
-
-def _after_mixer(sharded: _Sharded, mixer: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if not shards.is_suspended() and shards.ranks() is not None:
-        sharded.ends.pop()()
+def _run_mixer(sharded: _Sharded, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    ranks = sharded.ranks
+    if ranks is None:
+        return forward(*args, **kwargs)
+    if is_compiled():  # the layer around it
+        forward = torch.compiler.disable(forward)
+    with shards.in_force(ranks):
+        return forward(*args, **kwargs)
 
 
 # --- is it the same? ---
@@ -429,8 +537,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
-def _compare(model: Any, ranks: shards.Ranks) -> None:
-    """Run a packed row in one process and over ranks; every rank does both."""
+def _compare(model: Any, ranks: shards.Ranks) -> bool:
+    """Run a row and a packed one in one process and over ranks; every rank does both.
+
+    Returns:
+        Whether the model takes packed rows in one process.
+    """
     embedding = _embedding(model)
     ids = torch.arange(TRIAL_TOKENS, device=next(model.parameters()).device)[None]
     first = TRIAL_TOKENS * 5 // 8 + 1  # 39 of 61: at no border of shares
@@ -446,21 +558,30 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
             try:
                 with shards.suspended():
                     whole = model(**call, **arguments)
-            except (PackingError, ValueError):
-                if not arguments:
-                    raise
-                continue  # the model takes no packed rows, spread or not
+            except Exception as error:
+                if arguments and isinstance(error, PackingError | ValueError):
+                    return False
+                raise PatchError(
+                    f"shard_sequence: {unpatched_class(model).__name__} cannot be tried on a row "
+                    f"of {TRIAL_TOKENS} tokens in one process: {type(error).__name__}: {error}"
+                ) from error
+            part, failure = None, None
             try:
                 part = model(**call, **arguments)
             except Exception as error:
                 if UNDIVIDED in str(error):
                     raise
-                raise PatchError(
-                    f"shard_sequence: {unpatched_class(model).__name__} cannot run on rows that "
-                    f"are spread over {ranks.size} ranks: {type(error).__name__}: {error}"
-                ) from error
-        worst = _difference(part, whole, ranks)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)
+                failure = error
+        worst = torch.full((), torch.inf, device=ids.device)
+        if part is not None:
+            worst = _difference(part, whole, ranks)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)  # all ranks fail, or none
+        if failure is not None or worst.isinf():
+            reason = f"{type(failure).__name__}: {failure}" if failure else "another rank says why"
+            raise PatchError(
+                f"shard_sequence: {unpatched_class(model).__name__} cannot run on rows that are "
+                f"spread over {ranks.size} ranks: {reason}"
+            ) from failure
         limit = COARSE if any(p.dtype.itemsize < 4 for p in model.parameters()) else FINE
         if not float(worst) < limit:
             raise PatchError(
@@ -469,15 +590,20 @@ def _compare(model: Any, ranks: shards.Ranks) -> None:
                 f"{float(worst):.1e}{', packed' if arguments else ''}): something in it mixes "
                 "tokens that is not known"
             )
+    return True
 
 
 def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
     """The larger relative difference of logits or hidden states, and of losses."""
     expected, actual = _result(whole), _result(part)
-    norm = expected.norm()
-    expected = ranks.share(F.pad(expected, (0, 0, 0, -TRIAL_TOKENS % ranks.size)), 1)
-    real = min(expected.shape[1], max(0, TRIAL_TOKENS - ranks.rank * expected.shape[1]))
-    difference: Tensor = (actual - expected)[:, :real].norm() / norm
+    if expected.shape[:2] != (1, TRIAL_TOKENS):
+        raise PatchError(
+            f"shard_sequence: the model has no output of every token, got {tuple(expected.shape)} "
+            f"for a row of {TRIAL_TOKENS}"
+        )
+    if actual.shape[1] != TRIAL_TOKENS:  # hidden states; logits are of whole rows
+        actual = shards.gather(actual, ranks)[:, :TRIAL_TOKENS]
+    difference: Tensor = (actual - expected).norm() / expected.norm()
     losses: list[Any] = [getattr(output, "loss", None) for output in (part, whole)]
     if all(isinstance(loss, Tensor) for loss in losses):
         by_loss = (losses[0] - losses[1]).abs() / losses[1].abs()

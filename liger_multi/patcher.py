@@ -27,14 +27,27 @@ class Patcher(Protocol):
         """A block in which a model is patched."""
 
 
+class Sharder(Protocol):
+    """What the tools need of :mod:`liger_multi.distributed`."""
+
+    @property
+    def shard_on_meta(self) -> Callable[..., Any]:
+        """Spread the tokens of a model on the meta device over so many ranks."""
+
+
 _loaders: list[Callable[[], Any]] = []
 
 
-def provide(loader: Callable[[], Any]) -> None:
-    """Name the function that loads the patcher."""
-    _loaders[:] = [loader]
+def provide(patching: Callable[[], Any], distributed: Callable[[], Any]) -> None:
+    """Name the functions that load the patcher and the sharder."""
+    _loaders[:] = [patching, distributed]
 
 
 def patcher() -> Patcher:
     """The patcher, loaded when it is first needed."""
     return _loaders[0]()  # type: ignore[no-any-return]
+
+
+def sharder() -> Sharder:
+    """The same of what spreads tokens over ranks."""
+    return _loaders[1]()  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from liger_multi.integrations import SequenceParallel, TrainerCallback
 from tests.models import arguments, build, rows, tokenizer
@@ -31,14 +31,44 @@ def packed() -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A ``compute_loss_func``: focal, of shifted labels, over all targets of the batch."""
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    taken = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    losses = -(1 - taken.exp()) * taken * (targets != -100)
+    return losses.sum() / num_items_in_batch
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    """Of logits and labels, which are of whole rows."""
+    logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    right = logits.argmax(-1) == labels
+    return {"share": float(right[labels != -100].mean()), "last": float(logits[:, -1].mean())}
+
+
 LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 COMMON = {"per_device_train_batch_size": 1, "max_steps": 2, "gradient_accumulation_steps": 2}
+EVALUATED = {**COMMON, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+SCORES = ("eval_loss", "eval_share", "eval_last")
 TRL = {"max_steps": 2, "max_length": 32}
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 6}
 GRPO = {"max_steps": 2, **GROUPS}
 KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "Trainer": ("transformers.Training", COMMON, packed, {}),
+    "Trainer, own loss": (
+        "transformers.Training",
+        EVALUATED,
+        packed,
+        {"compute_loss_func": own_loss, "compute_metrics": metrics},
+    ),
+    "Trainer, smoothed": (
+        "transformers.Training",
+        {**EVALUATED, "label_smoothing_factor": 0.1},
+        packed,
+        {"compute_metrics": metrics},
+    ),
     "SFT": ("trl.SFT", TRL, "completion", {}),
+    "SFT, own loss": ("trl.SFT", TRL, "completion", {"compute_loss_func": own_loss}),
     "packed SFT": ("trl.SFT", {**TRL, "packing": True, "padding_free": True}, "completion", {}),
     "SFT of experts": ("trl.SFT", {**TRL, "router_aux_loss_coef": 0.3}, "completion", {}),
     "SFT of adapters": ("trl.SFT", TRL, "completion", {"peft_config": LORA}),
@@ -47,7 +77,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """A weight, which ZeRO-3 has on all ranks together."""
+    """A weight, which ZeRO-3 and FSDP2 have on all ranks together."""
+    if hasattr(parameter, "full_tensor"):
+        return parameter.detach().full_tensor()
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().clone()
     import deepspeed
@@ -74,10 +106,16 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     model = build(known, **({} if plain else {"vocab_size": len(words), **ids}))
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
     torch.manual_seed(4)  # adapters are drawn
+    args = config_class(**arguments(folder, **{**options, **more}))
+    if args.fsdp:
+        assert args.device.type == "cpu"  # its ranks are there
+        # accelerate has FSDP for ranks of GPUs alone; nothing of it asks for a GPU
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = trainer_class(
         model,
-        args=config_class(**arguments(folder, **{**options, **more})),
+        args=args,
         train_dataset=data() if callable(data) else rows(data),
+        eval_dataset=data() if callable(data) else None,
         callbacks=[TrainerCallback(unpatch_at_end=True)],
         **({} if plain else {"processing_class": words}),
         **call,
@@ -88,6 +126,7 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     assert model(input_ids=ids, use_cache=False).logits.shape[1] == 10, "rows are whole again"
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "scores": [row[n] for row in trainer.state.log_history for n in SCORES if n in row],
         "weights": {n: whole(p) for n, p in model.named_parameters()},
     }
 
@@ -101,7 +140,7 @@ ZERO = {
 }
 
 
-def check(kind: str, folder: Any, groups: int = 1, stage: int = 0) -> None:
+def check(kind: str, folder: Any, groups: int = 1, stage: int = 0, fsdp: bool = False) -> None:
     """Ranks that share rows, in groups, train as one process did."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -116,9 +155,13 @@ def check(kind: str, folder: Any, groups: int = 1, stage: int = 0) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         options = {"stage": stage, "stage3_param_persistence_threshold": 0}
         more = {"deepspeed": {**ZERO, "zero_optimization": options}}
-    config = SequenceParallel(sp_size=size // groups, dp_replicate_size=groups)
+    if fsdp:
+        more = {"fsdp": True, "fsdp_config": {"version": 2}}
+    axis = "dp_shard_size" if fsdp else "dp_replicate_size"
+    config = SequenceParallel(sp_size=size // groups, **{axis: groups})
     one = torch.load(f"{folder}/one.pt")
     result = train(kind, folder, parallelism_config=config, **more)
-    torch.testing.assert_close(result["losses"], one["losses"], rtol=1e-4, atol=1e-6)
+    for name in ("losses", "scores"):
+        torch.testing.assert_close(result[name], one[name], rtol=1e-4, atol=1e-6)
     for name, weight in one["weights"].items():
         torch.testing.assert_close(result["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=name)

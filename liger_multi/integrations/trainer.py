@@ -269,8 +269,6 @@ def _unserved(args: Any, shared_prefixes: bool) -> Iterator[str]:
         yield "shared_prefixes=True: trees are not spread over ranks"
     if getattr(args, "use_vllm", False):
         yield "use_vllm=True: ranks would get answers of their own"
-    if args.label_smoothing_factor:
-        yield "label_smoothing_factor: the trainer has logits of a part of a row"
     generations = getattr(args, "num_generations", None) or 1
     if generations == 1:
         return

@@ -32,6 +32,7 @@ from liger_multi.memory.setup import (
     Optimizer,
     SetupOptions,
     TrainingSetup,
+    common_heads,
     positive,
     setup_of,
 )
@@ -39,7 +40,7 @@ from liger_multi.memory.simulation import Simulation, on_meta
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops.dequantize import FORMATS
 from liger_multi.page import Page, Paged
-from liger_multi.patcher import patcher
+from liger_multi.patcher import patcher, sharder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 # Bytes that the matrix library takes from the allocator: 32 MiB a handle on a Hopper card (torch
 # 2.11), one handle for the thread of forward and one for backward's.
 WORKSPACE = 2 * 32 * 2**20
-EXCHANGED = 4  # tensors of the hidden size that an all-to-all of a mixer moves, at most
 
 
 @dataclass
@@ -184,7 +184,8 @@ def estimate(
         config_or_model: A configuration of a Hugging Face model, or a causal language model (with
             adapters, frozen parts or patches as it is); nothing of it is changed.
         batch: Sequences of one device and one step.
-        sequence: Tokens of each, of all ranks that share it.
+        sequence: Tokens of each, of all ranks that share it. With ``ranks``, the first rank's step
+            is simulated with our attention, and with what is sent.
         setup: How it is trained; the defaults of :class:`TrainingSetup`, if not given.
         **options: Attributes of :class:`TrainingSetup`, which take the place of those in ``setup``.
 
@@ -198,6 +199,12 @@ def estimate(
     dtype, autocast, copies = DTYPES[setup.dtype]
     spec, device, level = OPTIMIZERS[setup.optimizer], setup.device, setup.level
     model = meta_model(config_or_model, dtype, setup.attention, sequence)
+    heads = common_heads(model.config)
+    if heads % setup.ranks:
+        raise ValueError(
+            f"ranks={setup.ranks} do not divide the heads of the mixers of {type(model).__name__}: "
+            f"at most {heads} ranks share its sequences"
+        )
     if setup.patched:
         patcher().patch(model, **(setup.patched if isinstance(setup.patched, Mapping) else {}))
     model.train()
@@ -205,15 +212,14 @@ def estimate(
         checkpoint(model)
     away_bytes = waiting(model, setup)
     tokens = -(-sequence // setup.ranks)
+    if setup.ranks > 1:
+        sharder().shard_on_meta(model, setup.ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
     states = state_bytes(trained, spec, copies)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     simulation = Simulation(device, setup.capacity, model, vocabulary, tokens, autocast)
     simulation.add(Block(states, role=STATES))
-    if setup.ranks > 1:  # inputs and result of a mixer, before and after they are sent
-        hidden = batch * tokens * model.config.get_text_config().hidden_size
-        simulation.add(Block(EXCHANGED * hidden * (autocast or dtype).itemsize, role=TEMPORARY))
-    simulation.step(batch, tokens, temporary_bytes(trained, spec, copies))
+    simulation.step(batch, sequence, temporary_bytes(trained, spec, copies))
     sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
     scale = dict.fromkeys(sharded.get(level, ()), 1 / setup.world)
     away = {STATES} if setup.offload else set()

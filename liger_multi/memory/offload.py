@@ -15,6 +15,7 @@ import copy
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_multi._torch_private import detached
+from liger_multi.around import Around, is_compiled
 from liger_multi.errors import check_name
 from liger_multi.memory.recompute import decoder_layers, store
 
@@ -418,12 +420,9 @@ class Offload:
         self._stack, self._sizes = stack, (min_bytes, in_flight_bytes)
         self._compress: str | None = options.get("compress")
         self._stays, self._timed = options.get("stays", False), options.get("timed", False)
-        self._open: list[tuple[_Step, Any, Any] | None] = []
+        self._steps: list[_Step] = []  # of calls that run
         self._streams: _Streams | None = None
-        self._handles = [
-            stack.register_forward_pre_hook(self._enter, prepend=True),
-            stack.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._handles: list[Any] = [Around(stack, self._run)]
         if self._compress:
             hook = self._pass_on
             self._handles += [layer.register_forward_hook(hook) for _, layer in layers[:-1]]
@@ -450,39 +449,37 @@ class Offload:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if is_compiled():
             raise RuntimeError(
                 "offload_activations works on eager models: a compiler decides itself what it "
                 "keeps; remove() it, or compile the layers (model.layers[i].compile())"
             )
         if not torch.is_grad_enabled():
-            self._open.append(None)
-            return
+            return forward(*args, **kwargs)
+        stack = self._stack
         parameters = {
             t.untyped_storage()._cdata
-            for tensors in (module.parameters(), module.buffers())
+            for tensors in (stack.parameters(), stack.buffers())
             for t in tensors
             if type(t) in (Tensor, nn.Parameter)
         }
-        step = _Step(self._how(module), *self._sizes, bool(self._compress), parameters)
-        hooks = saved_tensors_hooks(step.pack, step.unpack)
-        self._open.append((step, hooks, store.set(step)))
-        hooks.__enter__()
+        step = _Step(self._how(stack), *self._sizes, bool(self._compress), parameters)
+        token = store.set(step)
+        self._steps.append(step)
+        try:
+            with saved_tensors_hooks(step.pack, step.unpack):
+                return forward(*args, **kwargs)
+        finally:
+            store.reset(token)
+            self._steps.pop()
+            self.offloaded_bytes, self.kept_bytes = step.offloaded, step.kept
+            self.offloaded_tensors = len(step.parked)
 
     def _pass_on(self, layer: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        if self._open and self._open[-1] is not None and isinstance(hidden, Tensor):
-            self._open[-1][0].pass_on(hidden)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        opened = self._open.pop()
-        if opened is not None:
-            step, hooks, token = opened
-            hooks.__exit__()
-            store.reset(token)
-            self.offloaded_bytes, self.kept_bytes = step.offloaded, step.kept
-            self.offloaded_tensors = len(step.parked)
+        if self._steps and torch.is_grad_enabled() and isinstance(hidden, Tensor):
+            self._steps[-1].pass_on(hidden)
 
     def _how(self, module: nn.Module) -> _Plain:
         device = next(module.parameters()).device
@@ -498,7 +495,7 @@ class Offload:
         """The same for a copy of the model, without what runs."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied._sizes, copied._open, copied._streams = self._sizes, [], None
+        copied._sizes, copied._steps, copied._streams = self._sizes, [], None
         copied._compress, copied._stays, copied._timed = self._compress, self._stays, self._timed
         copied._stack, copied._handles = copy.deepcopy(self._stack, memo), []
         return copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -181,6 +182,48 @@ REFUSED: tuple[tuple[Callable[[TrainingSetup], bool], str], ...] = (
         "world must be a multiple of the {0.ranks} ranks that share sequences, got {0.world}",
     ),
 )
+
+
+HEADS = (
+    *("num_attention_heads", "linear_num_value_heads", "num_heads"),
+    *("mamba_num_heads", "mamba_n_heads", "n_mamba_heads"),
+)
+"""Fields of a configuration with the heads of a mixer, which ranks that share tokens divide."""
+
+
+def common_heads(config: Any) -> int:
+    """Of how many parts the heads of every mixer of a model can be; 0 where nothing says so."""
+    text = config.get_text_config()
+    heads = [getattr(text, name, None) for name in HEADS]
+    return math.gcd(*(n for n in heads if isinstance(n, int) and not isinstance(n, bool)))
+
+
+def exchanged_width(config: Any) -> int:
+    """Elements per token that are there while a mixer's result is sent back to its ranks.
+
+    The module has its inputs as they were before they were sent; of the result there are what is
+    sent and what comes (:mod:`liger_multi.patching.shards`). What the operator took and made is
+    what it keeps in one process, too.
+    """
+    text = config.get_text_config()
+
+    def number(*names: str) -> int:
+        return next((n for n in (getattr(text, x, None) for x in names) if isinstance(n, int)), 0)
+
+    heads = number("num_attention_heads") or 1
+    keys = number("num_key_value_heads") or heads
+    width = number("head_dim") or text.hidden_size // heads
+    query = number("qk_nope_head_dim") + number("qk_rope_head_dim") or width
+    value = number("v_head_dim") or width
+    attention = heads * query + keys * (query + value) + 2 * heads * value
+    # a convolution in front of a recurrence has the channels of all of its inputs
+    delta = 2 * number("linear_num_key_heads") * number("linear_key_head_dim")
+    delta += number("linear_num_value_heads") * number("linear_value_head_dim")
+    inner = number("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
+    inner *= number("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
+    states = number("mamba_n_groups", "n_groups", "mamba_ngroups")
+    states *= number("mamba_d_state", "ssm_state_size", "state_size")
+    return max(attention, 3 * delta, 3 * (inner + 2 * states) if inner else 0)
 
 
 def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> TrainingSetup:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Ranks:
     """The ranks over which rows are spread.
 
     Attributes:
-        group: Of processes.
+        group: Of processes; None for tensors on the meta device.
         size: How many ranks there are.
         rank: Which of them this one is.
     """
@@ -100,16 +101,15 @@ def row() -> Row | None:
     return _row.get()
 
 
-def enter(value: Ranks | Row) -> Callable[[], None]:
-    """Set what :func:`ranks` or :func:`row` returns, and return what ends it."""
+@contextlib.contextmanager
+def in_force(value: Ranks | Row) -> Iterator[None]:
+    """Set what :func:`ranks` or :func:`row` returns within a block."""
     place: ContextVar[Any] = _ranks if isinstance(value, Ranks) else _row
-    before = place.get()
-    place.set(value)
-
-    def end() -> None:
-        place.set(before)
-
-    return end
+    token = place.set(value)
+    try:
+        yield
+    finally:
+        place.reset(token)
 
 
 @contextlib.contextmanager
@@ -133,16 +133,51 @@ def is_suspended() -> bool:
     return _suspended.get()
 
 
+# --- rows that others cut ---
+
+
+def _cut_by_accelerate() -> str | None:
+    state: Any = sys.modules.get("accelerate.state")
+    config = state and state.AcceleratorState._shared_state.get("parallelism_config")
+    if config is None or not (config.cp_enabled or config.sp_enabled):
+        return None
+    return (
+        "accelerate's ParallelismConfig cuts rows over ranks: pass liger_multi.integrations."
+        f"SequenceParallel(sp_size={config.cp_size * config.sp_size}) in its place, and shard the "
+        "model with shard_sequence"
+    )
+
+
+cutters: list[Callable[[], str | None]] = [_cut_by_accelerate]
+"""Each says why rows of a call may be shares of rows, or None; only a sharded model runs then."""
+
+
+@constant_in_graphs
+def cut_elsewhere() -> str | None:
+    """Why tokens of a mixer that runs on whole rows may be a part of them."""
+    for cutter in cutters:
+        reason = cutter()
+        if reason is not None and not is_suspended():
+            return reason
+    return None
+
+
 # --- all-to-all ---
 
 
-def _sent(parts: Tensor, ranks: Ranks) -> Tensor:
-    """What the ranks sent to this one, of parts by rank.
+def _sent(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
+    """What the ranks sent to this one, in the first axis; ``x`` has an axis of parts by rank.
+
+    Memory:
+        Two tensors of its size in here, one after it: the parts are freed where they are sent.
 
     Raises:
         RuntimeError: A rank has ended, or is late beyond the time limit of the group.
     """
+    parts = x.movedim(axis, 0).contiguous()
     received = torch.empty_like(parts)
+    if parts.is_meta:  # of an estimate
+        return received
     try:
         dist.all_to_all_single(received, parts, group=ranks.group)
     except RuntimeError as error:
@@ -157,19 +192,16 @@ def _sent(parts: Tensor, ranks: Ranks) -> Tensor:
 def _to_heads(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T / P, H, ...)`` to ``(B, T, H / P, ...)``."""
     batch, share, heads = x.shape[:3]
-    parts = x.reshape(batch, share, ranks.size, heads // ranks.size, *x.shape[3:])
-    parts = parts.movedim(2, 0).contiguous()
-    received = _sent(parts, ranks)
-    return received.movedim(0, 1).reshape(batch, ranks.size * share, *parts.shape[3:])
+    x = x.reshape(batch, share, ranks.size, heads // ranks.size, *x.shape[3:])
+    received = _sent(x, ranks, 2)
+    return received.movedim(0, 1).reshape(batch, ranks.size * share, *x.shape[3:])
 
 
 def _to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T, H / P, ...)`` to ``(B, T / P, H, ...)``."""
     batch, tokens = x.shape[:2]
-    parts = x.reshape(batch, ranks.size, tokens // ranks.size, *x.shape[2:])
-    parts = parts.movedim(1, 0).contiguous()
-    received = _sent(parts, ranks)
-    received = received.movedim(0, 2)
+    x = x.reshape(batch, ranks.size, tokens // ranks.size, *x.shape[2:])
+    received = _sent(x, ranks, 1).movedim(0, 2)
     # a reshape may leave strides with which modeling files cannot call view
     return received.reshape(*received.shape[:2], -1, *received.shape[4:]).contiguous()
 
@@ -204,7 +236,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks, factor: int) -> Tensor:
         ctx.ranks, ctx.factor = ranks, factor
         parts = [torch.empty_like(x) for _ in range(ranks.size)]
-        dist.all_gather(parts, x.contiguous(), group=ranks.group)
+        if not x.is_meta:
+            dist.all_gather(parts, x.contiguous(), group=ranks.group)
         return torch.cat(parts, 1)
 
     @staticmethod
@@ -223,6 +256,42 @@ def gather(x: Tensor, ranks: Ranks, factor: int = 1) -> Tensor:
     return whole
 
 
+class _Keys(torch.autograd.Function):
+    """The tokens of all ranks along an axis; the gradient of each is the sum of every rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, axis: int) -> Tensor:
+        ctx.ranks, ctx.axis = ranks, axis
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format)] * ranks.size
+        if not x.is_meta:
+            parts = [torch.empty_like(part) for part in parts]
+            dist.all_gather(parts, x.contiguous(), group=ranks.group)
+        return torch.cat(parts, axis)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        parts = _sent(dy.unflatten(ctx.axis, (ctx.ranks.size, -1)), ctx.ranks, ctx.axis)
+        return (
+            parts.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype),
+            None,
+            None,
+        )
+
+
+def keys_of_row(x: Tensor, axis: int) -> Tensor:
+    """Keys of the whole row, for the queries of this rank's tokens; as they are without ranks.
+
+    For mixers whose queries all see the same few keys (latents, keys of an indexer): these are sent
+    to every rank, and queries stay.
+    """
+    over = ranks()
+    if over is None:
+        return x
+    keys: Tensor = _Keys.apply(x, over, axis)  # type: ignore[no-untyped-call]
+    return keys
+
+
 class _Sum(torch.autograd.Function):
     """The sum over ranks; the gradient of a part is P times that of the sum.
 
@@ -233,7 +302,8 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.size = ranks.size
         total = x.detach().clone()
-        dist.all_reduce(total, group=ranks.group)
+        if not x.is_meta:
+            dist.all_reduce(total, group=ranks.group)
         return total
 
     @staticmethod
@@ -300,6 +370,9 @@ def spread(
     """
     over = ranks()
     if over is None:
+        reason = cut_elsewhere()
+        if reason:
+            raise RuntimeError(f"{op} was called on a share of a row, not on all of it: {reason}")
         return function(*rows, **named)
     axes = AXES[op]
     heads = _heads(op, axes, rows)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi._torch_private import DYNAMO, constant_in_graphs
+from liger_multi.around import Around
 from liger_multi.errors import PatchError
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.reached import Place, reads_values
@@ -326,6 +327,8 @@ def conflict_of(module: nn.Module) -> str | None:
     """Why a module is not ours to patch: its forward was replaced, on it or on its class."""
     module_class = stock_class(module)
     own_forward = vars(module).get("forward")
+    while isinstance(own_forward, Around):  # which runs the class's
+        own_forward = own_forward.before
     if own_forward is not None and not has_own_forward(module):
         return f"{library_of(own_forward) or 'somebody else'} replaced its forward"
     library = library_of(module_class) or library_of(module_class.forward)

@@ -20,7 +20,7 @@ from liger_multi import use
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
-from liger_multi.memory import Settings, Space, TrainingPlan, plan
+from liger_multi.memory import Settings, Space, TrainingPlan, estimate, plan
 from liger_multi.memory.planning import Candidate, cost, predict, search, store
 from liger_multi.memory.planning.cost import CARDS, card_of
 from liger_multi.memory.planning.predict import Passes, Predictor
@@ -561,9 +561,16 @@ def test_a_large_model_is_sharded():
     assert {c.settings.spread for c in training_plan.fitting} >= {"zero1", "zero3"}
 
 
+def eight_heads():
+    config = config_of()
+    config.num_attention_heads = config.num_key_value_heads = 8
+    config.head_dim = config.hidden_size // 8
+    return config
+
+
 def test_tokens_over_ranks(tmp_path):
     """A rank has its share of tokens and of shards; attention costs as much as in one process."""
-    shapes = Shapes(config_of(), LENGTH)
+    shapes = Shapes(eight_heads(), LENGTH)
     predictor = Predictor(shapes, CARDS["h100"], host=2**40)
     base = Settings(sequence=LENGTH, attention="sdpa", spread="fsdp2", data=1, recompute="none")
     some = {ranks: predictor.predict(replace(base, ranks=ranks)) for ranks in (2, 4)}
@@ -572,20 +579,29 @@ def test_tokens_over_ranks(tmp_path):
     peers = predictor.predict(sharded)
     assert some[4].parts["parameters"] == peers.parts["parameters"]
     assert some[4].parts["optimizer states"] == one.parts["optimizer states"] / 4
-    hidden = LENGTH // 4 * shapes.facts.hidden * 2
-    assert some[4].peak_bytes - peers.peak_bytes <= 4 * hidden
+    exchanged = LENGTH // 4 * shapes.facts.exchanged * 2
+    assert some[4].peak_bytes - peers.peak_bytes <= exchanged
     assert some[2].peak_bytes > some[4].peak_bytes
     assert some[4].seconds > peers.seconds, "its heads see whole rows, and rows are sent"
     space = replace(SMALL, ranks=(1, 4), patched=(True, False))
     options = {"sequence": LENGTH, "precision": "bf16", "limits": False}
-    result = plan(config_of(), "80MiB", 8, batch=2, space=space, **options)
+    result = plan(eight_heads(), "80MiB", 8, batch=2, space=space, **options)
     ways = {(c.settings.ranks, c.settings.data, c.settings.patched) for c in result.candidates}
     assert ways == {(4, 2, True)}, "8 devices take no 2 sequences otherwise"
     assert "sequences over 4 ranks x DP 2" in str(result.best.settings)
     assert any("shard_sequence(model, mesh['sp'])" in note for note in result.notes)
     assert "accelerate.yaml" not in {path.name for path in result.write(tmp_path)}
     with pytest.raises(ValueError, match="ranks must be"):
-        plan(config_of(), "80MiB", 8, batch=2, space=replace(SMALL, ranks=(0,)), **options)
+        plan(eight_heads(), "80MiB", 8, batch=2, space=replace(SMALL, ranks=(0,)), **options)
+    heads = 8
+    space = replace(SMALL, ranks=(1, 3, 2 * heads), patched=(True,))
+    for devices in (3, 2 * heads):
+        result = plan(eight_heads(), "80MiB", devices, batch=devices, space=space, **options)
+        assert {c.settings.ranks for c in result.candidates} == {1}, "they divide no heads"
+    with pytest.raises(ValueError, match=r"3 devices, and the 8 heads .* over ranks=\[3, 16\]"):
+        plan(eight_heads(), "80MiB", 3, batch=1, space=space, **options)
+    with pytest.raises(ValueError, match=rf"ranks={2 * heads} do not divide .* most {heads} ranks"):
+        estimate(eight_heads(), 1, LENGTH, ranks=2 * heads)
 
 
 def test_plans_of_a_thousand_cards():
@@ -594,7 +610,7 @@ def test_plans_of_a_thousand_cards():
     peaks = []
     for cards in (1, 8, 64, 1024):
         options = {"batch": max(1, cards // 8), "sequence": LENGTH, "limits": False}
-        result = plan(config_of(), "80MiB", cards, space=space, **options)
+        result = plan(eight_heads(), "80MiB", cards, space=space, **options)
         assert result.best.settings.data * result.best.settings.ranks == cards
         peaks.append(min(candidate.peak_bytes for candidate in result.candidates))
     assert peaks == sorted(peaks, reverse=True)

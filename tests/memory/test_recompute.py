@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import liger_multi
 from benchmarks.memory import Case
-from liger_multi._torch_private import TorchDispatchMode
+from liger_multi._torch_private import TorchDispatchMode, top_saved_tensor_hooks
 from liger_multi.memory import (
     POLICIES,
     Policy,
@@ -33,7 +33,7 @@ from liger_multi.memory import (
 from liger_multi.memory import offload as codes
 from liger_multi.memory.choosing import Cost, Stats
 from liger_multi.memory.offload import Offload, _Plain
-from liger_multi.memory.recompute import ATTENTION, keeps
+from liger_multi.memory.recompute import ATTENTION, keeps, store
 from liger_multi.memory.recorder import SAVED
 from liger_multi.ops import rms_norm
 
@@ -445,6 +445,30 @@ def test_offloaded_to_the_bit(patched, policy):
             sent = handle.offloaded_bytes
         assert equal(trained(model), here)
         assert sent > 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_interrupted_offload_sets_nothing(error):
+    """Whatever ends forward, nothing that is saved later goes through its hooks."""
+
+    def stop(*_):
+        raise error
+
+    model = case("gqa").build("cpu")
+    with offload_activations(model, min_bytes=0) as handle:
+        hook = decoder_layers(model)[1][1].register_forward_hook(stop)
+        with pytest.raises(error):
+            model(input_ids=ids_of(model))
+        hook.remove()
+        assert top_saved_tensor_hooks(True) is None
+        assert store.get() is None
+        liger_multi.patch(model)  # the stack's forward is not somebody else's
+        copied = copy.deepcopy(model)
+        assert equal(trained(copied), trained(model))
+        other = offload_activations(model, min_bytes=0)
+    assert handle.offloaded_bytes > 0
+    other.remove()
+    assert trained(model) is not None
 
 
 def test_what_is_offloaded():

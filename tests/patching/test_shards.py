@@ -81,8 +81,7 @@ def test_types_as_on_the_page(tmp_path):
     [
         ("data_parallel()", 4, 1800),
         ("restart(FOLDER)", 2, 1800),
-        ("measured(False)", 2, 1800),
-        ("measured(True)", 2, 1800),
+        ("measured()", 2, 1800),
         ("ended()", 2, shard_models.SECONDS),
     ],
 )
@@ -112,6 +111,19 @@ def test_spread_rows_train_as_whole_ones(names, count, tmp_path):
 @pytest.mark.slow
 def test_layers_that_are_computed_again(tmp_path):
     run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True)
+
+
+CALLS = """shard_models.outside("LlamaForCausalLM", {})
+shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
+shard_models.headless()
+shard_models.interrupted()
+shard_models.compiled()
+shard_models.ulysses()"""
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_outside_interrupts_and_shares_of_a_caller(count, tmp_path):
+    harness.in_processes(tmp_path, BODY.replace("RANKS", str(count)).replace(CHECK, CALLS), count)
 
 
 def test_generation_and_undivided_heads_are_refused(tmp_path):

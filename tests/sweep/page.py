@@ -186,8 +186,10 @@ def _served(file: Path, said: str) -> list[str]:
 _REASONS = (
     (r"shard_sequence: nothing in .*", "attention that does not use transformers' interface"),
     (r"shard_sequence needs attn_implementation.*", "our attention does not serve it"),
+    (r".*shared_kv_states cannot be None.*", "it reads the keys of another model"),
     (r"shard_sequence: .* computes something else .*", "the trial finds another result"),
     (r"shard_sequence: .* cannot run on rows .*?: (.{0,90}).*", r"the trial fails: \1"),
+    (r"shard_sequence: .* cannot be tried .*", "it takes no row of tokens alone"),
     (r"shard_sequence needs one model .*", "no single stack of layers with an embedding"),
     (r"nothing keeps branches apart in (.*)", r"nothing keeps branches apart in \1"),
     (r".*reads the attention mask itself.*", "attention of its own reads the mask"),

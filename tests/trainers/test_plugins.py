@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from liger_multi.compat import liger_kernel as alias
+from liger_multi.compat.liger_kernel import models
 from liger_multi.errors import PatchError
+from liger_multi.patching import shards
 from tests.models import build, patched_ops
 
 
@@ -115,7 +117,9 @@ def test_llamafactory_starts_with_the_names_served(imported):
 # --- verl ---
 
 
-def test_verl_serves_the_names_when_it_imports_the_module(imported):
+def test_verl_serves_the_names_when_it_imports_the_module(imported, monkeypatch):
+    monkeypatch.setattr(shards, "cutters", [])
+    monkeypatch.setattr(models, "after_patch", None)
     try:
         imported("verl")
         assert alias.installed()

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 
 from liger_multi.errors import PatchError
 from liger_multi.integrations import SequenceParallel, TrainerCallback
+from liger_multi.patching import register_attention
 from tests import harness, shard_trainers
 from tests.models import build
 
@@ -42,12 +43,20 @@ def run(kind, folder, count=2, expected=None, **options):
     harness.in_processes(folder, body, count)
 
 
-def test_trainer(tmp_path):
-    run("Trainer", tmp_path)
+@pytest.mark.parametrize("kind", ["Trainer", "Trainer, own loss", "Trainer, smoothed"])
+def test_trainer(kind, tmp_path):
+    """Also with a loss of the user's, metrics from logits, and the trainer's own loss of logits."""
+    run(kind, tmp_path)
+
+
+TRL = ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "SFT, own loss", "GRPO"]
+
+
+FSDP = ["Trainer"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "GRPO"])
+@pytest.mark.parametrize("kind", TRL)
 def test_trl(kind, tmp_path):
     run(kind, tmp_path)
 
@@ -58,6 +67,16 @@ def test_two_groups_of_two_ranks(tmp_path):
     run("Trainer", tmp_path, 4, {"gradient_accumulation_steps": 4}, groups=2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("Trainer, own loss", 1), *(pytest.param(k, 2, marks=pytest.mark.slow) for k in FSDP)],
+)
+def test_fsdp2(kind, groups, tmp_path):
+    """Of accelerate, over rows and tokens together."""
+    expected = {"gradient_accumulation_steps": 4} if groups > 1 and kind == "Trainer" else {}
+    run(kind, tmp_path, 2 * groups, expected, groups=groups, fsdp=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed(stage, tmp_path):
@@ -65,11 +84,10 @@ def test_deepspeed(stage, tmp_path):
     run("Trainer", tmp_path, stage=stage)
 
 
-ARGUMENTS = {"per_device_train_batch_size": 2, "label_smoothing_factor": 0.0}
+ARGUMENTS = {"per_device_train_batch_size": 2}
 ONCE = {"steps_per_generation": 1, "num_iterations": 1}
 REFUSED = [
     ({"use_vllm": True}, False, "use_vllm=True"),
-    ({"label_smoothing_factor": 0.1}, False, "label_smoothing_factor"),
     ({"num_generations": 4, **ONCE}, False, "2 answers a rank, of 4 to a prompt"),
     ({"num_generations": 2, **ONCE, "num_iterations": 3}, False, "above 1, got 3"),
     ({}, True, "shared_prefixes=True"),
@@ -104,7 +122,14 @@ def test_ranks_that_cut_rows_are_refused(name, parallel):
         TrainerCallback().on_train_begin(
             types.SimpleNamespace(**ARGUMENTS), None, None, model=build()
         )
+    register_attention()
+    model = build()
+    model.set_attn_implementation("liger_multi")
+    with pytest.raises(RuntimeError, match=r"a share of a row.*SequenceParallel\(sp_size=2\)"):
+        model(input_ids=torch.arange(6)[None])  # in a loop without our callback
     config = SequenceParallel(**{name: 2}, dp_shard_size=3)
+    parallel(config)
+    assert model(input_ids=torch.arange(6)[None]).logits.shape[1] == 6
     assert config._get_mesh() == (("dp_shard", "tp"), (3, 2))
     assert config.fsdp_dim_names == ["dp_shard_cp"]
     assert config.dp_shard_cp_dim_names == ["dp_shard", "tp"]

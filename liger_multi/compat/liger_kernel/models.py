@@ -110,12 +110,18 @@ def _refuse_replaced_loss(choices: Mapping[str, Any]) -> None:
         )
 
 
+after_patch: Callable[[nn.Module], None] | None = None
+"""What a trainer's integration does to a model that its switch has patched."""
+
+
 def _patch_instance(model: nn.Module, flags: Mapping[str, Any]) -> PatchReport:
     choices = _choices(flags)
     _refuse_replaced_loss(choices)
     report = patching.patch(model, **choices)
     if _fuses(choices):
         model_forward.dress(model)
+    if after_patch is not None:
+        after_patch(model)
     return report
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from liger_multi.memory.estimation import (
-    EXCHANGED,
     WORKSPACE,
     gathered_bytes,
     state_bytes,
@@ -472,7 +471,7 @@ class Predictor:
         if settings.tensor > 1:
             start[TEMPORARY] = hidden  # a sum of layers on its way
         if settings.ranks > 1:  # inputs and result of a mixer, before and after they are sent
-            start[TEMPORARY] = EXCHANGED * hidden
+            start[TEMPORARY] = self._exchanged(settings)
         if settings.offload_activations and self.device != "cpu":  # on their way
             start[OTHER] += min(IN_FLIGHT, traces[0].body.offloaded * (end - begin))
         waiting = min(stages - stage, settings.accumulation) - 1
@@ -496,6 +495,12 @@ class Predictor:
         seconds = self._seconds(settings, parts, static, offloaded, hidden, end - begin)
         host += round(offloaded * (waiting + 1))
         return round(peak) + extra, named, host, seconds
+
+    def _exchanged(self, settings: Settings) -> int:
+        """Bytes of a mixer's rows that are sent: about as much as is there meanwhile."""
+        dtype, autocast, _ = DTYPES[settings.dtype]
+        tokens = settings.micro_batch * settings.tokens
+        return tokens * self.shapes.facts.exchanged * (autocast or dtype).itemsize
 
     def _of_stage(self, settings: Settings, begin: int, end: int) -> Static:
         """Static bytes of some layers; the outer stages hold what is outside of layers."""
@@ -537,7 +542,7 @@ class Predictor:
             itemsize, others = (autocast or dtype).itemsize, settings.ranks - 1
             again = settings.layers * (settings.recompute == "full") / self.shapes.count
             # all-to-all of inputs and result in forward, of their gradients, and once more
-            sent = others / settings.ranks * EXCHANGED * hidden
+            sent = others / settings.ranks * self._exchanged(settings)
             waited += passes * layers * sent * (2 + bool(settings.layers))
             # a rank's heads attend to whole sequences: as many FLOPs again for every other rank
             scores = 4 * settings.tokens * hidden / itemsize

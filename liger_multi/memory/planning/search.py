@@ -285,12 +285,13 @@ class _Search:
         shares = [tensor for tensor, _ in layouts] or [1]
         self.predictor.passes.tensors = min(shares), max(shares)
         plain = Settings(sequence=sequence, optimizer=optimizer, patched=True)
+        heads = self.shapes.facts.heads
         ways = [
             replace(plain, precision=precision, tensor=t, pipeline=p, data=data, ranks=ranks)
             for precision in self.space.precisions
             for t, p in layouts
             for ranks in self.space.ranks
-            if ranks == 1 or (t == p == 1 and devices % ranks == 0)
+            if ranks == 1 or (t == p == 1 and devices % ranks == 0 and heads % ranks == 0)
             for data in [devices // (t * p * ranks)]
             if batch is None or batch % data == 0
             if precision != "fp8" or t == 1  # divided layers stay in 16 bits
@@ -299,7 +300,11 @@ class _Search:
             self._simulate_in_two(ways, batch)
         self._weigh(ways, batch)
         if not self._best:
-            raise ValueError(f"batch={batch} cannot be divided over {devices} devices")
+            undivided = [ranks for ranks in self.space.ranks if heads % ranks]
+            raise ValueError(
+                f"batch={batch} cannot be divided over {devices} devices"
+                + f", and the {heads} heads of mixers not over ranks={undivided}" * bool(undivided)
+            )
 
     def _weigh(self, ways: Iterable[Settings], batch: int | None) -> None:
         for plain in ways:

@@ -21,6 +21,7 @@ from liger_multi.memory.estimation import blocks_of, meta_model
 from liger_multi.memory.planning.applying import in_float8, layers_of, mlps_of
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.recorder import stored
+from liger_multi.memory.setup import common_heads, exchanged_width
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import positions_of
 
@@ -193,6 +194,8 @@ class Facts:
         vocabulary: Entries of its vocabulary, or 0.
         hidden: The hidden size.
         divided: Fields of the configuration that tensor parallelism divides.
+        heads: Which ranks that share tokens divide; 0 for any.
+        exchanged: Elements per token that ranks hold while a mixer's rows are sent.
         adapted: Whether it is a model with frozen parameters, whose adapters cannot be divided.
         forms: Parameters, by the number of devices that they are divided over.
     """
@@ -208,6 +211,8 @@ class Facts:
     vocabulary: int
     hidden: int
     divided: dict[str, int]
+    heads: int
+    exchanged: int
     adapted: bool
     forms: dict[str, Forms] = field(default_factory=dict)
 
@@ -278,6 +283,8 @@ class Shapes:
             vocabulary=getattr(text, "vocab_size", None) or 0,
             hidden=text.hidden_size,
             divided={name: getattr(text, name) for name in divided(text)},
+            heads=common_heads(full.config),
+            exchanged=exchanged_width(full.config),
             adapted=isinstance(source, nn.Module) and frozen,
         )
 

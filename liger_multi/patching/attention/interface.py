@@ -374,9 +374,10 @@ def mask(
     return _compressed(shape, dense, shifts)
 
 
+BIDIRECTIONAL = ("bidirectional_mask_function", "sliding_window_bidirectional_overlay")
 INTERVALS = (
-    *("causal_mask_function", "bidirectional_mask_function", "and_masks"),
-    *("sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"),
+    *("causal_mask_function", "and_masks", "sliding_window_overlay", "chunked_overlay"),
+    *BIDIRECTIONAL,
     *("packed_sequence_mask_function", "remap_positions_for_packed_sequence"),
 )
 """Mask functions of transformers by which a query sees itself and keys on both sides, no gaps."""
@@ -428,13 +429,18 @@ def _of_whole(
     row: shards.Row, batch_size: int, mask_function: Any, skip: bool, options: dict[str, Any]
 ) -> KeyMask:
     """The mask of a whole row, where the model has a rank's share of its tokens."""
+    padding_mask = row.mask
+    hidden = padding_mask is None and row.ids is None and row.padding > 0
+    if hidden and any(_has_part(mask_function, name) for name in BIDIRECTIONAL):
+        real = torch.arange(row.tokens, device=options.get("device")) < row.tokens - row.padding
+        padding_mask = real.expand(batch_size, -1)
     with shards.suspended():
         return mask(
             batch_size,
             row.tokens,
             row.tokens,
             mask_function=row.visible(mask_function),
-            attention_mask=row.mask,
+            attention_mask=padding_mask,
             allow_is_causal_skip=skip,
             **options,
         )

@@ -32,6 +32,7 @@ from liger_multi import checks, ops
 from liger_multi._torch_private import EnableTorchFunction, say
 from liger_multi.arguments import by_name, cache_parameter, caches
 from liger_multi.errors import ConfigurationError, PatchError
+from liger_multi.patching import shards
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import probe_context, random, scalars
@@ -108,7 +109,10 @@ _last: ContextVar[_LastMask | None] = ContextVar("liger_multi_sparse_mask", defa
 def range_mask(mask: object, queries: int) -> RangeMask | None:
     """The ranges of a mask; None where it has none."""
     if isinstance(mask, attention.KeyMask):
-        return None if mask.ranges is None or mask.ranges.shape[2] > 2 else RangeMask(mask.ranges)
+        if mask.ranges is None or mask.ranges.shape[2] > 2:
+            return None
+        over = shards.ranks()
+        return RangeMask(mask.ranges if over is None else over.share(mask.ranges, 1))
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
         return None
     if mask.shape[1] != 1 or mask.shape[2] != queries:
@@ -155,7 +159,7 @@ class IndexCache:
     def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> IndexKeys:
         """All keys, after the cache has taken the new ones."""
         all_keys = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
-        return IndexKeys(all_keys, self.select)
+        return IndexKeys(shards.keys_of_row(all_keys, 1), self.select)
 
 
 class IndexKeys(_Recorder):
@@ -382,7 +386,9 @@ def attend(
             f"{type(module).__name__}"
         )
     run = functools.partial(run_bound, settings_of(type(module)), ("sparse_attention",), _run)
-    if value is not key:
+    latent, key = value is key, shards.keys_of_row(key, 2)
+    value = key if latent else shards.keys_of_row(value, 2)
+    if not latent:
         dtype = checks.autocast_dtype(value.device.type) or value.dtype
         q, k, v = (x.to(dtype) for x in (query, key, value))
         return run(q, k, v, indices, None, scaling).transpose(1, 2), None
