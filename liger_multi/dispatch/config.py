@@ -42,7 +42,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -182,17 +182,18 @@ def parse(content: Any, source: str) -> Layer:
         ops[device] = _named(section.get("ops", {}), where, source)
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
-    size = parse_bytes(settings["chunk_bytes"], source) if "chunk_bytes" in settings else None
-    gemms = settings.get("head_gemms")
-    if gemms is not None:
-        gemms = _name(gemms, f"value of head_gemms in {source}", HEAD_GEMMS)
-    mode = settings.get("deterministic")
-    if mode is not None:
-        mode = parse_deterministic(mode, source)
-    quarantine = settings.get("quarantine")
-    if quarantine is not None:
-        quarantine = _quarantine(quarantine, source)
-    return Layer(source, ops, default, size, gemms, mode, quarantine)
+    readers: dict[str, Callable[[Any, str], Any]] = {
+        "chunk_bytes": parse_bytes,
+        "head_gemms": _head_gemms,
+        "deterministic": parse_deterministic,
+        "quarantine": _quarantine,
+    }
+    values = {key: read(settings[key], source) for key, read in readers.items() if key in settings}
+    return Layer(source, ops, default, **values)
+
+
+def _head_gemms(content: Any, source: str) -> str:
+    return _name(content, f"value of head_gemms in {source}", HEAD_GEMMS)
 
 
 def _named(content: Any, where: str, source: str) -> dict[str, tuple[str, ...]]:

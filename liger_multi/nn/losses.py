@@ -402,13 +402,14 @@ class OperatorLoss(nn.Module):
 
     _names: ClassVar[tuple[str, ...]] = ()
 
-    def _keep(self, *, optional: str = "", **options: Any) -> None:
+    def __init__(self, *, optional: str = "", **options: Any) -> None:
         """Check options, and make them attributes; a tensor is a buffer.
 
         Args:
             optional: Names of the options that may be None.
             options: By name.
         """
+        super().__init__()
         module, self._option_names = type(self).__name__, tuple(options)
         for name, value in options.items():
             if name == "outputs":
@@ -458,8 +459,7 @@ class KLDivLoss(OperatorLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             form=form,
             teacher_form=teacher_form,
             temperature=temperature,
@@ -505,8 +505,7 @@ class JSDLoss(OperatorLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             beta=beta,
             form=form,
             teacher_form=teacher_form,
@@ -552,8 +551,7 @@ class TVDLoss(OperatorLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             form=form,
             teacher_form=teacher_form,
             temperature=temperature,
@@ -606,8 +604,7 @@ class FusedLinearKLDivLoss(OperatorLoss):
         accumulate: torch.dtype = torch.float32,
         compact: bool = True,
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             temperature=temperature,
             square_temperature=square_temperature,
             vocabulary=vocabulary,
@@ -677,8 +674,7 @@ class FusedLinearJSDLoss(OperatorLoss):
         accumulate: torch.dtype = torch.float32,
         compact: bool = True,
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             beta=beta,
             temperature=temperature,
             square_temperature=square_temperature,
@@ -747,8 +743,7 @@ class FusedLinearTVDLoss(OperatorLoss):
         accumulate: torch.dtype = torch.float32,
         compact: bool = True,
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             temperature=temperature,
             square_temperature=square_temperature,
             vocabulary=vocabulary,
@@ -826,8 +821,7 @@ class FusedLinearCrossEntropyLoss(OperatorLoss):
         validate: bool = False,
         outputs: tuple[str, ...] = (),
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             class_weight=class_weight,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -897,8 +891,7 @@ class FusedLinearLogProb(OperatorLoss):
         validate: bool = False,
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> None:
-        super().__init__()
-        self._keep(
+        super().__init__(
             temperature=temperature,
             softcap=softcap,
             logit_scale=logit_scale,
