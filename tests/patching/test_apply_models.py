@@ -37,6 +37,7 @@ from tests.models import (
     assert_unpatched,
     batch,
     build,
+    experts_of,
     graph_batch,
     patched_copy,
 )
@@ -327,10 +328,6 @@ def test_report_names_running_operators(model_type):
     assert "model.layers.*.self_attn" in str(report)
     absent = {s.op for s in report.skipped}
     assert absent == (set() if {"swiglu", "geglu"} & set(by) else {"swiglu", "geglu"})
-
-
-def experts_of(built):
-    return [m for m in built.modules() if hasattr(m, "_apply_gate")]
 
 
 # --- modules ---
@@ -649,8 +646,7 @@ def flops(model, batch):
 @pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
 def test_frozen_parts(model_type, tower):
     """No gradients, and none computed: as many products fewer as unpatched, or more."""
-    options = {"fused_linear_cross_entropy": {"compact": False}}
-    stock, ours, batch = models(model_type, options)
+    stock, ours, batch = models(model_type, {"fused_linear_cross_entropy": {"compact": False}})
     whole = [flops(model, batch) for model in (stock, ours)]
     for model in (stock, ours):
         freeze(model_type, model, tower)

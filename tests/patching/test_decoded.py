@@ -121,8 +121,7 @@ def test_routers_are_served_and_restored():
 
 def test_the_report_names_what_multiplies_by_itself():
     register_attention()
-    policy = build("mixtral").eval()
-    report = patch(policy, fused_moe=False)
+    report = patch(build("mixtral").eval(), fused_moe=False)
     paths = [s.path for s in report.skipped if s.op == "linear"]
     assert paths == [f"model.layers.{i}.mlp.experts" for i in (0, 1)], report
 
@@ -140,8 +139,7 @@ def test_the_report_names_layers_with_a_state():
     policy = transformers.Mamba2ForCausalLM(config).eval()
     if by_package(policy):
         pytest.skip("mixers of this transformers call no function that an operator stands for")
-    report = patch(policy)
-    skipped = [s for s in report.skipped if s.op == "linear"]
+    skipped = [s for s in patch(policy).skipped if s.op == "linear"]
     assert [s.path for s in skipped] == [f"backbone.layers.{i}.mixer" for i in (0, 1)]
     assert all("state" in s.reason and not s.strict for s in skipped)
 

@@ -381,7 +381,7 @@ def test_quantized_heads_keep_their_own_call():
     stock.lm_head = head
     ours = copy.deepcopy(stock)
     assert "not a plain linear layer" in str(patch(ours))
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
 def test_heads_in_eight_bits_say_so():
@@ -401,7 +401,7 @@ def test_a_resized_vocabulary_keeps_the_fused_head(tied):
     stock.load_state_dict(ours.state_dict())
     assert type(stock.lm_head) is nn.Linear
     assert ours.lm_head._liger_multi_swap.settings.fused.chunk == 5
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     unpatch(ours)
     assert type(ours.lm_head) is nn.Linear
 
@@ -463,8 +463,7 @@ def test_linear_cross_entropy_of_copies_and_others(fused):
     with torch.no_grad():
         torch.testing.assert_close(of_weight(ours), of_weight(stock))
         assert fused.count == 3
-    losses = [of_weight(m, reduction="none") for m in (stock, ours)]
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*[of_weight(m, reduction="none") for m in (stock, ours)])
     with torch.autocast("cpu", torch.bfloat16):
         assert of_weight(ours).dtype == of_weight(stock).dtype == torch.float32
     unpatch(ours)

@@ -150,8 +150,7 @@ def test_they_are_on_where_the_configuration_asks_for_it():
         assert patch(ours).count("linear") == 14
     finally:
         liger_multi.configure(None)
-    report = patch(ours)
-    assert sum(e.op == "linear" and e.status == "restored" for e in report.entries) == 14
+    assert sum(e.op == "linear" and e.status == "restored" for e in patch(ours).entries) == 14
     assert not any(isinstance(m, LinearByRows) for m in ours.modules())
 
 

@@ -225,8 +225,7 @@ def test_axes_of_positions():
     for inputs in (place, place.expand(3, -1, -1), place.expand(3, -1, -1) + 1):
         with pytest.raises(PackingError, match=re.escape("position_ids of shape (4, B, T)")):
             model(input_ids=ids, position_ids=inputs, labels=ids, **APART)
-    four = place.expand(4, -1, -1)
-    assert model(input_ids=ids, position_ids=four, labels=ids, **APART).loss > 0
+    assert model(input_ids=ids, position_ids=place.expand(4, -1, -1), labels=ids, **APART).loss > 0
 
 
 NUMBERED = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor([9, TOKENS - 13, 4]))[None]
@@ -286,8 +285,7 @@ def test_layers_of_attention_in_a_hybrid():
     if getattr(sys.modules[type(model).__module__], "causal_conv1d_fn", None) is None:
         pytest.skip("mixers of this transformers call no function that an operator stands for")
     model.config.use_cache = True
-    report = patch(model)
-    assert {e.path for e in report.entries if e.op == "packing"} == {"", "model"}
+    assert {e.path for e in patch(model).entries if e.op == "packing"} == {"", "model"}
     ids = tokens().clamp(10, 60)
     with pytest.raises(PackingError, match="use_cache=False"):
         model(input_ids=ids, position_ids=positions())

@@ -45,13 +45,14 @@ from tests.models import (
     Graphs,
     Norm,
     adapters,
+    assert_same_compiled,
     assert_same_training,
     batch,
     build,
     pair,
 )
 from tests.patching.test_evidence_signature import ALONE, Holder, Tuned, doubled, patched_pair
-from tests.patching.test_norms_find import modeling
+from tests.patching.test_norms import modeling
 
 # --- captured forwards ---
 
@@ -81,26 +82,23 @@ def test_a_captured_forward_works_after_the_patch(part, copied, how, monkeypatch
     calls = Calls(monkeypatch)
     stock, ours = pair("mixtral" if part == "experts" else "llama")
 
-    def capture():
-        wrapped(KINDS_OF_MODULES[part](ours))
-
     if how == "unpatch":
         patch(ours)
-        capture()
+        wrapped(KINDS_OF_MODULES[part](ours))
         unpatch(ours)
     else:
         with patched(ours):
-            capture()
+            wrapped(KINDS_OF_MODULES[part](ours))
     model = copy.deepcopy(ours) if copied else ours
     calls.clear()
-    assert_same_training(stock, model, lambda m: m(**batch()).loss)
+    assert_same_training(stock, model)
     assert not calls
     module = KINDS_OF_MODULES[part](model)
     module.forward = module._old_forward  # as accelerate removes its hooks
     del module._old_forward
     assert not [s for s in patch(model).skipped if "somebody else" in s.reason]
     calls.clear()
-    assert_same_training(stock, model, lambda m: m(**batch()).loss)
+    assert_same_training(stock, model)
     assert calls
 
 
@@ -131,9 +129,9 @@ def test_a_compiled_forward_after_unpatching():
     stock, ours = pair(num_hidden_layers=1, patching={})
     module = ours.model.layers[0].mlp
     module.forward = torch.compile(module.forward, backend="eager", fullgraph=True)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     unpatch(ours)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
 def test_a_captured_forward_of_a_probe_of_a_user():
@@ -160,9 +158,9 @@ def test_captured_forwards_of_adapters():
     for module in ours.modules():
         if hasattr(module, "lora_A") or type(module).__name__ == "LlamaAttention":
             wrapped(module)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     unpatch(ours)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
 # --- compiled ---
@@ -174,9 +172,7 @@ def test_compiled_graphs_keep_compiled_code():
     graphs = Graphs()
     for model in (stock, ours):
         model.model.layers[0].mlp.act_fn.register_forward_hook(doubled)
-    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
-    inputs = batch() | {"use_cache": False}
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
+    assert_same_compiled(stock, ours, batch() | {"use_cache": False}, backend=graphs)
     assert "ops/gated_mlp.py" not in graphs.traces
     assert "ops/rms_norm.py" in graphs.traces
 
@@ -200,43 +196,41 @@ def foreign(function, library="liger_kernel.transformers.rms_norm"):
     return copied
 
 
-def test_forwards_of_other_libraries_are_left(monkeypatch):
-    monkeypatch.setattr(LlamaMLP, "forward", foreign(LlamaMLP.forward))
-    report = patch(build("llama"))
-    assert {s.reason for s in report.skipped if s.op == "swiglu"} == {"Liger serves it (LlamaMLP)"}
-    assert report.count("swiglu") == 0
-    assert report.count("fused_linear_cross_entropy") == 1
+LOSS, LIGER = "fused_linear_cross_entropy", "liger_kernel.transformers.x"
+FOREIGN = {
+    "module": (LlamaMLP, "forward", LIGER, "swiglu", "Liger serves it (LlamaMLP)"),
+    "loss in a forward": (
+        *(transformers.LlamaForCausalLM, "forward", LIGER, LOSS),
+        "Liger replaced the forward of LlamaForCausalLM, with the loss in it",
+    ),
+    "loss": (
+        *(F, "cross_entropy", "unsloth_zoo.losses", LOSS),
+        "Unsloth replaced torch.nn.functional.cross_entropy",
+    ),
+    "head of a trainer": (
+        *(None, "forward", "trl.trainer.utils", LOSS),
+        "TRL replaced the forward of LlamaForCausalLM",
+    ),
+    "rotary": (
+        *(modeling("llama"), "apply_rotary_pos_emb", LIGER, "rope"),
+        "Liger put its apply_rotary_pos_emb into the modeling file",
+    ),
+}
 
 
-def test_a_loss_in_a_foreign_forward_is_left(monkeypatch):
-    model_class = transformers.LlamaForCausalLM
-    monkeypatch.setattr(model_class, "forward", foreign(lambda self: None, "liger_kernel.x"))
-    report = patch(build("llama"))
-    (skip,) = [s for s in report.skipped if s.op == "fused_linear_cross_entropy"]
-    assert skip.reason == "Liger replaced the forward of LlamaForCausalLM, with the loss in it"
-    with pytest.raises(PatchError, match="Liger"):
-        patch(build("llama"), strict=True)
-
-
-def test_a_foreign_loss_function_is_left(monkeypatch):
-    monkeypatch.setattr(F, "cross_entropy", foreign(lambda: None, "unsloth_zoo.losses"))
-    report = patch(build("llama"))
-    assert "Unsloth replaced torch.nn.functional.cross_entropy" in str(report)
-    assert report.count("fused_linear_cross_entropy") == 0
-
-
-def test_a_trainers_head_is_left():
-    model = build("llama")
-    model.forward = types.MethodType(foreign(lambda self: None, "trl.trainer.utils"), model)
-    assert "TRL replaced the forward of LlamaForCausalLM" in str(patch(model))
-
-
-def test_a_foreign_rotary_function_is_left(monkeypatch):
-    module = modeling("llama")
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", foreign(module.apply_rotary_pos_emb))
-    report = patch(build("llama"))
-    assert report.count("rope") == 0
-    assert "Liger put its apply_rotary_pos_emb into the modeling file" in str(report)
+@pytest.mark.parametrize(
+    ("owner", "name", "library", "op", "reason"), FOREIGN.values(), ids=FOREIGN
+)
+def test_functions_of_other_libraries_are_left(owner, name, library, op, reason, monkeypatch):
+    model, function = build("llama"), foreign(lambda self: None, library)
+    monkeypatch.setattr(
+        owner or model, name, function if owner else types.MethodType(function, model)
+    )
+    report = patch(model)
+    assert (report.count(op), report.count("rms_norm")) == (0, 5)
+    assert any(s.reason.startswith(reason) for s in report.skipped if s.op == op)
+    with pytest.raises(PatchError, match=reason.split()[0]):
+        patch(model, strict=True)
 
 
 # Another thread ends or changes a patch while a forward runs, at every line of the patching code.
@@ -249,15 +243,11 @@ OTHER = {"rms_norm": False, "swiglu": False, "rope": False, "fused_linear_cross_
 KINDS = ("llama", "gemma2", "qwen3_moe")
 
 
-def adapted():
-    layers = ["q_proj", "k_proj", "v_proj", "up_proj", "lm_head"]
-    return adapters(build("llama", num_hidden_layers=1), layers, r=2)
-
-
 def build_case(model_type):
     torch.manual_seed(0)
     if model_type == "adapters":
-        return adapted()
+        layers = ["q_proj", "k_proj", "v_proj", "up_proj", "lm_head"]
+        return adapters(build("llama", num_hidden_layers=1), layers, r=2)
     return build(model_type, num_hidden_layers=ARCHITECTURES[model_type].fewest_layers)
 
 
@@ -298,8 +288,7 @@ def cases():
     """Model and options of the other patch, None for its end; the first of them is quick."""
     for model_type in (*KINDS, "adapters"):
         for other, name in ((None, "ended"), (OTHER, "changed")):
-            quick = model_type == "llama" and other is None
-            marks = () if quick else pytest.mark.slow
+            marks = () if model_type == "llama" and other is None else pytest.mark.slow
             yield pytest.param(model_type, other, id=f"{model_type}-{name}", marks=marks)
 
 
@@ -348,12 +337,9 @@ def small():
 
 def clean():
     """Whether no model type is patched, and the constructor is that of transformers."""
-    stock = transformers.PreTrainedModel.post_init.__module__ == "transformers.modeling_utils"
-    return not modeltypes._requests and stock and not hasattr(post_init(), "__wrapped__")
-
-
-def post_init():
-    return transformers.PreTrainedModel.post_init
+    constructor = transformers.PreTrainedModel.post_init
+    stock = constructor.__module__ == "transformers.modeling_utils"
+    return not modeltypes._requests and stock and not hasattr(constructor, "__wrapped__")
 
 
 def is_patched(model):
@@ -556,7 +542,7 @@ def test_patch_takes_chunks_of_the_operator(chunk, adapted):
     patch(ours, strict=True, fused_linear_cross_entropy={"chunk": chunk})
     head = ours.get_submodule("base_model.model.lm_head" if adapted else "lm_head")
     assert swapped(head).settings.fused.chunk == chunk
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -602,10 +588,7 @@ def int8(model):
 def test_quantize_dynamic(architecture, options):
     stock, ours = (m.eval() for m in pair(architecture, tied=False, patching=options))
     expected, got = int8(stock), int8(ours)
-    names = [
-        [f"{type(m).__module__}.{type(m).__name__}" for m in x.modules()] for x in (expected, got)
-    ]
-    assert names[0] == names[1]
+    assert list(map(str, map(type, got.modules()))) == list(map(str, map(type, expected.modules())))
     assert "quantized" in type(got.lm_head).__module__
     with torch.no_grad():
         torch.testing.assert_close(got(**batch()).loss, expected(**batch()).loss)

@@ -34,8 +34,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs
 
 def check(outcomes):
     """Equal to stock; with the library of the kept result, by the same operators as there."""
-    wrong = [f"{o.type}/{o.cls}: {o.why}" for o in outcomes if o.status == "different"]
-    assert not wrong
+    assert not [f"{o.type}/{o.cls}: {o.why}" for o in outcomes if o.status == "different"]
     ran = [o for o in outcomes if o.status == "equal"]
     for outcome in ran if SAME else ():
         kept = OUTCOMES[outcome.type, outcome.cls]
@@ -70,8 +69,7 @@ def test_stored_result():
     pairs = KEPT["pairs"]
     assert sum(o["status"] == "equal" for o in pairs) >= 330
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
-    together = {o["type"] for o in pairs if coverage.covers(o) >= {"norms", "mlp", "head"}}
-    assert len(together) >= 155
+    assert len({o["type"] for o in pairs if coverage.covers(o) >= {"norms", "mlp", "head"}}) >= 155
     assert len({o["type"] for o in pairs if "rotary" in coverage.covers(o)}) >= 155
 
 
@@ -278,8 +276,7 @@ def test_results_of_other_generations():
 
 
 def test_page_equals_stored_result():
-    page = coverage.page()
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [line for line in coverage.page().splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
         assert any(line.startswith(f"| {pair['type']} | {pair['cls']} |") for line in rows), pair
 

@@ -27,8 +27,7 @@ def attention():
 
 
 def tokens(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 200, (count,), generator=generator).tolist()
+    return torch.randint(3, 200, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 FLAT = [(tokens(13, 1), [tokens(7, 2), tokens(1, 3), tokens(5, 4)])]
@@ -73,8 +72,7 @@ def unshared(model, batch, **arguments):
     for number, node in enumerate(batch.nodes):
         waiting.append(number)
         if node.leaf:
-            row = next(rows)
-            row_of.update(dict.fromkeys(waiting, row))
+            row_of.update(dict.fromkeys(waiting, next(rows)))
             waiting.clear()
     answer = [[] for _ in range(batch.nodes[-1].root + 1)]
     for number, (node, is_root) in enumerate(batch._nodes()):
@@ -92,8 +90,7 @@ def unshared(model, batch, **arguments):
 def loss_of(log_probs):
     """A sum in which every token has another weight."""
     flat = torch.cat([part for each in log_probs for part in each])
-    weights = torch.randn(flat.shape, generator=torch.Generator().manual_seed(3))
-    return (flat * weights).sum()
+    return (flat * torch.randn(flat.shape, generator=torch.Generator().manual_seed(3))).sum()
 
 
 def assert_equal_to_unshared(model, batch, rtol=5e-4, **arguments):
@@ -137,8 +134,7 @@ def test_equal_to_unshared(model_type, groups):
 
 @pytest.mark.parametrize("groups", [FLAT, NESTED], ids=["flat", "nested"])
 def test_windows_shorter_than_the_prefix(groups):
-    model = served("mistral", sliding_window=3)
-    assert_equal_to_unshared(model, trees.pack(groups))
+    assert_equal_to_unshared(served("mistral", sliding_window=3), trees.pack(groups))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -379,8 +375,7 @@ def test_no_other_branch_moves_by_a_bit(model_type):
             ids[0, start] += 1
             moved = model(**{**batch.inputs, "input_ids": ids}).logits[0]
             below = batch.tree.below(segment)
-            numbers = batch.tree.segments(ids.device)
-            inside = torch.isin(numbers, torch.tensor(below))
+            inside = torch.isin(batch.tree.segments(ids.device), torch.tensor(below))
             assert torch.equal(moved[~inside], plain[~inside])
             assert not torch.equal(moved[inside], plain[inside])
 

@@ -44,8 +44,7 @@ def test_loss_module_serves_its_head():
         vocab_size=64, dim=16, hidden_dim=32, n_layers=1, n_heads=2
     )
     model, ids = transformers.DistilBertForMaskedLM(config), torch.randint(0, 64, (2, 5))
-    report = patch(model)
-    with report.watch(model) as watched:
+    with patch(model).watch(model) as watched:
         model(input_ids=ids, labels=ids).loss.backward()
     assert "vocab_projector" in paths(watched.served)
 
@@ -125,8 +124,7 @@ def test_compiled_models_are_not_recorded(watched):
     model, report = watched
     graphs = Graphs()
     with report.watch(model) as observed:
-        compiled = torch.compile(model, backend=graphs, fullgraph=True)
-        loss = compiled(**batch(), use_cache=False).loss
+        loss = torch.compile(model, backend=graphs, fullgraph=True)(**batch(), use_cache=False).loss
     torch._dynamo.reset()
     torch.testing.assert_close(loss, model(**batch()).loss, rtol=2e-5, atol=0)
     assert graphs.count == 1

@@ -44,6 +44,25 @@ class Pair:
         return f"{self.type}/{self.cls}"
 
 
+@dataclass
+class Verdict:
+    """What became of one pair.
+
+    Attributes:
+        kind: As in :class:`Pair`, like the next two.
+        type: Model type.
+        cls: Class.
+        status: One of the words of what judges; "not built" where the pair has no step without us.
+        why: The reason of a refusal, or what is wrong.
+    """
+
+    kind: str
+    type: str
+    cls: str
+    status: str = "not built"
+    why: str = ""
+
+
 def registered() -> list[Pair]:
     """The pairs of the installed transformers, by kind and type."""
     from transformers.models.auto import modeling_auto

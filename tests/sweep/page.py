@@ -247,8 +247,7 @@ def _generations() -> list[str]:
         "|---|---|" + "---|" * len(PACKED),
     ]
     lines = [""]
-    every = json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]
-    for run in every:
+    for run in json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]:
         counts = [run[s] for s in ("equal", "different", "not built")]
         cells = (*(run[k] for k in ("transformers", "torch", "date")), sum(counts), *counts)
         rows.append("| " + " | ".join(map(str, cells)) + " |")

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from liger_multi.distributed import shard_sequence
 from liger_multi.errors import PackingError, PatchError
-from tests.sweep.cases import Pair, build
-from tests.sweep.packing import unlike
+from tests.sweep.cases import Pair, Verdict, build
+from tests.sweep.packing import unlike, weighted_gradients, weights_of
 from tests.sweep.run import _said, liven
-from tests.sweep.trees import GRADIENT, Verdict, _weights
+from tests.sweep.trees import GRADIENT
 
 RANKS = 2
 LENGTHS = (11, 6, 20)  # samples of the packed row; ranks do not divide their sum
@@ -32,7 +32,7 @@ def work(pair: Pair) -> dict[str, Any]:
     from liger_multi.patching import patch, register_attention
 
     register_attention()
-    verdict = Verdict(pair.kind, pair.type, pair.cls)
+    verdict = Verdict(**vars(pair))
     try:
         model = build(pair)
         liven(model)
@@ -110,12 +110,9 @@ def _gradients(model: Any, call: dict[str, Any], rank: int | None = None) -> Any
     share = length if rank is None else -(-length // RANKS)
     if logits.shape[:2] != (1, share):
         raise ValueError(f"its logits are not those of its tokens: {tuple(logits.shape)}")
-    begin = share * (rank or 0)
-    real = logits[0, : length - begin]
-    weights = _weights(torch.Size((length, logits.shape[-1])))[begin : begin + share]
-    (real * weights).sum().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    values = logits[0].detach()
+    begin, values = share * (rank or 0), logits[0].detach()
+    weights = weights_of(torch.Size((length, logits.shape[-1])))[begin : begin + share]
+    grads = weighted_gradients(model, logits[0, : length - begin], weights)
     if rank is not None:
         parts = [torch.empty_like(values) for _ in range(RANKS)]
         dist.all_gather(parts, values.contiguous())

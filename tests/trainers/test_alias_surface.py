@@ -381,8 +381,7 @@ def test_impl_variable_at_install(installed, monkeypatch):
 
 def test_helpers(capsys):
     device = helpers.infer_device()
-    expected = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-    assert helpers.infer_comm_backend() == expected[device]
+    assert helpers.infer_comm_backend() == {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]
     if device == "cpu":
         with pytest.raises(RuntimeError, match="Unsupported device: cpu"):
             helpers.get_total_gpu_memory()

@@ -81,8 +81,7 @@ def parallel(monkeypatch):
     """What accelerate says of ranks."""
 
     def of(config):
-        state = {"parallelism_config": config}
-        monkeypatch.setattr(AcceleratorState, "_shared_state", state)
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {"parallelism_config": config})
 
     return of
 
