@@ -6,6 +6,7 @@ Programs are made of them by ``torch.export``, ``torch.jit.trace`` and ``torch.f
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi import ops
-from tests.comparing import assert_same_gradients, gradients
 from tests.models import VOCABULARY, assert_unpatched, pair
 
 transformers = pytest.importorskip("transformers")
@@ -27,10 +27,13 @@ from liger_multi.patching.head.protocol import LazyLogits
 from tests.models import (
     Graphs,
     adapters,
+    assert_same_compiled,
     assert_same_training,
     batch,
     build,
     graph_batch,
+    loss_of,
+    patched_copy,
     trainer,
 )
 
@@ -45,6 +48,7 @@ def test_the_stock_graph_holds_all_logits():
 
 
 def bert():
+    """A model with a loss object, and a copy."""
     config = transformers.BertConfig(
         hidden_size=32,
         num_hidden_layers=1,
@@ -55,17 +59,13 @@ def bert():
         attention_probs_dropout_prob=0.0,
     )
     torch.manual_seed(0)
-    stock = transformers.BertForMaskedLM(config)
-    return stock, copy.deepcopy(stock)
+    return transformers.BertForMaskedLM(config)
 
 
 def test_a_loss_object_in_the_graph():
     """Dynamo makes a call of its own of ``nn.CrossEntropyLoss()``, which takes tensors only."""
-    graphs, (stock, ours) = Graphs(), bert()
-    patch(ours)
-    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
-    inputs = graph_batch()
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
+    graphs, stock = Graphs(), bert()
+    assert_same_compiled(stock, patched_copy(stock), backend=graphs)
     assert graphs.count == 1
     assert any("layer_norm" in name for name in graphs.targets)
 
@@ -93,27 +93,24 @@ def own_loss(logits, ids):
 @pytest.mark.parametrize(
     "options", [{}, {"fused_linear_cross_entropy": False, "cross_entropy": True}], ids=str
 )
-def test_own_losses_in_a_graph_with_the_model_and_alone(options):
+@pytest.mark.parametrize("alone", [False, True], ids=["with the model", "of eager logits"])
+def test_own_losses_in_a_graph(options, alone):
     stock, ours = pair("llama", num_hidden_layers=1, patching=options)
     inputs = graph_batch(labels=False)
 
-    def step(model):
-        return own_loss(model(**inputs).logits, inputs["input_ids"])
+    def step(model, loss=own_loss):
+        return loss(model(**inputs).logits, inputs["input_ids"])
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
-    alone = torch.compile(own_loss, backend="aot_eager")  # of logits of an eager model
-    assert_same_training(
-        stock,
-        ours,
-        lambda m: (alone if m is ours else own_loss)(m(**inputs).logits, inputs["input_ids"]),
-    )
+    if alone:
+        in_graph = functools.partial(step, loss=torch.compile(own_loss, backend="aot_eager"))
+    else:
+        in_graph = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (in_graph if m is ours else step)(m))
 
 
 def test_loss_object_keeps_patch_options():
     """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
-    ours = bert()[1]
-    patch(ours, fused_linear_cross_entropy={"z_loss": 0.1})
+    ours = patched_copy(bert(), fused_linear_cross_entropy={"z_loss": 0.1})
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
 
@@ -128,11 +125,14 @@ def test_compiled_model_returns_usable_logits(grad):
     torch.testing.assert_close(got.loss, expected.loss)
     expected, got = expected.logits, got.logits
     assert (got.shape, got.dtype, got.ndim) == (expected.shape, expected.dtype, expected.ndim)
-    torch.testing.assert_close(real_logits(got), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.softmax(got, -1), expected.softmax(-1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got[:, 1:].sum(), expected[:, 1:].sum(), rtol=1e-4, atol=1e-5)
-    assert torch.equal(got.argmax(-1), expected.argmax(-1))
-    assert torch.equal((got + 1) > 1, (expected + 1) > 1)
+    for read in (
+        real_logits,
+        lambda z: torch.softmax(z, -1),
+        lambda z: z[:, 1:].sum(),
+        lambda z: z.argmax(-1),
+        lambda z: (z + 1) > 1,
+    ):
+        torch.testing.assert_close(read(got), read(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
@@ -160,10 +160,7 @@ def test_compiled_logits_pickle_without_a_gradient():
 @pytest.mark.slow
 def test_a_bound_backend_breaks_the_graph_and_is_right():
     stock, ours = pair("llama", num_hidden_layers=1, patching={"rms_norm": "reference"})
-    compiled = torch.compile(ours, backend="aot_eager")
-    assert_same_training(
-        stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
-    )
+    assert_same_compiled(stock, ours, fullgraph=False)
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"use liger_multi\.configure|_run_scoped"):
         torch.compile(ours, fullgraph=True, backend="aot_eager")(**graph_batch())
@@ -269,16 +266,11 @@ def test_trainer_metrics_get_real_logits(tmp_path):
 def test_distributed_data_parallel(one_process, unused, fused):
     stock, ours = pair("llama", patching={})
     wrapped = nn.parallel.DistributedDataParallel(ours, find_unused_parameters=unused)
-    inputs = batch()
-    assert_same_training(stock, ours, lambda m: (wrapped if m is ours else m)(**inputs).loss)
+    assert_same_training(stock, ours, lambda m: loss_of(wrapped if m is ours else m))
     assert fused.count == 1
-    ids = inputs["input_ids"]
-    assert_same_training(
-        stock,
-        ours,
-        lambda m: (wrapped if m is ours else m)(input_ids=ids).logits.softmax(-1).pow(2).sum(),
-        rtol=1e-4,
-    )
+    ids = batch()["input_ids"]
+    run = lambda m: (wrapped if m is ours else m)(input_ids=ids).logits.softmax(-1).pow(2).sum()  # noqa: E731
+    assert_same_training(stock, ours, run, rtol=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["root", "layers", "head"])
@@ -296,11 +288,7 @@ def test_fsdp2(one_process, plan, fused):
     if plan == "head":
         fully_shard(ours.lm_head, mesh=mesh)
     fully_shard(ours, mesh=mesh)
-    losses = [m(**batch()).loss for m in (stock, ours)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[1], losses[0])
-    assert_same_gradients(gradients(ours), gradients(stock))
+    assert_same_training(stock, ours)
     assert fused.count == 1
     if plan == "head":
         with pytest.raises(PatchError, match="FSDP"):
@@ -329,9 +317,7 @@ def test_a_whole_run_makes_no_warning_of_ours(tmp_path):
         warnings.simplefilter("always")
         patch(ours)
         trainer(ours, tmp_path, max_steps=2).train()
-    assert [
-        str(w.message) for w in caught if "liger_multi" in w.filename or "logits" in str(w.message)
-    ] == []
+    assert not [w for w in caught if "liger_multi" in w.filename or "logits" in str(w.message)]
 
 
 # --- exported programs ---
@@ -379,22 +365,18 @@ def both(what, **config):
 
 def exported(module, strict=False, dynamic=True):
     """A program that takes other numbers of rows and of tokens."""
-    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} if dynamic else None
-    shapes = {"tokens": sizes} if dynamic else None
-    return torch.export.export(module, (ids(**FIRST),), strict=strict, dynamic_shapes=shapes)
+    sizes = {"tokens": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)} if dynamic else None
+    return torch.export.export(module, (ids(**FIRST),), strict=strict, dynamic_shapes=sizes)
 
 
-def assert_same(actual, expected, grad):
+def assert_same(actual, expected, grad, tokens=None):
     """The same output for other shapes, and with gradients those of every parameter."""
-    tokens = ids(**OTHER)
+    tokens = ids(**OTHER) if tokens is None else tokens
     results = [program(tokens) for program in (actual, expected)]
     torch.testing.assert_close(results[0], results[1], rtol=2e-5, atol=2e-5)
     assert results[0].requires_grad == results[1].requires_grad == grad
     if grad:
-        for program, result in zip((actual, expected), results, strict=True):
-            program.zero_grad()
-            (result.square().mean() if result.ndim else result).backward()
-        assert_same_gradients(gradients(actual), gradients(expected))
+        assert_same_training(expected, actual, lambda program: program(tokens).square().mean())
 
 
 @TRACED
@@ -417,14 +399,20 @@ def test_exported_program_equals_unpatched(what, grad, strict):
         assert_same(program.module(), stock, grad)
 
 
+def reloaded(save, load, program):
+    """The program after it was in a file."""
+    file = io.BytesIO()
+    save(program, file)
+    file.seek(0)
+    return load(file)
+
+
 @TRACED
 def test_an_exported_program_is_saved_and_loaded():
     """As any other."""
     stock, ours = both("loss")
-    file = io.BytesIO()
-    torch.export.save(exported(ours), file)
-    file.seek(0)
-    assert_same(torch.export.load(file).module(), stock, grad=True)
+    program = reloaded(torch.export.save, torch.export.load, exported(ours))
+    assert_same(program.module(), stock, grad=True)
 
 
 @TRACED
@@ -447,13 +435,12 @@ def test_a_half_has_no_gradient(half):
     x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     y = ops.rms_norm(x, weight)  # its node keeps what it saved while somebody holds it
     rstd = next(t for t in y.grad_fn.saved_tensors if t.shape[-1:] != (8,))
-    schema = getattr(torch.ops.liger_multi, f"rms_norm_{half}").default._schema
+    function = getattr(torch.ops.liger_multi, f"rms_norm_{half}")
+    schema = function.default._schema
     known = {"x": x, "dy": torch.ones_like(x), "weight": weight, "rstd": rstd, "eps": 1e-6}
     known |= {"casting": "llama", "offset": 0.0}
     known |= {a.name: True for a in schema.arguments if str(a.type) == "bool"}
-    outs = getattr(torch.ops.liger_multi, f"rms_norm_{half}")(
-        *[known[a.name] for a in schema.arguments]
-    )
+    outs = function(*[known[a.name] for a in schema.arguments])
     assert outs[0].requires_grad
     with pytest.raises(RuntimeError, match=f"rms_norm_{half} has no gradient"):
         outs[0].sum().backward()
@@ -468,10 +455,7 @@ def test_a_traced_model_is_stock_for_other_sizes(what, grad):
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(ours, (ids(**FIRST),))
         assert "PythonOp" not in str(traced.inlined_graph)
-        file = io.BytesIO()
-        torch.jit.save(traced, file)
-        file.seek(0)
-        assert_same(torch.jit.load(file), stock, grad)
+        assert_same(reloaded(torch.jit.save, torch.jit.load, traced), stock, grad)
 
 
 @TRACED

@@ -240,13 +240,10 @@ def test_set_impl_pytorch_configures_reference():
 
 
 def test_set_impl_keeps_user_configuration():
-    try:
-        liger_multi.configure({"default": "reference"})
-        choosing.set_impl("triton")
-        choosing.set_impl(None)
-        assert chosen_backend() == ("reference",)
-    finally:
-        liger_multi.configure(None)
+    liger_multi.configure({"default": "reference"})
+    choosing.set_impl("triton")
+    choosing.set_impl(None)
+    assert chosen_backend() == ("reference",)
 
 
 def test_impl_argument_scope(monkeypatch):
@@ -292,19 +289,38 @@ def test_absent_impl_precedence_and_fallback(monkeypatch, variable, argument, ch
         op_functions.softmax(LOGITS, impl=argument)
 
 
-def test_unknown_impl_errors():
-    with pytest.raises(choosing.BackendNotAvailableError, match="No 'nope' implementation"):
-        op_functions.softmax(LOGITS, impl="nope")
-    with pytest.raises(choosing.NoImplAvailableError, match=r"op 'nope'\. Operators: rms_norm"):
-        op_functions.dispatch("nope", LOGITS)
-    with pytest.raises(choosing.ImplNotAvailableError, match=r"op 'nope'\. Registered: <none>"):
-        op_functions.dispatch("nope", LOGITS, impl="triton")
-    with pytest.raises(ValueError, match="mode must be 'default', got 'fast'"):
-        op_functions.softmax(LOGITS, mode="fast")
-    with pytest.raises(NotImplementedError, match="docs/extending"):
-        choosing.register_impl("softmax", impl_name="mine")
-    with pytest.raises(NotImplementedError, match="docs/extending"):
-        choosing.declare_op_locations("softmax", [])
+@pytest.mark.parametrize(
+    ("call", "args", "options", "error", "message"),
+    [
+        (
+            *(op_functions.softmax, (LOGITS,), {"impl": "nope"}),
+            *(choosing.BackendNotAvailableError, "No 'nope' implementation"),
+        ),
+        (
+            *(op_functions.dispatch, ("nope", LOGITS), {}),
+            *(choosing.NoImplAvailableError, r"op 'nope'\. Operators: rms_norm"),
+        ),
+        (
+            *(op_functions.dispatch, ("nope", LOGITS), {"impl": "triton"}),
+            *(choosing.ImplNotAvailableError, r"op 'nope'\. Registered: <none>"),
+        ),
+        (
+            *(op_functions.softmax, (LOGITS,), {"mode": "fast"}),
+            *(ValueError, "mode must be 'default', got 'fast'"),
+        ),
+        (
+            *(choosing.register_impl, ("softmax",), {"impl_name": "mine"}),
+            *(NotImplementedError, "docs/extending"),
+        ),
+        (
+            *(choosing.declare_op_locations, ("softmax", []), {}),
+            *(NotImplementedError, "docs/extending"),
+        ),
+    ],
+)
+def test_unknown_impl_errors(call, args, options, error, message):
+    with pytest.raises(error, match=message):
+        call(*args, **options)
 
 
 X, W = torch.randn(4, 6), torch.rand(6)
@@ -422,9 +438,8 @@ def test_infer_device_arch(monkeypatch, arch, name):
 
 
 def test_launch_settings():
-    assert helpers.calculate_settings(1000) == (1024, 4)
-    assert helpers.calculate_settings(1025) == (2048, 8)
-    assert helpers.calculate_settings(8192) == (8192, 16)
+    settings = {1000: (1024, 4), 1025: (2048, 8), 8192: (8192, 16)}
+    assert {n: helpers.calculate_settings(n) for n in settings} == settings
     assert helpers.calculate_settings(65536)[0] == 65536
     with pytest.raises(RuntimeError, match="65537"):
         helpers.calculate_settings(65537)
@@ -460,8 +475,8 @@ def test_fsdp_forward_redirection():
         calls.append(wrapper.inside)
         return module.weight.sum() + x
 
-    run = helpers._FSDPForwardRedirection()
-    got = run(wrapper, method, wrapper.module, torch.tensor(1.0))
+    run, one = helpers._FSDPForwardRedirection(), torch.tensor(1.0)
+    got = run(wrapper, method, wrapper.module, one)
     torch.testing.assert_close(got, wrapper.module.weight.sum() + 1)
     assert calls == [True]
     assert "forward" not in vars(wrapper.module)
@@ -470,7 +485,7 @@ def test_fsdp_forward_redirection():
         raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):
-        run(wrapper, wrong, wrapper.module, torch.tensor(1.0))
+        run(wrapper, wrong, wrapper.module, one)
     assert "forward" not in vars(wrapper.module)
     assert isinstance(wrapper.module.forward, types.MethodType)
 
