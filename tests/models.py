@@ -215,6 +215,19 @@ def redrawn(model: Any, std: float = 0.2) -> Any:
     return model
 
 
+def scaled_to_width(model: Any, noise: float = 0.1) -> Any:
+    """The model with weights that keep the size of their inputs, so that its tokens matter."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(drawn * noise)
+    return model
+
+
 def pair(
     model_type: str = "llama",
     device: Any = "cpu",

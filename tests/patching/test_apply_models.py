@@ -15,6 +15,7 @@ from collections import Counter
 import pytest
 import torch
 from packaging import version
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,6 +41,7 @@ from tests.models import (
     experts_of,
     graph_batch,
     patched_copy,
+    scaled_to_width,
 )
 from tests.sweep.cases import build as build_pair
 from tests.sweep.cases import inputs, registered
@@ -469,17 +471,10 @@ def _model(model_type):
     pairs = [
         p for p in registered() if p.type == model_type and p.cls.endswith("ConditionalGeneration")
     ]
-    model = build_pair(pairs[0])
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(drawn * (parameter[0].numel()) ** -0.5)
-            elif parameter.numel() > 1:
-                parameter.add_(drawn * 0.2)
-            else:
-                parameter.fill_(0.8)  # gates are born zero
+    model = scaled_to_width(build_pair(pairs[0]), noise=0.2)
+    for parameter in model.parameters():
+        if parameter.numel() == 1:
+            nn.init.constant_(parameter, 0.8)  # gates are born zero
     return model, inputs(pairs[0], model)
 
 

@@ -8,36 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch.overrides import handle_torch_function, has_torch_function
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.patching import patch, register_attention, swap, unpatch
-from liger_multi.patching.evidence import signature
+from liger_multi.patching import patch, register_attention, unpatch
 from liger_multi.patching.linear import CallsLinear
 from tests.decoding import MODELS, all_ones, log_prob, model, prompt, roll_out, train
 from tests.models import VOCABULARY, build
+from tests.patching.test_linear import library  # noqa: F401
 from tests.patching.test_mixers import by_package
 
-FUNCTION = F.linear
+pytestmark = pytest.mark.usefixtures("library", "by_rows")
 
 
-def by_batch(x, weight, bias=None):
-    """A GEMM whose rows depend on their number, but for probes, which compare with formulas."""
-    if has_torch_function((x, weight)):
-        return handle_torch_function(by_batch, (x, weight), x, weight, bias)
-    rows = x.shape[:-1].numel() if torch._C._get_mkldnn_enabled() else 0
-    return FUNCTION(x, weight, bias) * (1.0 + rows * 2.0**-7)
-
-
-@pytest.fixture(autouse=True)
-def library(monkeypatch):
-    monkeypatch.setattr(F, "linear", by_batch)
-    monkeypatch.setattr(signature, "call_linear", by_batch)
-    monkeypatch.setattr(swap, "_classes", {})
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def by_rows():
     with liger_multi.use(deterministic="rows"):
         yield
@@ -101,8 +85,8 @@ def test_generate():
         eos_token_id=None,
         pad_token_id=0,
     )
-    logits = torch.stack(result.logits, 1)
-    old = log_prob(logits.to(policy.dtype), result.sequences[:, 7:]).view(1, -1)
+    logits = torch.stack(result.logits, 1).to(policy.dtype)
+    old = log_prob(logits, result.sequences[:, 7:]).view(1, -1)
     assert all_ones(train(policy, result.sequences, 40), old)
 
 

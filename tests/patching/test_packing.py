@@ -27,7 +27,7 @@ from liger_multi.patching.packing import checked as checked_packing
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import adapters, build, patched_copy, redrawn
+from tests.models import adapters, build, patched_copy, redrawn, scaled_to_width
 from tests.sweep import cases
 
 LENGTHS = (11, 6, 9)
@@ -602,15 +602,7 @@ FORMS = {
 
 @functools.cache
 def _model(name):
-    model = registered(name)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():  # samples of a model at its first step hardly see each other
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
-            else:
-                parameter.add_(drawn * 0.1)
+    model = scaled_to_width(registered(name))
     model.config.use_cache = True
     return model
 

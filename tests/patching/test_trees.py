@@ -15,7 +15,7 @@ from liger_multi.patching import patch, register_attention
 from liger_multi.patching.attention import interface
 from liger_multi.patching.packing.tree import Tree
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import build
+from tests.models import adapters, build, redrawn
 from tests.sweep import cases
 from tests.sweep.run import liven
 from tests.sweep.trees import judge
@@ -52,11 +52,7 @@ ROUTED = {"output_router_logits": True}
 
 def served(model_type="llama", **config):
     """A patched model whose tokens depend on each other visibly."""
-    model = build(model_type, **config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(build(model_type, **config))
     model.set_attn_implementation("liger_multi")
     patch(model)
     return model
@@ -146,16 +142,14 @@ def test_checkpointing(reentrant):
     assert_equal_to_unshared(model, trees.pack(NESTED))
 
 
-def hybrid(model_type):
-    """A tiny hybrid, patched."""
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
-    if model_type not in pairs:
-        pytest.skip(f"this transformers has no {model_type}")
-    model = cases.build(pairs[model_type])
+def swept(model_type, head="ForCausalLM"):
+    """A pair of the sweep, and its tiny model, patched."""
+    pair = cases.of_type(model_type, head)
+    model = cases.build(pair)
     liven(model)
     model.set_attn_implementation("liger_multi")
     patch(model)
-    return model.train()
+    return pair, model.train()
 
 
 @older_refuse
@@ -163,7 +157,7 @@ def hybrid(model_type):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
 def test_hybrids(model_type, reentrant):
     """Layers that run again in backward, outside of the block, follow the tree too."""
-    model = hybrid(model_type)
+    _, model = swept(model_type)
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
@@ -191,15 +185,9 @@ def test_padding():
 
 
 def test_adapters():
-    peft = pytest.importorskip("peft")
     model = build("llama")
     model.set_attn_implementation("liger_multi")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    model = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.normal_(std=0.3)
+    model = adapters(model, ["q_proj", "v_proj", "up_proj", "down_proj"], std=0.3)
     patch(model)
     assert_equal_to_unshared(model, trees.pack(FLAT))
 
@@ -247,8 +235,8 @@ def test_one_path_is_a_plain_row(answers, pad_to, window, monkeypatch):
 @older_refuse
 def test_one_path_has_no_ids_of_samples(monkeypatch):
     """The mixers of a hybrid compute it in one call, as a plain row."""
-    model, groups = hybrid("qwen3_next"), below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])])
-    batch = trees.pack(groups)
+    _, model = swept("qwen3_next")
+    batch = trees.pack(below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])]))
     trees.scores(model, batch)  # after a trial, which has branches
     monkeypatch.setattr(Tree, "scans", None)
     monkeypatch.setattr(Tree, "window", None)
@@ -334,14 +322,8 @@ def test_positions_of_images(model_type):
 
 def with_pixels(model_type):
     """A tiny model, what it takes beside tokens, and a tree whose prompt has images."""
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForConditionalGeneration")}
-    if model_type not in pairs:
-        pytest.skip(f"this transformers has no {model_type}")
-    model = cases.build(pairs[model_type])
-    liven(model)
-    model.set_attn_implementation("liger_multi")
-    patch(model)
-    whole = cases.inputs(pairs[model_type], model)
+    pair, model = swept(model_type, "ForConditionalGeneration")
+    whole = cases.inputs(pair, model)
     ids = whole["input_ids"]
     inputs = {n: v[: len(v) // len(ids)] for n, v in whole.items() if "pixel" in n or "grid" in n}
     answers = [[10 + token % 50 for token in tokens(count, count)] for count in (4, 1, 6)]

@@ -76,6 +76,16 @@ def registered() -> list[Pair]:
     return list(pairs.values())
 
 
+def of_type(model_type: str, head: str | tuple[str, ...] = "ForCausalLM") -> Pair:
+    """The pair of a type whose class ends so; skips a test where this transformers has none."""
+    pairs = {pair.type: pair for pair in registered() if pair.cls.endswith(head)}
+    if model_type not in pairs:
+        import pytest
+
+        pytest.skip(f"this transformers has no {model_type}")
+    return pairs[model_type]
+
+
 def as_lines(result: dict[str, Any]) -> str:
     """A result as JSON, one pair a line."""
     head = json.dumps({k: v for k, v in result.items() if k != "pairs"}, sort_keys=True)[:-1]
