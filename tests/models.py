@@ -301,13 +301,6 @@ def assert_same_compiled(stock: Any, ours: Any, inputs: Any = None, **options: A
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
 
 
-def equal_to_unpatched(stock: Any, run: Any = loss_of, rtol: float = 2e-5, **options: Any) -> Any:
-    """A copy, patched with these options, trains as the model itself; the copy."""
-    ours = patched_copy(stock, **options)
-    assert_same_training(stock, ours, run, rtol)
-    return ours
-
-
 def assert_as_exact(stock: Any, ours: Any, wide_model: Any, run: Any, run_wide: Any) -> None:
     """In low precision: loss and every gradient are as near to those of fp32 as stock's are.
 

@@ -403,7 +403,6 @@ def test_compiled_model_reading_the_mask_raises(reader, fullgraph):
         def forward(self, scores):
             return READERS[reader](key_mask()), scores
 
-    torch._dynamo.reset()
     with pytest.raises(Exception, match="reads the attention mask itself"):
         torch.compile(Reader(), backend="eager", fullgraph=fullgraph)(SCORES)
 
@@ -415,7 +414,6 @@ def test_compiled_step_takes_earlier_mask():
     eager = build("llama").eval()
     other = copy.deepcopy(eager)
     other.set_attn_implementation(OURS)
-    torch._dynamo.reset()
     steps = CompileCounter()
     other.forward = torch.compile(other.forward, backend=steps, fullgraph=True)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -434,7 +432,6 @@ def test_a_compiled_model_with_checkpoints_and_padding():
     batch = {"input_ids": IDS, "attention_mask": PADDED, "labels": labels, "use_cache": False}
     expected = other(**batch).loss
     other.gradient_checkpointing_enable({"use_reentrant": False})
-    torch._dynamo.reset()
     loss = torch.compile(other, backend="aot_eager")(**batch).loss
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -526,7 +523,6 @@ def test_token_types_reach_a_compiled_model():
     other.set_attn_implementation(OURS)
     batch = {"input_ids": IDS, "use_cache": False}
     expected = other(**batch).logits
-    torch._dynamo.reset()
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     actual = compiled(**batch, token_type_ids=torch.zeros_like(IDS)).logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -640,7 +636,6 @@ def test_packed_rows_of_a_model_whose_masks_get_no_positions(compiled):
     liger_multi.patch(other)
     run = other
     if compiled:
-        torch._dynamo.reset()
         run = torch.compile(other, backend="aot_eager", fullgraph=True, dynamic=True)
     length = 6
     positions = torch.cat([torch.arange(length), torch.arange(13 - length)])[None]
@@ -745,7 +740,6 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
 
     met = recorded(monkeypatch, kernels, "seen_keys")
     eager, other = pair("llama")
-    torch._dynamo.reset()
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for pads in (0, 4):
         met.clear()
@@ -761,9 +755,7 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
 
 @pytest.mark.slow
 def test_one_graph_with_padding():
-    eager, other = pair("mistral")
-    torch._dynamo.reset()
-    assert_same_compiled(eager, other, {**padded(LEFT), "use_cache": False})
+    assert_same_compiled(*pair("mistral"), {**padded(LEFT), "use_cache": False})
 
 
 # Layers whose indexer selects keys: patched and unpatched are equal, and single calls fall

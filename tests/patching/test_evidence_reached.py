@@ -154,7 +154,6 @@ def test_a_compiled_graph_does_not_keep_values(where):
             equal(theirs, ours, x, rtol=1e-4)
     finally:
         change(1.0)
-        torch._dynamo.reset()
 
 
 def test_cached_class_value_is_not_confused():

@@ -498,7 +498,6 @@ def test_unregistered_name_raises_as_unpatched():
 @pytest.mark.slow
 def test_a_compiled_model_follows(registered):
     unpatched, model = mixtrals()
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     ids = torch.randint(3, 200, (2, 9))
     for name in ("eager", NAME, "grouped_mm"):

@@ -466,7 +466,6 @@ def test_gathered_weights_train_eager_and_compiled():
     for layer in (block[0], block[2]):
         rows = PLAIN.rows(layer.weight.detach(), None, torch.float8_e4m3fn)
         layer._parameters["weight"] = nn.Parameter(GatheredWeight(*rows, torch.float32))
-    torch._dynamo.reset()
     options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
     compiled = [(torch.compile(owner, **options), owner) for owner in (block, plain)]
     for rows in (6, 9):
@@ -796,7 +795,6 @@ def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
 def test_a_whole_mlp_compiled_equals_eager():
     llama = model(float8=ALL)
     mlp = llama.model.layers[0].mlp
-    torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (6, 9):
         x = torch.randn(2, rows, llama.config.hidden_size, requires_grad=True)
@@ -1064,7 +1062,6 @@ def test_compiled_fused_adapters_equal_eager():
     mlp = adapted(float8=FROZEN).base_model.model.model.layers[0].mlp
     x = torch.randn(5, 32, requires_grad=True)
     eager = mlp(x)
-    torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), eager)
 
 

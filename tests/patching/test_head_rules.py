@@ -128,7 +128,6 @@ def test_a_compiled_function_takes_the_logits_of_an_eager_model(models, name):
     """It breaks its graph where it uses them, and Dynamo warns of nothing."""
     if name in ("mT", "data") and not SWAPS:
         pytest.skip("before PyTorch 2.11 a guard reads it of logits that stay lazy, which raises")
-    torch._dynamo.reset()
     compiled = torch.compile(GIVEN[name], backend="eager")
 
     with warnings.catch_warnings():

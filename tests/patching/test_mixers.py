@@ -726,7 +726,6 @@ def test_compiled(model_type, form):
     unpatched, patched = pair(model_type)
     ids, mask = holes(8)
     inputs = positions_of("visible", mask)
-    torch._dynamo.reset()
     compiled = torch.compile(patched, backend="eager", dynamic=False)
 
     @torch.no_grad()

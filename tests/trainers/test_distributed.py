@@ -1006,9 +1006,11 @@ def in_4_bits(run, wrap):
     for module in model.modules():
         for name in stacks:
             if name in module._parameters:
-                codes, scales = quantize_mxfp4(module._parameters[name].detach().mT)
                 weight = ops.QuantizedWeight(
-                    codes, scales, format="mxfp4", dtype=torch.float32, turned=True
+                    *quantize_mxfp4(module._parameters[name].detach().mT),
+                    format="mxfp4",
+                    dtype=torch.float32,
+                    turned=True,
                 )
                 module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
     targets = [f"mlp.experts.{name}" for name in stacks]

@@ -334,9 +334,11 @@ def model_of(words):
     for one, other in zip(model.modules(), dense.modules(), strict=True):
         for name in ("gate_up_proj", "down_proj"):
             if isinstance(one._parameters.get(name), nn.Parameter):
-                codes, scales = quantize_mxfp4(one._parameters[name].mT)
                 weight = ops.QuantizedWeight(
-                    codes, scales, format="mxfp4", dtype=torch.float32, turned=True
+                    *quantize_mxfp4(one._parameters[name].mT),
+                    format="mxfp4",
+                    dtype=torch.float32,
+                    turned=True,
                 )
                 one._parameters[name] = nn.Parameter(weight, requires_grad=False)
                 numbers = weight.dequantized().contiguous()
