@@ -458,8 +458,6 @@ REPEATED = ("llama", "qwen3_moe")
 
 
 def maker(model_type, checkpointing, device="cpu"):
-    """Builds a patched model, the same every time."""
-
     def make():
         model = build(model_type, patching={}).to(device)
         if checkpointing:
@@ -642,7 +640,6 @@ def test_the_stock_graph_holds_all_logits():
 
 
 def bert():
-    """A model with a loss object, and a copy."""
     config = transformers.BertConfig(
         hidden_size=32,
         num_hidden_layers=1,
@@ -926,7 +923,6 @@ OTHER = {"rows": 4, "length": 33}
 
 
 def ids(rows, length):
-    """Token ids without padding."""
     generator = torch.Generator().manual_seed(rows)
     return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
 
@@ -1003,7 +999,6 @@ def reloaded(save, load, program):
 
 @TRACED
 def test_an_exported_program_is_saved_and_loaded():
-    """As any other."""
     stock, ours = both("loss")
     program = reloaded(torch.export.save, torch.export.load, exported(ours))
     assert_same(program.module(), stock, grad=True)

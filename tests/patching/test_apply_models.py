@@ -60,8 +60,6 @@ def built(model_type, **config):
 
 
 class Case:
-    """A stock model and its patched copy."""
-
     def __init__(self, model_type, device, monkeypatch, tmp_path):
         self.model_type, self.device, self.tmp_path = model_type, device, tmp_path
         self.known = ARCHITECTURES[model_type]
@@ -123,7 +121,6 @@ def custom_loss_on_logits(case):
 
 
 def logits_to_keep(case):
-    """A number of last tokens, and some of them by index."""
     ids = case.batch()["input_ids"]
     models = case.models()
     for keep in (5, torch.tensor([1, 4, 6, 7], device=case.device)):
@@ -616,7 +613,6 @@ class Backward(TorchDispatchMode):
 
 
 def freeze(model_type, model, tower):
-    """Freeze the tower, or all of the model but the tower."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(in_tower(model_type, name) != tower)
 
@@ -650,7 +646,6 @@ def test_frozen_parts(model_type, tower):
 
 
 def linears(model_type, model, tower):
-    """Linear layers within layers of the tower, or of the rest."""
     return [
         path
         for path, module in model.named_modules()
@@ -662,7 +657,6 @@ def linears(model_type, model, tower):
 
 
 def adapted(model, targets):
-    """Two equal models with adapters that add something."""
     stock = adapters(model, targets, std=0.2)
     return stock, copy.deepcopy(stock)
 

@@ -554,7 +554,6 @@ TOKENS = torch.arange(2 * 13).reshape(2, 13).mul(37).remainder(61)
 
 
 def pair(model_type, dtype=torch.float32, **config):
-    """An eager model and one with our attention, of the same weights."""
     config = {"attention_dropout": 0.0, **KINDS[model_type], **config}
     eager = build(model_type, tied=False, attn_implementation="eager", **config).to(dtype)
     with torch.no_grad():  # scores far from 0, and sinks that matter
@@ -569,7 +568,6 @@ def pair(model_type, dtype=torch.float32, **config):
 
 
 def holes(row, places):
-    """A mask of padding at some places of a row."""
     mask = torch.ones_like(TOKENS)
     mask[row, places] = 0
     return mask
@@ -773,7 +771,6 @@ KEPT_KEYS = 5
 
 
 def built(model_type="deepseek_v32", **attributes):
-    """A tiny model in which a selection matters."""
     pair = cases.of_type(model_type, "")
     config = cases.configuration(pair)
     for part in cases._within(config):
@@ -798,7 +795,6 @@ def batch(model, rows=2):
 
 
 def step(model, inputs):
-    """All gradients after one step, and the loss."""
     model.zero_grad()
     torch.manual_seed(0)
     loss = model(**inputs).loss
@@ -843,7 +839,6 @@ def test_equals_the_unpatched_model(model_type, situation, equal):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_samples_of_a_row_are_apart(model_type):
-    """Logits of a sample are those of the sample alone."""
     model = built(model_type)
     liger_multi.patch(model)
     model.eval()

@@ -40,8 +40,6 @@ transformers = pytest.importorskip("transformers")
 
 
 class LayerNorm(Norm):
-    """A norm around PyTorch's layer norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.randn(12))
@@ -51,8 +49,6 @@ class LayerNorm(Norm):
 
 
 class Gated(Norm):
-    """A gated norm."""
-
     def closed(self, gate: Tensor) -> Tensor:
         return gate
 
@@ -64,7 +60,6 @@ class Gated(Norm):
 
 
 def replaced(module: nn.Module) -> set[str]:
-    """The operators of a patch."""
     report = liger_multi.patch(nn.Sequential(module), fused_linear_cross_entropy=False)
     return {entry.op for entry in report.entries}
 
@@ -94,12 +89,10 @@ def zeros_for_tiny_rows(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def before(change: Any) -> Any:
-    """A forward whose input is changed first."""
     return lambda base, m, x: base.forward(m, change(m, x))
 
 
 def after(change: Any) -> Any:
-    """A forward whose output is changed."""
     return lambda base, m, x: change(m, x, base.forward(m, x))
 
 
@@ -224,19 +217,16 @@ def parametrize_all(model: nn.Module, by: type[Scaled] = Scaled) -> nn.Module:
 
 
 def parametrize_head(model: Any, by: type[Scaled] = Scaled) -> Any:
-    """Parametrize the output embedding only."""
     parametrize.register_parametrization(model.lm_head, "weight", by("lm_head.weight"))
     return model
 
 
 def counted(run: Any) -> tuple[Any, Counter[str]]:
-    """The result of a call, and how often each weight was computed."""
     COUNTS.clear()
     return run(), Counter(COUNTS)
 
 
 def step(model: Any, inputs: Any) -> Tensor:
-    """Forward and backward."""
     loss = model(**inputs).loss
     loss.backward()
     return loss.detach()

@@ -236,8 +236,6 @@ def test_experts_are_more_than_their_gate():
 
 
 class ParallelExperts(nn.Module):
-    """Experts that are served by no interface."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 12, 12))

@@ -429,7 +429,6 @@ def recorded(*names):
 
 
 def recorded_step(llama, *names):
-    """A step, and arguments of forward of operators in it."""
     with recorded(*names) as observed:
         return step(llama), observed
 
@@ -751,7 +750,6 @@ def test_a_whole_mlp_has_the_bits_of_its_layers(options, dtype):
 
 
 def kept_bytes(llama):
-    """Bytes that a step keeps for backward, each storage once, but for parameters."""
     loss, tensors = saved(lambda: llama(input_ids=ids(), labels=ids()).loss, but=llama.parameters())
     loss.backward()
     return storage_bytes(tensors)

@@ -357,7 +357,6 @@ def with_lora_on_experts(model):
 
 
 def dense(model):
-    """The same model with the numbers of its experts."""
     model = copy.deepcopy(model)
     for module in model.modules():
         for name, p in list(module._parameters.items()):
@@ -441,7 +440,6 @@ def test_merging_back_says_the_error(folder):
 
 
 def adapted(folder, patched):
-    """A loaded model with adapters, perhaps patched, and its loss."""
     model = with_lora_on_experts(loaded(folder))
     if patched:
         patch(model, strict=True)

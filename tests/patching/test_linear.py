@@ -222,7 +222,6 @@ class Model(nn.Module):
 
 
 def one(layer=None, **options):
-    """A patched model of one layer, its report and an input."""
     container = Model(nn.Linear(12, 7) if layer is None else layer)
     return container, patch(container, fused_linear_cross_entropy=False, linear=options or True)
 
@@ -286,8 +285,6 @@ class Same(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """A subclass with a forward of its own."""
-
     def forward(self, x):
         return super().forward(x) * 2
 

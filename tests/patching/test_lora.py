@@ -46,7 +46,6 @@ STRICT = {"strict": True}
 
 
 def lora(model, targets=(*ATTENTION, *MLP), **config):
-    """A model with adapters whose second factors are not zero."""
     return adapters(model, targets, **config)
 
 
@@ -418,7 +417,6 @@ def two_adapters(first=None, second=None, patch_first=False):
 
 
 def assert_same_outputs(stock, ours, grad=False, inputs_of_attention=INPUTS, **call):
-    """Losses and logits of two models, and their gradients."""
     with torch.set_grad_enabled(grad):
         expected, got = (m(**inputs_of_attention, **call) for m in (stock, ours))
     torch.testing.assert_close(got.loss, expected.loss, atol=1e-6, rtol=1e-5)
@@ -643,8 +641,6 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 class Attention(nn.Module):
-    """Projections of one input, and a mixture of what they give."""
-
     def __init__(self, bias=True):
         super().__init__()
         self.q_proj = nn.Linear(16, 24, bias=bias)
@@ -697,7 +693,6 @@ FORWARDS = {
 
 
 def adapted_attention(forward="plain", targets=PROJECTIONS, dtype=torch.float32, **config):
-    """A stock module and an equal patched one."""
     torch.manual_seed(0)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), **config)
     module = Attention() if forward == "plain" else variant(Attention, FORWARDS[forward])

@@ -367,7 +367,6 @@ def test_head_without_keywords_passes_ids():
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2_moe"])
 def test_adapters(model_type):
-    """LoRA on the projections of mixers: its gradients are those of the unpatched model."""
     names = {"qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"]}
     stock = adapters(built(model_type)[0], names.get(model_type, ["in_proj", "out_proj"]))
     model = patched_copy(stock)
@@ -511,7 +510,6 @@ class Layer(torch.nn.Module):
 
 
 def mixes(x, **kwargs):
-    """A function that a layer calls."""
     return x
 
 

@@ -30,8 +30,6 @@ from tests.patching.test_norms import (
 
 
 class Gated(nn.Module):
-    """A gated MLP under the names of the arguments."""
-
     def __init__(self, act="silu", bias=False, dropout=0.0, swapped=False, inner=40):
         super().__init__()
         self.gate_proj, self.up_proj = (

@@ -103,7 +103,6 @@ def patched_module(module, **ops):
 
 
 def equal(stock, ours, *inputs, rtol=1e-5):
-    """Outputs and gradients, also of inputs and parameters."""
     outputs, results = [], []
     for module in (stock, ours):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -118,7 +117,6 @@ def equal(stock, ours, *inputs, rtol=1e-5):
 
 @contextlib.contextmanager
 def calls_of(name):
-    """The calls of an operator."""
     with pytest.MonkeyPatch.context() as patches:
         yield recorded(patches, ops, name)
 
@@ -142,7 +140,6 @@ def patched_twin(module, *shown):
 
 
 def of(name, class_name, *arguments, **options):
-    """Makes a norm of a modeling file of transformers."""
     return lambda: getattr(modeling(name), class_name)(*arguments, **options)
 
 

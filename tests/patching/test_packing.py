@@ -45,8 +45,6 @@ def tokens(rows=1, length=TOKENS, seed=1):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Forms that were tried."""
-
     observed, trial = [], trials.trial
 
     def counting(*arguments):
@@ -68,12 +66,10 @@ def train(model, ids=None, **arguments):
 
 
 def forward(model, **arguments):
-    """Logits of the same row."""
     return model(**{"input_ids": tokens(), "position_ids": positions(), **arguments}).logits
 
 
 def registered(name):
-    """The sweep's model of a class."""
     return cases.build(next(p for p in cases.registered() if p.cls == name))
 
 

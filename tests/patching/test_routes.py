@@ -40,7 +40,6 @@ def model_of(name, *, patched=True):
 
 
 def routers_of(model):
-    """Weights of routers."""
     named = [n for n, _ in model.named_parameters() if n.endswith(("gate.weight", "router.weight"))]
     return [p for p in map(model.get_parameter, named) if p.ndim == 2]
 

@@ -572,7 +572,6 @@ def test_invalid_option_values(option):
 
 
 def int8(model):
-    """The model with linear layers in INT8."""
     quantization = pytest.importorskip("torch.ao.quantization")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -51,7 +51,6 @@ ROUTED = {"output_router_logits": True}
 
 
 def served(model_type="llama", **config):
-    """A patched model whose tokens depend on each other visibly."""
     model = redrawn(build(model_type, **config))
     model.set_attn_implementation("liger_multi")
     patch(model)
@@ -143,7 +142,6 @@ def test_checkpointing(reentrant):
 
 
 def swept(model_type, head="ForCausalLM"):
-    """A pair of the sweep, and its tiny model, patched."""
     pair = cases.of_type(model_type, head)
     model = cases.build(pair)
     liven(model)

@@ -80,8 +80,7 @@ def test_loss_computed_after_the_model(watched):
 
 def test_adapters_computed_together():
     """Layers of an MLP do not run; k and v were computed when q was called."""
-    names = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    model = adapters(build(), names)
+    model = adapters(build(), ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
     report = patch(model)
     observed = observe(report, model, lambda m: loss_of(m).backward())
     assert observed.stock == observed.idle == []

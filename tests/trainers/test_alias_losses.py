@@ -116,8 +116,7 @@ def test_option_errors_when_constructed(loss, options, message, error):
 def test_preference_metrics_are_detached(pairs):
     b = pairs
     for options, nll in (({"compute_nll_loss": False}, b.nll * 0), ({}, b.nll)):
-        loss = preference.LigerFusedLinearCPOLoss(**options)
-        _, aux = loss(b.weight, b.hidden, b.target, b.bias)
+        _, aux = preference.LigerFusedLinearCPOLoss(**options)(b.weight, b.hidden, b.target, b.bias)
         assert not any(x.requires_grad for x in aux)
         torch.testing.assert_close(aux[4], nll.detach())
 

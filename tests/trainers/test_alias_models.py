@@ -43,12 +43,10 @@ def installed():
 
 
 def served(path=""):
-    """A module below ``liger_kernel.transformers``."""
     return importlib.import_module(f"liger_kernel.transformers{path}")
 
 
 def build(family="Llama", **more):
-    """A tiny model, and its name in functions."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     return getattr(transformers, f"{family}ForCausalLM")(config).train()

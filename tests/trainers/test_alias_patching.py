@@ -38,7 +38,6 @@ def without(*ops):
 
 
 def trained(model):
-    """The loss of a model, and the norm of its gradients."""
     loss = model.train()(input_ids=IDS, labels=IDS).loss
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -92,7 +91,6 @@ def test_flags_select_patches(liger, args, flags, expected):
 
 
 def flags_of(liger, name):
-    """The function of a name, and its flags."""
     function = getattr(liger, f"apply_liger_kernel_to_{name}")
     return function, [n for n in inspect.signature(function).parameters if n != "model"]
 

@@ -499,7 +499,6 @@ LAYER = SimpleNamespace(normalization="LayerNorm")
 
 @pytest.fixture
 def names():
-    """The module ``liger_kernel.megatron``."""
     alias.install(force=True)
     yield importlib.import_module("liger_kernel.megatron")
     alias.uninstall()

@@ -93,7 +93,6 @@ class Run:
         return stock, copy.deepcopy(stock)
 
     def batch(self, rows=4, length=12):
-        """Rows of which every one has another number of targets."""
         ids = torch.randint(3, 223, (rows, length), generator=torch.Generator().manual_seed(1))
         labels = ids.clone()
         for row in range(rows):
@@ -101,18 +100,15 @@ class Run:
         return {"input_ids": ids.to(self.device), "labels": labels.to(self.device)}
 
     def mine(self, batch):
-        """Every rank has half of the rows."""
         return {k: v.chunk(WORLD)[self.rank] for k, v in batch.items()}
 
     def count(self, labels):
-        """Targets of a batch, after the shift."""
         return int((labels[:, 1:] != -100).sum())
 
     def mesh(self):
         return init_device_mesh(self.device.type, (WORLD,))
 
     def folder(self):
-        """An empty folder that both ranks know."""
         names = [tempfile.mkdtemp() if self.rank == 0 else None]
         dist.broadcast_object_list(names)
         return names[0]
@@ -133,7 +129,6 @@ class Run:
         return self.summed(loss)
 
     def summed(self, loss):
-        """The sum of the losses of all ranks."""
         loss = loss.detach().clone()
         dist.all_reduce(loss)
         return loss
@@ -150,11 +145,9 @@ class Run:
         torch.testing.assert_close(got, expected, rtol=3e-5, atol=0)
 
     def gradients(self, results, expected):
-        """Every gradient, gathered where it is sharded."""
         assert_same_gradients(results, expected, rtol=3e-5)
 
     def same(self, model, loss, expected, name=lambda n: n):
-        """The loss, and every gradient, gathered where it is sharded."""
         self.close(loss, expected[0])
         self.gradients({name(n): p.grad for n, p in model.named_parameters()}, expected[1])
 
@@ -930,7 +923,6 @@ def alike(run, stock, ours, options):
 
 
 def zero(run, stage, offload=False, adapters=False):
-    """Ours against stock in an engine of the same settings."""
     stock, ours = run.pair()
     if adapters:
         stock, ours = lora(stock, FEW), lora(ours, FEW)
@@ -1050,7 +1042,6 @@ def fsdp2_of_adapters_on_experts_in_4_bits(run):
 
 
 def rank_of_cases():
-    """One of the ranks."""
     rank, meeting, device_type, path, *names = sys.argv[1:]
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type]
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, int(rank))

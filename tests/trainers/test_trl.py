@@ -51,7 +51,6 @@ RUN = ("SFT", "DPO", "GRPO")
 
 
 def trained(trainer, place, config, data, count=8, patched=False, **more):
-    """Losses of the steps, the weights after the last, and the model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     if patched:
         liger_multi.patch(model)
@@ -68,7 +67,6 @@ def losses_of(trainer):
 
 
 def assert_same(stock, ours, steps=4):
-    """Losses of every step, and the weights after the last."""
     assert len(stock[0]) == steps
     assert ours[0] == pytest.approx(stock[0], rel=1e-4, abs=1e-6)
     torch.testing.assert_close(ours[1], stock[1], rtol=1e-4, atol=1e-6)
@@ -162,7 +160,6 @@ def states(model, input_ids, attention_mask):
 
 
 def scored(model, inputs, prefix=""):
-    """The source and targets of a padded batch."""
     ids, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
     hidden = states(model, ids, inputs[f"{prefix}attention_mask"])
     target = ids.masked_fill(mask == 0, -100)[:, 1:]
