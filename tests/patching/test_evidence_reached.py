@@ -118,55 +118,42 @@ def _pairs():
 
 @pytest.mark.parametrize("base", [Mlp, Norm])
 @pytest.mark.parametrize("where", _pairs())
-def test_values_changed_after_the_patch(where, base):
+def test_values_changed_after_the_patch(where, base, request):
     scale, change = _pairs()[where]
     module = of(scale, base)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
     report = patch(model := nn.Sequential(module), **ALONE)
-    try:
-        with report.watch(model) as watched:
-            equal(stock, module, x, rtol=1e-4)
-        assert bool(watched.served) == is_served(report)
-        change(3.0)
+    request.addfinalizer(lambda: change(1.0))
+    for value in (1.0, 3.0, float("1.0")):  # at last another object of the same value
+        change(value)
         equal(stock, module, x, rtol=1e-4)
         with report.watch(model) as watched:
             model(x)
-        assert not watched.served
-        change(float("1.0"))  # another object of the same value
-        with report.watch(model) as watched:
-            equal(stock, module, x, rtol=1e-4)
-        assert bool(watched.served) == is_served(report)
-    finally:
-        change(1.0)
+        assert bool(watched.served) == (is_served(report) and value == 1.0)
 
 
 @pytest.mark.parametrize("where", ["a global", "a class"])
-def test_a_compiled_graph_does_not_keep_values(where):
+def test_a_compiled_graph_does_not_keep_values(where, request):
     scale, change = _pairs()[where]
     module = of(scale)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
     assert is_served(report_of(module))
     # torch 2.11 itself keeps an attribute of a class that a forward names
     ours, theirs = (torch.compile(m, backend="eager", fullgraph=True) for m in (module, stock))
-    try:
-        for value in (1.0, 2.0):
-            change(value)
-            equal(theirs, ours, x, rtol=1e-4)
-    finally:
-        change(1.0)
+    request.addfinalizer(lambda: change(1.0))
+    for value in (1.0, 2.0):
+        change(value)
+        equal(theirs, ours, x, rtol=1e-4)
 
 
-def test_cached_class_value_is_not_confused():
+def test_cached_class_value_is_not_confused(monkeypatch):
     """The probe of a class is kept, but not over a change of what its code reads."""
     module = of(lambda y: y * FACTOR)
     again = type(module)()
     assert is_served(report_of(module))
-    of_globals("FACTOR")(2.0)
-    try:
-        assert not is_served(report_of(again))
-        equal(copy.deepcopy(again), again, torch.randn(3, 12), rtol=1e-4)
-    finally:
-        of_globals("FACTOR")(1.0)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert not is_served(report_of(again))
+    equal(copy.deepcopy(again), again, torch.randn(3, 12), rtol=1e-4)
 
 
 # --- what cannot be compared, and what code does beside its result ---

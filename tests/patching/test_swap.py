@@ -134,17 +134,15 @@ def test_a_compiled_forward_after_unpatching():
     assert_same_training(stock, ours)
 
 
-def test_a_captured_forward_of_a_probe_of_a_user():
-    module = nn.Tanh()
+def test_a_captured_forward_of_a_probe_of_a_user(request):
+    module, x = nn.Tanh(), torch.ones(1)
     register(lambda m: Replacement(_twice, "twice") if type(m) is nn.Tanh else None, "twice")
-    try:
-        patch(Holder(module), **ALONE)
-        held = module.forward
-        assert torch.equal(held(torch.ones(1)), torch.ones(1).tanh() * 2)
-        unpatch(Holder(module))
-        assert torch.equal(held(torch.ones(1)), torch.ones(1).tanh())
-    finally:
-        unregister("twice")
+    request.addfinalizer(lambda: unregister("twice"))
+    patch(Holder(module), **ALONE)
+    held = module.forward
+    assert torch.equal(held(x), x.tanh() * 2)
+    unpatch(Holder(module))
+    assert torch.equal(held(x), x.tanh())
 
 
 def _twice(module, stock, x):

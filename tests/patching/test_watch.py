@@ -12,9 +12,8 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-import liger_multi
 from liger_multi.dispatch.op import Op
-from liger_multi.patching import patch, unpatch
+from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.watch import Executed, serves
 from tests.models import Graphs, Holder, adapters, batch, build, loss_of
 
@@ -136,12 +135,9 @@ def test_model_of_another_report(watched):
     model, report = watched
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* got a Linear without 'lm_head'"):
         report.watch(nn.Linear(2, 2)).__enter__()
-    of_type = liger_multi.patch("llama")
-    try:
-        with pytest.raises(ValueError, match="got that of models of type llama"):
-            of_type.watch(model).__enter__()
-    finally:
-        liger_multi.unpatch("llama")
+    said = "got that of models of type llama"
+    with patched("llama") as of_type, pytest.raises(ValueError, match=said):
+        of_type.watch(model).__enter__()
     assert observe(unpatch(model), model, loss_of).served == []
 
 
