@@ -6,7 +6,6 @@ operators' calls.
 Experts are recognized, equal to stock in every gradient, and given back.
 """
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 import functools
 import re
@@ -18,9 +17,6 @@ from packaging import version
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-
-transformers = pytest.importorskip("transformers")
-
 
 import liger_multi
 from liger_multi.dispatch.op import OPS, inline_ops
@@ -42,6 +38,7 @@ from tests.models import (
     graph_batch,
     patched_copy,
     scaled_to_width,
+    transformers,
 )
 from tests.sweep.cases import build as build_pair
 from tests.sweep.cases import inputs, registered

@@ -31,12 +31,11 @@ from tests.models import (
     build,
     patched_copy,
     redrawn,
+    transformers,
     variant,
 )
 from tests.patching.test_rotary import half
 from tests.sweep import cases
-
-transformers = pytest.importorskip("transformers")
 
 
 class LayerNorm(Norm):

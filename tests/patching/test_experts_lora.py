@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft.tuners.lora.layer", reason="a PEFT with target_parameters")
 
 from liger_multi import ops
@@ -36,6 +35,7 @@ from tests.models import (
     filled,
     loss_of,
     patched_copy,
+    transformers,
 )
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

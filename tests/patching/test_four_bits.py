@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from liger_multi import ops
@@ -27,7 +26,7 @@ from liger_multi.ops import _quantized as quantized
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.four_bits.weights import quantized_weight
 from tests.comparing import gradients, recorded
-from tests.models import adapters, assert_same_training, build, loss_of
+from tests.models import adapters, assert_same_training, build, loss_of, transformers
 
 # rows of whole blocks: bitsandbytes 0.50 decodes others wrongly on a CPU, not on a GPU
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}

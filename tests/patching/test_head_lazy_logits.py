@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("transformers")
-
 from liger_multi import ops
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.head import reductions, storage

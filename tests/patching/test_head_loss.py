@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
-
 from liger_multi import ops
 from liger_multi.dispatch import config
 from liger_multi.patching import patch, real_logits, unpatch
@@ -265,9 +262,6 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
 
 
 # Output embeddings: which modules are one, and which of them stay as they are.
-
-
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 
 def hooked(model):

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("transformers")
-
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.head.loss import SWAPS
 from liger_multi.patching.head.protocol import LazyLogits

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits

@@ -3,8 +3,6 @@
 Parameters are drawn again: with those of a new model, a sample barely sees the one before it.
 """
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
-
 import copy
 import functools
 import inspect
@@ -14,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from packaging import version
-
-transformers = pytest.importorskip("transformers")
 
 import liger_multi
 from liger_multi import ops
@@ -34,7 +30,14 @@ from liger_multi.patching.packing.samples import (
 )
 from liger_multi.patching.packing.tree import planted
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import Calls, adapters, assert_same_training, continued, patched_copy
+from tests.models import (
+    Calls,
+    adapters,
+    assert_same_training,
+    continued,
+    patched_copy,
+    transformers,
+)
 from tests.sweep import cases
 
 SCAN, CHANNELS = {"causal_conv1d", "ssd_scan"}, {"causal_conv1d", "selective_scan"}

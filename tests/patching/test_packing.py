@@ -1,6 +1,5 @@
 """Packed rows: a model that mixes their samples is found by a trial, at the first such call."""
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 import functools
 import itertools
@@ -19,15 +18,13 @@ import torch
 from packaging import version
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import patch, register_attention, unpatch
 from liger_multi.patching.packing import checked as checked_packing
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import adapters, build, patched_copy, redrawn, scaled_to_width
+from tests.models import adapters, build, patched_copy, redrawn, scaled_to_width, transformers
 from tests.sweep import cases
 
 LENGTHS = (11, 6, 9)

@@ -1,5 +1,4 @@
 """Rotary functions: what is recognized, and that only patched instances call the operator."""
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
 import functools
@@ -14,14 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
 from liger_multi.patching import patch, patched, rotary, unpatch
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.options import Options
 from liger_multi.patching.rotary import served_function
 from tests.comparing import assert_equal, recorded
-from tests.models import Graphs, assert_same_compiled, assert_same_training, batch, build, pair
+from tests.models import (
+    Graphs,
+    assert_same_compiled,
+    assert_same_training,
+    batch,
+    build,
+    pair,
+    transformers,
+)
 
 ONLY = {
     "packing": False,

@@ -1,12 +1,9 @@
 """Routes of experts: recorded, replayed in other layouts of the same sequences, and refused."""
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
 
 from liger_multi import ops, routes, trees
 from liger_multi.patching import patch, register_attention

@@ -1,11 +1,7 @@
 """Shared prefixes: a branch is what it is in a batch without sharing, or the model is refused."""
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
 from packaging.version import Version
 
 import liger_multi
@@ -15,7 +11,7 @@ from liger_multi.patching import patch, register_attention
 from liger_multi.patching.attention import interface
 from liger_multi.patching.packing.tree import Tree
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import adapters, build, redrawn
+from tests.models import adapters, build, redrawn, transformers
 from tests.sweep import cases
 from tests.sweep.run import liven
 from tests.sweep.trees import judge

@@ -1,5 +1,4 @@
 """Which patched modules ran in a block and called their operator."""
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import re
 import threading
@@ -9,13 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
-
 from liger_multi.dispatch.op import Op
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.watch import Executed, serves
-from tests.models import Graphs, Holder, adapters, batch, build, loss_of
+from tests.models import Graphs, Holder, adapters, batch, build, loss_of, transformers
 
 
 def paths(entries):

@@ -32,7 +32,6 @@ from liger_multi.patching import patch, register_attention
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import adapters, build
 
-pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch is built without gloo", allow_module_level=True)

@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("trl")
 pytest.importorskip("datasets")

@@ -18,9 +18,8 @@ from liger_multi.errors import PatchError
 from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from tests.comparing import recorded
-from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer
+from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer, transformers
 
-transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
