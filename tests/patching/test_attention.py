@@ -100,18 +100,21 @@ def verdict(model_type, cls):
     return judge(actual[0])
 
 
-@pytest.mark.parametrize("model_type", SERVED)
-def test_interface_models_equal_eager(model_type):
-    actual = verdict(model_type, SERVED[model_type])
-    assert actual.status in (("served",) if LATEST else ("served", "refused")), actual.why
-    assert not LATEST or actual.causal == (actual.kind != "masked")
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_models_with_attention_of_their_own_are_refused(model_type):
-    actual = verdict(model_type, REFUSED[model_type])
-    assert actual.status in (("refused",) if LATEST else ("served", "refused")), actual.why
-    assert actual.status == "served" or "'eager'" in actual.why
+@pytest.mark.parametrize(
+    ("model_type", "cls", "status"),
+    [
+        *((*served, "served") for served in SERVED.items()),
+        *((*refused, "refused") for refused in REFUSED.items()),
+    ],
+)
+def test_models_equal_eager_or_are_refused(model_type, cls, status):
+    """Models with attention of their own are refused."""
+    actual = verdict(model_type, cls)
+    assert actual.status in ((status,) if LATEST else ("served", "refused")), actual.why
+    if actual.status == "refused":
+        assert "'eager'" in actual.why
+    elif LATEST:
+        assert actual.causal == (actual.kind != "masked")
 
 
 @pytest.mark.slow

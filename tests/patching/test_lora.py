@@ -88,38 +88,45 @@ def trained_layer(model):
     model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.requires_grad_()
 
 
+def with_another(model):
+    torch.manual_seed(5)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    filled(model).base_model.set_adapter(["default", "other"])
+
+
+def hooked(model):
+    layer = model.base_model.model.model.layers[0]
+    for inner in (layer.self_attn.q_proj.lora_A["default"], layer.mlp.up_proj):
+        inner.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def nothing(model):
+    """As it is made."""
+
+
 PLAIN = {"lora_mlp": 1, "lora_qkv": 1, "lora_update": 1}
 FORMS = {
-    "gate and down": ({"targets": ["gate_proj", "down_proj"]}, {"lora_mlp": 1}),
-    "rank-stabilized": ({"use_rslora": True}, PLAIN),
-    "a rank each": ({"rank_pattern": {"up_proj": 2, "q_proj": 7}}, PLAIN),
-    "gelu": ({"targets": MLP}, {"lora_mlp": 1}),
-    "a trained base layer": ({}, {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}),
+    "gate and down": ({"targets": ["gate_proj", "down_proj"]}, nothing, {"lora_mlp": 1}),
+    "rank-stabilized": ({"use_rslora": True}, nothing, PLAIN),
+    "a rank each": ({"rank_pattern": {"up_proj": 2, "q_proj": 7}}, nothing, PLAIN),
+    "gelu": ({"targets": MLP}, nothing, {"lora_mlp": 1}),
+    "a trained base layer": ({}, trained_layer, {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}),
+    "hooks": ({}, hooked, {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}),
+    # k and v together, the others and the MLP's layers by themselves
+    "two, added in turn": ({}, with_another, {"swiglu": 1, "lora_qkv": 1, "lora_update": 7}),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_plain_lora(name, calls):
-    config, expected = FORMS[name]
+    config, change, expected = FORMS[name]
     options = {"hidden_act": "gelu"} if name == "gelu" else {}
-    stock, ours = (lora(m, **config) for m in pair("llama", num_hidden_layers=1, **options))
-    for model in (stock, ours) if name == "a trained base layer" else ():
-        trained_layer(model)
-    patch(ours, strict=True)
+    stock = lora(build("llama", num_hidden_layers=1, **options), **config)
+    change(stock)
+    ours = patched_copy(stock, strict=True)
     calls.clear()
     assert_same_training(stock, ours)
     assert calls == expected
-
-
-def test_two_active_adapters_are_added_in_turn(calls):
-    stock = adapted(num_hidden_layers=1)[0]
-    torch.manual_seed(5)
-    stock.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
-    filled(stock)
-    stock.base_model.set_adapter(["default", "other"])
-    assert_same_training(stock, patched_copy(stock, strict=True), lambda m: m(**batch()).loss)
-    # k and v together, the others and the MLP's layers by themselves
-    assert calls == {"lora_qkv": 1, "lora_update": 7, "swiglu": 1}
 
 
 @pytest.mark.parametrize(
@@ -138,16 +145,6 @@ def test_other_adapters_run_as_pefts(config, reason, calls):
     assert all(reason in r for r in reasons)
     assert_same_training(stock, ours, seeded)
     assert calls == {"swiglu": 1}
-
-
-def test_hooked_adapters(calls):
-    stock, ours = adapted(STRICT, num_hidden_layers=1)
-    observed, layer = [], ours.base_model.model.model.layers[0]
-    for inner in (layer.self_attn.q_proj.lora_A["default"], layer.mlp.up_proj):
-        inner.register_forward_hook(lambda *args: observed.append(1))
-    assert_same_training(stock, ours)
-    assert len(observed) == 2
-    assert calls == {"swiglu": 1, "lora_qkv": 1, "lora_update": 4}
 
 
 @pytest.mark.parametrize("form", ["fp32 adapters", "bf16 adapters", "autocast"])
