@@ -179,17 +179,25 @@ EXPERTS = {
     "alpha": ("gpt_oss", lambda m: setattr(m, "alpha", 0.5)),
     "limit": ("gpt_oss", lambda m: setattr(m, "limit", 0.2)),
     "gate": ("mixtral", lambda m: setattr(m, "_apply_gate", lambda x: x.chunk(2, -1)[1])),
+    "hook": ("mixtral", lambda m: HOOKS["forward"](m.act_fn)),
 }
 
 
+@pytest.mark.parametrize("way", ["patch", "interface"])
 @pytest.mark.parametrize("change", EXPERTS)
-def test_changed_experts(change):
+def test_changed_experts(change, way, request):
     model_type, act = EXPERTS[change]
     stock, ours = pair(model_type)
-    assert patch(ours).count("fused_moe") == 2
-    for model in (stock, ours):
-        for module in experts_of(model):
-            act(module)
+    if way == "patch":
+        assert patch(ours).count("fused_moe") == 2
+    else:
+        request.getfixturevalue("interface")
+        stock.set_experts_implementation("grouped_mm")
+        ours.set_experts_implementation("liger_multi")
+    for _ in range(2):
+        assert_same_training(stock, ours)
+    for module in (*experts_of(stock), *experts_of(ours)):
+        act(module)
     assert_same_training(stock, ours)
 
 
@@ -260,20 +268,6 @@ def interface():
     register_experts()
     yield
     unregister_experts()
-
-
-@pytest.mark.parametrize("change", [*EXPERTS, "hook"])
-def test_changed_experts_of_the_interface(change, interface):
-    model_type, act = EXPERTS.get(change, ("mixtral", lambda m: HOOKS["forward"](m.act_fn)))
-    stock, ours = pair(model_type)
-    stock.set_experts_implementation("grouped_mm")
-    ours.set_experts_implementation("liger_multi")
-    for _ in range(2):
-        assert_same_training(stock, ours)
-    for model in (stock, ours):
-        for module in experts_of(model):
-            act(module)
-    assert_same_training(stock, ours)
 
 
 def test_the_interface_compiles_after_a_call(interface):
