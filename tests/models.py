@@ -402,6 +402,30 @@ def filled(model: Any, std: float = 0.1) -> Any:
     return model
 
 
+STACKS = ("gate_up_proj", "down_proj")
+"""Of the experts of gpt-oss."""
+
+
+def in_mxfp4(model: Any) -> Any:
+    """A gpt-oss whose stacks of experts are codes."""
+    from liger_multi.integrations.mxfp4 import quantize_mxfp4
+    from liger_multi.ops import QuantizedWeight
+
+    options = {"format": "mxfp4", "dtype": torch.float32, "turned": True}
+    for module in model.modules():
+        for name in module._parameters.keys() & STACKS:
+            codes = quantize_mxfp4(module._parameters[name].detach().mT)
+            weight = QuantizedWeight(*codes, **options)
+            module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def with_lora_on_experts(model: Any) -> Any:
+    """Adapters on attention and on every expert."""
+    stacks = [f"mlp.experts.{name}" for name in STACKS]
+    return adapters(model, ["q_proj", "o_proj"], seed=5, std=0.05, target_parameters=stacks)
+
+
 def experts_of(model: Any) -> list[Any]:
     """The layers of experts that transformers' interface serves."""
     return [m for m in model.modules() if hasattr(m, "_apply_gate")]
@@ -491,6 +515,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def with_words(words, name="llama", **options):
+    """A model that has the vocabulary of a tokenizer."""
+    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+    return build(name, vocab_size=len(words), **ids, **options)
 
 
 def text(generator, low, high):

@@ -26,7 +26,16 @@ from liger_multi.ops import _quantized as quantized
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.four_bits.weights import quantized_weight
 from tests.comparing import gradients, recorded
-from tests.models import adapters, assert_same_training, build, loss_of, transformers
+from tests.models import (
+    STACKS,
+    adapters,
+    assert_same_training,
+    build,
+    loss_of,
+    patched_ops,
+    transformers,
+    with_lora_on_experts,
+)
 
 # rows of whole blocks: bitsandbytes 0.50 decodes others wrongly on a CPU, not on a GPU
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -143,7 +152,7 @@ def test_unpatch_and_checkpoints():
     patch(ours, strict=True)
     torch.testing.assert_close(ours.state_dict(), stock.state_dict(), rtol=0, atol=0)
     unpatch(ours)
-    assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
+    assert not patched_ops(ours)
     assert_same_training(stock, ours, rtol=0)
 
 
@@ -321,8 +330,6 @@ def test_other_formats_are_named_and_left():
 # gpt-oss whose experts stay in MXFP4: loaded without kernels of a hub, trained, saved, merged.
 
 
-STACKS = ("gate_up_proj", "down_proj")
-
 EXPERT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
 
 
@@ -348,11 +355,6 @@ def folder(tmp_path_factory):
 
 def loaded(folder):
     return load_mxfp4(folder, dtype=torch.float32)
-
-
-def with_lora_on_experts(model):
-    stacks = [f"mlp.experts.{name}" for name in STACKS]
-    return adapters(model, ["q_proj", "o_proj"], seed=5, std=0.05, target_parameters=stacks)
 
 
 def dense(model):

@@ -37,7 +37,7 @@ from liger_multi.patching import (
     unregister,
 )
 from liger_multi.patching.held import HeldPatch
-from liger_multi.patching.swap import Patched, swapped
+from liger_multi.patching.swap import swapped
 from tests.harness import PATIENCE
 from tests.models import (
     ARCHITECTURES,
@@ -50,6 +50,7 @@ from tests.models import (
     batch,
     build,
     pair,
+    patched_ops,
 )
 from tests.patching.test_evidence_signature import ALONE, Holder, Tuned, doubled, patched_pair
 from tests.patching.test_norms import modeling
@@ -340,10 +341,6 @@ def clean():
     return not modeltypes._requests and stock and not hasattr(constructor, "__wrapped__")
 
 
-def is_patched(model):
-    return any(isinstance(m, Patched) for m in model.modules())
-
-
 def enter(target, **options):
     block = patched(target, **options)
     block.__enter__()
@@ -362,11 +359,11 @@ def test_type_blocks_end_in_any_order():
     other = enter("qwen3")
     leave(first)
     model = small()
-    assert is_patched(model)
+    assert patched_ops(model)
     assert type(model.lm_head) is nn.Linear  # the newest of the open blocks
     leave(second)
-    assert not is_patched(small())
-    assert is_patched(build("qwen3", num_hidden_layers=1))
+    assert not patched_ops(small())
+    assert patched_ops(build("qwen3", num_hidden_layers=1))
     leave(other)
     assert clean()
 
@@ -378,14 +375,14 @@ def test_patch_and_unpatch_of_a_type_within_blocks():
         with patched("llama"):
             assert type(small().lm_head) is not nn.Linear
     assert type(small().lm_head) is nn.Linear  # a patch outlasts the block
-    assert is_patched(small())
+    assert patched_ops(small())
     with patched("llama"):
         unpatch("llama")
-        assert not is_patched(small())
+        assert not patched_ops(small())
         with pytest.raises(PatchError, match="'llama' is not patched"):
             unpatch("llama")
         patch("llama")
-    assert is_patched(small())
+    assert patched_ops(small())
     unpatch("llama")
     assert clean()
 
@@ -418,7 +415,7 @@ def test_types_in_threads_leave_nothing_patched():
         list(pool.map(work, range(6)))
     assert any(observed)
     assert clean()
-    assert not is_patched(small())
+    assert not patched_ops(small())
 
 
 def test_models_of_every_thread_are_built_by_the_newest_request():
@@ -436,7 +433,7 @@ def test_models_of_every_thread_are_built_by_the_newest_request():
             done.set()
             other.result(PATIENCE)
             model = small()
-    assert is_patched(model)
+    assert patched_ops(model)
     assert type(model.lm_head) is nn.Linear
     assert clean()
 
@@ -472,14 +469,14 @@ def test_modules_added_and_removed_in_blocks():
     first = enter(model)
     stayed, model.model.norm = model.model.norm, type(small().model.norm)(32)
     second = enter(model)
-    assert is_patched(model.model.norm)
+    assert patched_ops(model.model.norm)
     leave(first)
-    assert not is_patched(stayed)
+    assert not patched_ops(stayed)
     late = type(small().model.norm)(32)
     model.model.norm, came = late, model.model.norm
     patch(model)
     leave(second)
-    assert not any(map(is_patched, (model, late, came)))
+    assert not any(map(patched_ops, (model, late, came)))
 
 
 def test_blocks_with_exception_or_without_end():

@@ -25,6 +25,7 @@ from tests.models import (
     patched_ops,
     tokenizer,
     trainer,
+    with_words,
 )
 from tests.models import rows as data_of
 from tests.sweep import cases
@@ -290,11 +291,10 @@ def test_liger_orpo_trainer(liger, tmp_path, monkeypatch):
     orpo = pytest.importorskip("trl.experimental.orpo")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     ours_class, words, curves = liger.trainer.LigerORPOTrainer, tokenizer(), []
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
     assert issubclass(ours_class, orpo.ORPOTrainer)
     for trainer_class in (orpo.ORPOTrainer, ours_class):
         config = orpo.ORPOConfig(**arguments(tmp_path, max_steps=3), beta=0.1, max_length=32)
-        model = build(vocab_size=len(words), **ids)
+        model = with_words(words)
         own = trainer_class(
             model=model, args=config, processing_class=words, train_dataset=data_of("pair")
         )

@@ -30,7 +30,7 @@ from liger_multi.errors import PackingError
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.patching import patch, register_attention
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import adapters, build
+from tests.models import adapters, build, in_mxfp4, with_lora_on_experts
 
 pytest.importorskip("accelerate")
 if not dist.is_available() or not dist.is_gloo_available():
@@ -992,20 +992,8 @@ def deepspeed_zero_3_of_hidden_states(run):
 
 def in_4_bits(run, wrap):
     """Gradients of adapters on experts in MXFP4, alone and over ranks that see the same batch."""
-    model = build("gpt_oss", hidden_size=64, intermediate_size=96, num_local_experts=5)
-    stacks = ("gate_up_proj", "down_proj")
-    for module in model.modules():
-        for name in stacks:
-            if name in module._parameters:
-                weight = ops.QuantizedWeight(
-                    *quantize_mxfp4(module._parameters[name].detach().mT),
-                    format="mxfp4",
-                    dtype=torch.float32,
-                    turned=True,
-                )
-                module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
-    targets = [f"mlp.experts.{name}" for name in stacks]
-    model = adapters(model.to(run.device), ["q_proj"], target_parameters=targets)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+    model = with_lora_on_experts(in_mxfp4(build("gpt_oss", **sizes)).to(run.device))
     assert patch(model, strict=True).count("fused_moe") == 2
     ids = run.batch()["input_ids"]
 

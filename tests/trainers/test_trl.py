@@ -4,21 +4,29 @@ With a callback, and with their switch through the import names. With our losses
 same.
 """
 
-import copy
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import liger_multi
 from liger_multi import losses, ops, trees
 from liger_multi.errors import PatchError
 from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
-from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from tests.comparing import recorded
-from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer, transformers
+from tests.models import (
+    Calls,
+    arguments,
+    build,
+    in_mxfp4,
+    patched_ops,
+    rows,
+    tokenizer,
+    transformers,
+    with_lora_on_experts,
+    with_words,
+)
 
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -26,9 +34,8 @@ pytest.importorskip("datasets")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    words, place = tokenizer(), tmp_path_factory.mktemp("model")
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
-    build(vocab_size=len(words), **ids).save_pretrained(place)
+    place = tmp_path_factory.mktemp("model")
+    with_words(tokenizer()).save_pretrained(place)
     return place
 
 
@@ -317,31 +324,6 @@ def test_grpo(tmp_path, saved, name, extra):
 # Trainers on gpt-oss whose experts stay in MXFP4, with adapters on attention and experts.
 
 
-peft = pytest.importorskip("peft")
-safetensors = pytest.importorskip("safetensors.torch")
-
-
-def model_of(words):
-    """A model with codes; the base of one with the numbers of these codes."""
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
-    model = build("gpt_oss", vocab_size=len(words), **ids, **sizes)
-    dense = copy.deepcopy(model)
-    for one, other in zip(model.modules(), dense.modules(), strict=True):
-        for name in ("gate_up_proj", "down_proj"):
-            if isinstance(one._parameters.get(name), nn.Parameter):
-                weight = ops.QuantizedWeight(
-                    *quantize_mxfp4(one._parameters[name].mT),
-                    format="mxfp4",
-                    dtype=torch.float32,
-                    turned=True,
-                )
-                one._parameters[name] = nn.Parameter(weight, requires_grad=False)
-                numbers = weight.dequantized().contiguous()
-                other._parameters[name] = nn.Parameter(numbers, requires_grad=False)
-    return model, dense
-
-
 def losses_on_experts(name, model, tmp_path):
     if name == "plain":
         return plain_losses(model, tmp_path)
@@ -355,13 +337,15 @@ def losses_on_experts(name, model, tmp_path):
 
 def plain_losses(model, tmp_path):
     """Those of the Trainer of transformers, which saves the adapters and no codes."""
+    from safetensors.torch import load_file
+
     words = torch.randint(3, 20, (8, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in words]
     options = transformers.TrainingArguments(**arguments(tmp_path, max_steps=3))
     trainer = transformers.Trainer(model, options, train_dataset=data)
     steps = losses_of(trainer)
     trainer.save_model(str(tmp_path / "saved"))
-    saved = safetensors.load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     assert saved
     assert all("lora_" in key for key in saved)
     return steps
@@ -371,9 +355,11 @@ def plain_losses(model, tmp_path):
 @pytest.mark.parametrize("name", ["SFT", "GRPO", "plain"])
 def test_experts_in_mxfp4(name, tmp_path):
     """The losses of every step are those of the numbers, unpatched."""
-    from tests.patching.test_four_bits import with_lora_on_experts
+    from tests.patching.test_four_bits import dense
 
-    ours, stock = (with_lora_on_experts(model) for model in model_of(tokenizer()))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    coded = in_mxfp4(with_words(tokenizer(), "gpt_oss", **sizes))
+    ours, stock = (with_lora_on_experts(model) for model in (coded, dense(coded)))
     assert liger_multi.patch(ours).count("fused_moe") == 2
     expected = losses_on_experts(name, stock, tmp_path / "stock")
     assert losses_on_experts(name, ours, tmp_path / "ours") == pytest.approx(
