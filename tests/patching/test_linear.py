@@ -12,7 +12,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import handle_torch_function, has_torch_function
@@ -26,7 +25,7 @@ from liger_multi.patching.linear import CallsLinear, LinearByRows
 from tests.comparing import assert_equal, gradients, recorded
 from tests.decoding import MODELS, all_ones, log_prob, prompt, roll_out, train
 from tests.decoding import model as decoded_model
-from tests.models import VOCABULARY, adapters, batch, build
+from tests.models import VOCABULARY, adapters, batch, build, transformers
 from tests.patching.test_mixers import by_package
 
 FUNCTION = F.linear

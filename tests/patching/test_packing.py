@@ -26,6 +26,7 @@ from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import adapters, build, patched_copy, redrawn, scaled_to_width, transformers
 from tests.sweep import cases
+from tests.sweep.packing import results
 
 LENGTHS = (11, 6, 9)
 TOKENS = sum(LENGTHS)
@@ -96,16 +97,10 @@ def test_leaks_raise_with_remedy(arguments, remedy):
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen3_moe"])
 def test_accepted_rows_equal_their_samples(model_type):
     model, ids = patched(model_type), tokens()
-    parts = torch.split(ids, LENGTHS, 1)
-    apart = torch.cat([model(input_ids=part, **APART).logits for part in parts], 1)
-    weights = torch.randn(apart.shape, generator=torch.Generator().manual_seed(2))
-    (apart * weights).sum().backward()
-    expected = {name: g.clone() for name, g in gradients(model).items()}
-    model.zero_grad()
-    together = forward(model, **APART)
-    (together * weights).sum().backward()
+    apart, expected = results(model, [{"input_ids": x} for x in torch.split(ids, LENGTHS, 1)])
+    together, actual = results(model, [{"input_ids": ids, "position_ids": positions()}])
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients(model), expected, rtol=1e-4)
+    assert_same_gradients(actual, expected, rtol=1e-4)
 
 
 def test_routers_with_noise_in_training():
@@ -658,7 +653,7 @@ REMEDIES = {
     "no attention_mask": lambda batch: {k: v for k, v in batch.items() if k != "attention_mask"},
     "position_ids of shape (B, T) that begin again with every sample": lambda batch: {
         **batch,
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        "position_ids": positions(),
     },
     "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx": lambda batch: {
         **batch,

@@ -1,4 +1,5 @@
 """The callbacks of the Trainer and of Lightning: an unmodified trainer trains the same model."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
 import gc
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from liger_multi import integrations, patch
 from liger_multi.errors import PatchError
 from liger_multi.integrations import TrainerCallback
 from liger_multi.patching.swap import Patched
-from tests.models import Texts, build, pair, trainer, transformers
+from tests.models import Texts, build, pair, trainer
 
 # Three steps of 0.1 by SGD, with gradients that are equal to 1e-5 (comparing.py).
 TRAINED = {"rtol": 1e-4, "atol": 4e-6}
