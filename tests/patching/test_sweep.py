@@ -17,7 +17,9 @@ transformers = pytest.importorskip("transformers")
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from liger_multi.patching import patch
+from liger_multi.patching import patch, register_attention, unregister_attention
+from liger_multi.patching.packing import checked as checked_packing
+from tests.sweep import attention, packing
 from tests.sweep import page as coverage
 from tests.sweep.cases import as_lines, build, inputs, registered
 from tests.sweep.multimodal import modalities
@@ -305,8 +307,6 @@ def test_the_kept_result_is_one_pair_a_line():
 @pytest.mark.skipif(not SAME, reason="another transformers than that of the kept result")
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_vl", "opt", "jamba"])
 def test_packed_rows_are_as_the_page_says(model_type):
-    from tests.sweep import packing
-
     file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
     (expected,) = [one for one in kept if one["type"] == model_type and one["kind"] != "masked"]
@@ -318,9 +318,6 @@ def test_packed_rows_are_as_the_page_says(model_type):
 
 
 def test_attention_of_models_without_text_is_judged():
-    from liger_multi.patching import register_attention, unregister_attention
-    from tests.sweep import attention
-
     register_attention()
     try:
         pair = next(p for p in PAIRS if p.cls == "WhisperForConditionalGeneration")
@@ -342,9 +339,6 @@ def test_packed_rows_are_apart_or_refused():
 
 
 def test_accepted_leak_is_detected(monkeypatch):
-    from liger_multi.patching.packing import checked as checked_packing
-    from tests.sweep import packing
-
     monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
     actual = packing.judge(next(p for p in PAIRS if p.cls == "OPTForCausalLM"))
     assert actual.status == "wrong"

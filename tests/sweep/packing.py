@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from liger_multi.patching import patch, unpatch
 from tests import comparing
 from tests.sweep import cases
 from tests.sweep.cases import Pair, build
@@ -49,8 +50,6 @@ class Verdict(cases.Verdict):
 
 def judge(pair: Pair) -> Verdict:
     """Compare a packed row with its samples, in this process."""
-    from liger_multi.patching import patch
-
     verdict = Verdict(**vars(pair))
     try:
         model = build(pair)
@@ -104,8 +103,6 @@ def _takes(model: Any, names: Iterable[str]) -> bool:
 
 def _runs_unpatched(model: Any, batch: dict[str, Any]) -> bool:
     """Whether a model that was never patched takes a step with a batch."""
-    from liger_multi.patching import unpatch
-
     stock = copy.deepcopy(model)
     unpatch(stock)
     try:

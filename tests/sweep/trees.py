@@ -10,6 +10,7 @@ import torch
 
 from liger_multi import trees
 from liger_multi.errors import PackingError
+from liger_multi.patching import patch, register_attention
 from tests.sweep.cases import Pair, Verdict, build
 from tests.sweep.packing import unlike, weighted_gradients
 from tests.sweep.run import _said, liven
@@ -22,16 +23,12 @@ GRADIENT = 5e-4
 
 def work(pair: Pair) -> dict[str, Any]:
     """The verdict of a fork, which registers our attention for itself."""
-    from liger_multi.patching import register_attention
-
     register_attention()
     return asdict(judge(pair))
 
 
 def judge(pair: Pair) -> Verdict:
     """Compare a row of trees with its paths, in this process: "equal", "refused" or "wrong"."""
-    from liger_multi.patching import patch
-
     verdict = Verdict(**vars(pair))
     try:
         model = build(pair)

@@ -26,9 +26,9 @@ from torch import nn
 
 from liger_multi import ops, trees
 from liger_multi.dispatch.torch_ops import Primitive
-from liger_multi.errors import PackingError
+from liger_multi.errors import PackingError, PatchError
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
-from liger_multi.patching import patch, register_attention
+from liger_multi.patching import patch, register_attention, unpatch
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import adapters, build, in_mxfp4, with_lora_on_experts
 
@@ -649,9 +649,6 @@ def fsdp2_with_codes_of_a_model_without_numbers(run):
 
 @case()
 def fsdp2_with_codes_has_no_way_back(run):
-    from liger_multi.errors import PatchError
-    from liger_multi.patching import unpatch
-
     for options in ({"gather": True}, {"frozen": True}):
         ours = run.build().requires_grad_("frozen" not in options)
         changed(run, ours, options)

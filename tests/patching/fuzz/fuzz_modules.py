@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 
+from liger_multi.errors import PatchError
+from liger_multi.patching import patch, unpatch
 from tests.models import Holder
 
 PRELUDE = """
@@ -458,8 +460,6 @@ def generate(seed: int) -> Case:
 
 
 def _patch(module: nn.Module) -> int:
-    from liger_multi.patching import patch
-
     report = patch(Holder(module), fused_linear_cross_entropy=False)
     return sum(entry.path == "inner" for entry in report.entries)
 
@@ -492,9 +492,6 @@ class Twin:
 
     def unpatch(self, module: nn.Module) -> None:
         """Give the stock class back, unless somebody put one of theirs on top."""
-        from liger_multi.errors import PatchError
-        from liger_multi.patching import unpatch
-
         if self.ours:
             with contextlib.suppress(PatchError):
                 unpatch(Holder(module))
