@@ -39,6 +39,7 @@ from tests.models import (
     transformers,
 )
 from tests.sweep import cases
+from tests.sweep.packing import results
 
 SCAN, CHANNELS = {"causal_conv1d", "ssd_scan"}, {"causal_conv1d", "selective_scan"}
 SERVED = {
@@ -277,16 +278,11 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, form):
         with pytest.raises((PackingError, *without) if form == "seq_idx" else PackingError):
             model(input_ids=row, use_cache=False, **hints[form])
         return
-    apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-    weights = torch.randn(apart.shape)
-    (apart * weights).sum().backward()
-    expected = {name: g.clone() for name, g in gradients(model).items()}
-    model.zero_grad()
-    together = model(input_ids=row, use_cache=False, **hints[form]).logits
-    (together * weights).sum().backward()
+    apart, expected = results(model, [{"input_ids": s} for s in samples])
+    together, actual = results(model, [{"input_ids": row, **hints[form]}])
     rtol = ROUNDING.get(model_type, 1e-4)
     torch.testing.assert_close(together, apart, rtol=rtol, atol=rtol)
-    assert_same_gradients(gradients(model), expected, rtol=rtol)
+    assert_same_gradients(actual, expected, rtol=rtol)
     if form == "position_ids":  # what the patch is for
         leaked = stock(input_ids=row, use_cache=False, **hints[form]).logits
         assert (leaked - apart).abs().max() > 0.1
