@@ -45,11 +45,11 @@ from liger_multi.patching import (
     unpatch,
     unregister,
 )
+from liger_multi.patching import mlp as find_mlps
+from liger_multi.patching import norms as find_norms
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.head.protocol import LazyLogits
-from liger_multi.patching.mlp import find as find_mlps
-from liger_multi.patching.norms import find as find_norms
-from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
+from liger_multi.testing.bitwise import STEPS, batches, digest, train, train_twice
 from tests.models import (
     ARCHITECTURES,
     HEADLESS,

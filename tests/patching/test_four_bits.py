@@ -24,7 +24,7 @@ from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops import _quantized as quantized
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.four_bits.weights import quantized_weight
+from liger_multi.patching.four_bits import quantized_weight
 from tests.comparing import gradients, recorded
 from tests.models import (
     STACKS,

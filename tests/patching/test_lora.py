@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
-from liger_multi.patching.lora.fused import SharedInput, together
+from liger_multi.patching.lora import SharedInput, together
 from liger_multi.patching.swap import swapped
 from liger_multi.reference.adapters import low_rank
 from tests.comparing import assert_same_gradients, gradients, recorded, saved, storage_bytes

@@ -17,10 +17,17 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.arguments import cache_parameter, caches
 from liger_multi.errors import PackingError
-from liger_multi.patching.mixers.calls import SERVED as SERVED_BY
-from liger_multi.patching.mixers.calls import differs, gates, sizes_of
-from liger_multi.patching.mixers.fused import FusedMixer
-from liger_multi.patching.mixers.levels import STILL, PerToken, scan, windowed
+from liger_multi.patching.mixers import SERVED as SERVED_BY
+from liger_multi.patching.mixers import (
+    STILL,
+    FusedMixer,
+    PerToken,
+    differs,
+    gates,
+    scan,
+    sizes_of,
+    windowed,
+)
 from liger_multi.patching.options import MIXER_OPS
 from liger_multi.patching.packing import hybrids
 from liger_multi.patching.packing.samples import (

@@ -23,7 +23,7 @@ import liger_multi
 from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.norms import rotated
+from liger_multi.patching import rotated_norms as rotated
 from tests.comparing import assert_same_gradients, recorded
 from tests.models import (
     HEADLESS,

@@ -29,14 +29,14 @@ import liger_multi.patching
 from liger_multi.errors import PatchError
 from liger_multi.patching import (
     Replacement,
-    modeltypes,
+    apply,
     patch,
     patched,
     register,
     unpatch,
     unregister,
 )
-from liger_multi.patching.held import HeldPatch
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.swap import swapped
 from tests.harness import PATIENCE
 from tests.models import (
@@ -341,7 +341,7 @@ def clean():
     """Whether no model type is patched, and the constructor is that of transformers."""
     constructor = transformers.PreTrainedModel.post_init
     stock = constructor.__module__ == "transformers.modeling_utils"
-    return not modeltypes._requests and stock and not hasattr(constructor, "__wrapped__")
+    return not apply._requests and stock and not hasattr(constructor, "__wrapped__")
 
 
 def enter(target, **options):
@@ -412,7 +412,7 @@ def test_types_in_threads_leave_nothing_patched():
                     if generator.random() < 0.2:
                         patch(model_type)
                         unpatch(model_type)
-                observed.append(modeltypes.registered(model_type))
+                observed.append(apply.is_type_patched(model_type))
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))

@@ -10,7 +10,7 @@ from torch import nn
 
 from liger_multi.dispatch.op import Op
 from liger_multi.patching import patch, patched, unpatch
-from liger_multi.patching.watch import Executed, serves
+from liger_multi.patching.report import Executed, serves
 from tests.models import Graphs, Holder, adapters, batch, build, loss_of, transformers
 
 
