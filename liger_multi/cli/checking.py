@@ -75,7 +75,7 @@ def seconds(text: str) -> float:
 
 def name(text: str) -> str:
     """A name of a person or thing as an argument."""
-    if not text.isprintable() or not 1 <= len(text) <= 100:
+    if not text.isprintable() or len(text) > 100 or not any(c.isalnum() for c in text):
         raise argparse.ArgumentTypeError(f"must be a name of up to 100 letters, got {shown(text)}")
     return text
 

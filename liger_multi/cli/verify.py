@@ -142,15 +142,16 @@ def verify(
         seconds = limit or LIMITS.get(device.type, LIMIT)
         runner = Runner(seconds, jobs or min(most, os.cpu_count() or 1), begun, heard)
         results = runner.run(groups)
-        if level != "quick":
-            results += runner.run(_entries(device, results))
+        results += runner.run(_entries(device, results, level))
     return results
 
 
-def _entries(device: torch.device, results: list[Result]) -> list[tuple[Target, list[Case]]]:
-    """A case for every entry of the launch table that a right case can run with."""
+def _entries(
+    device: torch.device, results: list[Result], level: str
+) -> list[tuple[Target, list[Case]]]:
+    """A case for every entry of the launch table that a level runs and a right case can take."""
     by_target: dict[tuple[Target, str], list[Case]] = {}
-    for entry in cases.entries(device):
+    for entry in cases.entries(device, level):
         able = [r for r in results if entry in r.entries and r.verdict == "right"]
         able.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
         for result in able[:1]:
