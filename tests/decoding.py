@@ -2,12 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-import transformers
 
 from liger_multi import ops
 from liger_multi.arguments import cache_parameter
 from liger_multi.patching import patch, real_logits, register_attention
-from tests.models import VOCABULARY, build
+from tests.models import VOCABULARY, build, transformers
 
 MODELS = {
     "llama": {},

@@ -26,8 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 def continued(model: Any, output: Any) -> dict[str, Any]:
     """The cache of an output as the argument of the next call, whatever transformers calls it."""
-    name = cache_parameter(type(model).forward)
-    return {name: next(iter(caches(dict(output.items())).values()))}
+    return {cache_parameter(type(model).forward): next(iter(caches(dict(output.items())).values()))}
 
 
 VOCABULARY = 223  # a prime, so that no other axis is mistaken for it
@@ -216,6 +215,19 @@ def redrawn(model: Any, std: float = 0.2) -> Any:
     return model
 
 
+def scaled_to_width(model: Any, noise: float = 0.1) -> Any:
+    """The model with weights that keep the size of their inputs, so that its tokens matter."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(drawn * noise)
+    return model
+
+
 def pair(
     model_type: str = "llama",
     device: Any = "cpu",
@@ -255,13 +267,20 @@ def graph_batch(labels: bool = True, **arguments: Any) -> dict[str, Any]:
     return inputs
 
 
-def assert_same_training(stock: Any, ours: Any, run: Any, rtol: float = 2e-5) -> tuple[Any, Any]:
+def loss_of(model: Any) -> Any:
+    """The loss of a batch."""
+    return model(**batch()).loss
+
+
+def assert_same_training(
+    stock: Any, ours: Any, run: Any = loss_of, rtol: float = 2e-5
+) -> tuple[Any, Any]:
     """Run both, backpropagate, and compare the loss and every gradient.
 
     Args:
         stock: The model that results are compared with.
         ours: The patched model.
-        run: From a model to its loss.
+        run: From a model to its loss; that of a batch by default.
         rtol: Allowed difference of the loss, and of gradients as :mod:`comparing` has it.
     """
     losses = []
@@ -273,6 +292,13 @@ def assert_same_training(stock: Any, ours: Any, run: Any, rtol: float = 2e-5) ->
     torch.testing.assert_close(losses[1].double(), losses[0].double(), rtol=rtol, atol=0)
     assert_same_gradients(gradients(ours), gradients(stock), rtol)
     return losses[0], losses[1]
+
+
+def assert_same_compiled(stock: Any, ours: Any, inputs: Any = None, **options: Any) -> None:
+    """A compiled patched model trains as an eager stock one, with one graph unless told."""
+    options = {"fullgraph": True, "backend": "aot_eager", **options}
+    compiled, inputs = torch.compile(ours, **options), inputs or graph_batch()
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
 
 
 def assert_as_exact(stock: Any, ours: Any, wide_model: Any, run: Any, run_wide: Any) -> None:
@@ -376,14 +402,43 @@ def filled(model: Any, std: float = 0.1) -> Any:
     return model
 
 
-class Calls(Counter[str]):
-    """Counts the calls of all operators that patched models make."""
+STACKS = ("gate_up_proj", "down_proj")
+"""Of the experts of gpt-oss."""
 
-    def __init__(self, monkeypatch: Any) -> None:
+
+def in_mxfp4(model: Any) -> Any:
+    """A gpt-oss whose stacks of experts are codes."""
+    from liger_multi.integrations.mxfp4 import quantize_mxfp4
+    from liger_multi.ops import QuantizedWeight
+
+    options = {"format": "mxfp4", "dtype": torch.float32, "turned": True}
+    for module in model.modules():
+        for name in module._parameters.keys() & STACKS:
+            codes = quantize_mxfp4(module._parameters[name].detach().mT)
+            weight = QuantizedWeight(*codes, **options)
+            module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def with_lora_on_experts(model: Any) -> Any:
+    """Adapters on attention and on every expert."""
+    stacks = [f"mlp.experts.{name}" for name in STACKS]
+    return adapters(model, ["q_proj", "o_proj"], seed=5, std=0.05, target_parameters=stacks)
+
+
+def experts_of(model: Any) -> list[Any]:
+    """The layers of experts that transformers' interface serves."""
+    return [m for m in model.modules() if hasattr(m, "_apply_gate")]
+
+
+class Calls(Counter[str]):
+    """Counts the calls of operators that patched models make: of these, or of all."""
+
+    def __init__(self, monkeypatch: Any, names: Any = ()) -> None:
         from liger_multi import ops
 
         super().__init__()
-        for name in ops.__all__:
+        for name in names or ops.__all__:
             if callable(getattr(ops, name)) and not isinstance(getattr(ops, name), type):
                 monkeypatch.setattr(ops, name, self._counted(name, getattr(ops, name)))
 
@@ -393,6 +448,16 @@ class Calls(Counter[str]):
             return stock(*args, **kwargs)
 
         return counted
+
+
+def counting(*names: str) -> Any:
+    """A fixture that counts the calls of these operators."""
+
+    @pytest.fixture
+    def calls(monkeypatch: Any) -> Calls:
+        return Calls(monkeypatch, names)
+
+    return calls
 
 
 class Graphs:
@@ -450,6 +515,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def with_words(words, name="llama", **options):
+    """A model that has the vocabulary of a tokenizer."""
+    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+    return build(name, vocab_size=len(words), **ids, **options)
 
 
 def text(generator, low, high):
@@ -537,6 +608,35 @@ def arguments(tmp_path, **more):
         "lr_scheduler_type": "constant",
         **more,
     }
+
+
+def deepseek(**config: Any) -> Any:
+    """A model with a sigmoid router, groups of experts and shared ones."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**{**sizes, **config})
+    return transformers.DeepseekV3ForCausalLM(config)
 
 
 # --- tiny modules that tests patch, and variants of them with another method ---

@@ -46,14 +46,7 @@ def build(name: str, **patching: Any) -> Any:
         model = models.build(name)
     else:
         model = cases.build(next(p for p in cases.registered() if p.cls == name))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
-            else:
-                parameter.add_(drawn * 0.1)
+    models.scaled_to_width(model)
     if hasattr(model, "router_aux_loss_coef"):
         model.config.output_router_logits = True
         model.router_aux_loss_coef = 0.3

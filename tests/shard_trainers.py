@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from liger_multi.integrations import SequenceParallel, TrainerCallback
-from tests.models import arguments, build, rows, tokenizer
+from tests.models import arguments, build, rows, tokenizer, with_words
 
 LENGTHS = (13, 22, 9, 17)
 
@@ -101,9 +101,8 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     module = importlib.import_module(package)
     config_class = getattr(module, f"{name}Arguments" if name == "Training" else f"{name}Config")
     words, plain = tokenizer(), package == "transformers"
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
     known = "mixtral" if "experts" in kind else "llama"
-    model = build(known, **({} if plain else {"vocab_size": len(words), **ids}))
+    model = build(known) if plain else with_words(words, known)
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
     torch.manual_seed(4)  # adapters are drawn
     args = config_class(**arguments(folder, **{**options, **more}))

@@ -1,25 +1,27 @@
 """patch, unpatch, patched, the report: what is recognized, refused, and that all comes back."""
 
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
+
 import contextlib
 import copy
 import functools
+import io
 import os
+import pickle
+import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-import pickle
-import re
-from pathlib import Path
-
-import pytest
-import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,8 +29,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
-import liger_multi
-from liger_multi import patching
+from liger_multi import ops, patching
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import (
@@ -38,6 +39,7 @@ from liger_multi.patching import (
     Replacement,
     patch,
     patched,
+    real_logits,
     register,
     rotary,
     unpatch,
@@ -46,18 +48,27 @@ from liger_multi.patching import (
 from liger_multi.patching import mlp as find_mlps
 from liger_multi.patching import norms as find_norms
 from liger_multi.patching.experts import find as find_experts
+from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.testing.bitwise import STEPS, batches, digest, train, train_twice
-from tests import models
 from tests.models import (
     ARCHITECTURES,
     HEADLESS,
     KINDS,
+    VOCABULARY,
+    Graphs,
+    adapters,
+    assert_same_compiled,
     assert_same_training,
     assert_unpatched,
     batch,
     build,
+    graph_batch,
+    loss_of,
+    pair,
+    patched_copy,
+    trainer,
 )
-from tests.patching.test_norms_find import equal, patched_module
+from tests.patching.test_norms import equal, patched_module
 
 
 def state(model):
@@ -74,19 +85,13 @@ def forget_probes():
 @pytest.mark.parametrize("model_type", KINDS)
 def test_unpatch_brings_the_very_same_back(model_type):
     model = build(model_type)
-    before = state(model)
-    keys = list(model.state_dict())
+    before, keys = state(model), list(model.state_dict())
     patch(model)
     assert list(model.state_dict()) == keys
-    assert [attributes for _, attributes in state(model)] == [
-        attributes for _, attributes in before
-    ]
-    assert [type(m).__name__ for m in model.modules()] == [
-        model_type.__name__ for model_type, _ in before
-    ]
+    assert [attributes for _, attributes in state(model)] == [held for _, held in before]
+    assert [type(m).__name__ for m in model.modules()] == [stock.__name__ for stock, _ in before]
     assert isinstance(model.lm_head, nn.Linear)
-    report = unpatch(model)
-    assert {e.status for e in report.entries} == {"restored"}
+    assert {e.status for e in unpatch(model).entries} == {"restored"}
     assert state(model) == before
     assert unpatch(model).entries == []
 
@@ -170,18 +175,20 @@ def test_bad_options(ops, message):
     assert state(model) == before
 
 
-def test_bad_backend_and_model():
-    with pytest.raises(ConfigurationError, match="referenc"):
-        patch(build(), rms_norm="referenc")
-    with pytest.raises(PatchError, match="unknown model type 'lama'; did you mean 'llama'"):
-        patch("lama")
-    with pytest.raises(PatchError, match="model type 'llama' is not patched"):
-        unpatch("llama")
-    for call in (patch, unpatch):
-        with pytest.raises(TypeError, match="expected a model"):
-            call(3)
-    with pytest.raises(TypeError, match="expected a model"), patched(None):
-        pass
+@pytest.mark.parametrize(
+    ("call", "target", "options", "error", "message"),
+    [
+        (patch, None, {"rms_norm": "referenc"}, ConfigurationError, "referenc"),
+        (patch, "lama", {}, PatchError, "unknown model type 'lama'; did you mean 'llama'"),
+        (unpatch, "llama", {}, PatchError, "model type 'llama' is not patched"),
+        (patch, 3, {}, TypeError, "expected a model"),
+        (unpatch, 3, {}, TypeError, "expected a model"),
+        (lambda target: patched(target).__enter__(), 3, {}, TypeError, "expected a model"),
+    ],
+)
+def test_bad_backend_and_model(call, target, options, error, message):
+    with pytest.raises(error, match=message):
+        call(build() if target is None else target, **options)
 
 
 def test_model_type_patches_later_instances(tmp_path):
@@ -204,7 +211,7 @@ def test_model_type_patches_later_instances(tmp_path):
     assert transformers.PreTrainedModel.post_init is post_init
     stock = build("llama")
     assert type(stock.lm_head) is nn.Linear
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     unpatch(ours)
     assert type(ours.lm_head) is nn.Linear
 
@@ -217,20 +224,10 @@ def test_every_model_type_is_patched_as_its_instances_are(model_type):
         ours = build(model_type)
     assert {e.op for e in report.entries} == {
         *("rms_norm", "layer_norm", "gated_rms_norm", "poly_norm", "dyt", "relu_squared"),
-        *("swiglu", "geglu", "swiglu_clamped", "fused_moe", "rope", "lora"),
-        *(
-            "causal_conv1d",
-            "gated_delta_rule",
-            "gated_short_conv",
-            "kimi_delta_attention",
-            "selective_scan",
-            "ssd_scan",
-            "sparse_attention",
-        ),
-        "fused_linear_cross_entropy",
-        "four_bits",
-        "packing",
-        "rms_norm_rope",
+        *("swiglu", "geglu", "swiglu_clamped", "fused_moe", "rope", "rms_norm_rope", "lora"),
+        *("causal_conv1d", "gated_delta_rule", "gated_short_conv", "kimi_delta_attention"),
+        *("selective_scan", "ssd_scan", "sparse_attention"),
+        *("fused_linear_cross_entropy", "four_bits", "packing"),
     }
     assert ours.config.model_type == model_type
     again = patch(ours, strict=True)
@@ -254,9 +251,9 @@ def test_strict_requires_named_operators():
     """A default finds what there is; a name that finds nothing is a mistake."""
     report = patch(build("mixtral"), strict=True)
     assert {s.op for s in report.skipped} == {"swiglu", "geglu"}
-    assert "are not patched" not in str(report)
-    report = patch(build("mixtral"), strict=True, fused_moe=False)
-    assert "no module of this kind (its experts, MixtralExperts, are not patched)" in str(report)
+    said = "no module of this kind (its experts, MixtralExperts, are not patched)"
+    assert said not in str(report)
+    assert said in str(patch(build("mixtral"), strict=True, fused_moe=False))
     assert not patch(build("llama"), strict=True).skipped
     for model_type, op in (("mixtral", "swiglu"), ("llama", "geglu"), ("gemma", "swiglu")):
         with pytest.raises(PatchError, match=f"{op}.*no module of this kind"):
@@ -270,7 +267,7 @@ def test_a_forward_of_its_own_class_is_nobodys_replacement():
         for module in model.modules():
             module.forward = module.forward
     assert patch(ours, strict=True).count("rope") == 2
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     for module in ours.modules():
         module.forward = module.forward
     assert_unpatched(ours, stock)
@@ -325,12 +322,9 @@ def test_unpatch_refuses_where_the_class_is_no_longer_ours():
     norm = model.model.norm
     ours = type(norm)
     norm.__class__ = type("FSDPLlamaRMSNorm", (ours,), {})
-    for action in (unpatch, lambda m: patched(m).__enter__()):
-        if action is unpatch:
-            with pytest.raises(PatchError, match=r"'model\.norm'.*FSDPLlamaRMSNorm"):
-                action(model)
-        else:
-            assert patch(model).count("rms_norm") == 5  # an equal patch below the wrapper counts
+    with pytest.raises(PatchError, match=r"'model\.norm'.*FSDPLlamaRMSNorm"):
+        unpatch(model)
+    assert patch(model).count("rms_norm") == 5  # an equal patch below the wrapper counts
     assert "on top of an earlier patch" in patch(model, rms_norm="reference").skipped[0].reason
     patch(model)
     norm.__class__ = ours
@@ -356,11 +350,10 @@ def test_import_pulls_neither_transformers_nor_rich():
     assert done.returncode == 0, done.stderr
 
 
-def test_transformers_of_diffusers():
+def flux():
     diffusers = pytest.importorskip("diffusers")
     sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
-    torch.manual_seed(0)
-    stock = diffusers.FluxTransformer2DModel(
+    model = diffusers.FluxTransformer2DModel(
         patch_size=1,
         in_channels=4,
         num_layers=1,
@@ -369,9 +362,6 @@ def test_transformers_of_diffusers():
         pooled_projection_dim=32,
         **sizes,
     )
-    ours = copy.deepcopy(stock)
-    report = patch(ours, **HEADLESS)
-    assert report.count("layer_norm") == report.count("rms_norm") == 6
     inputs = {
         "hidden_states": torch.randn(1, 4, 4),
         "encoder_hidden_states": torch.randn(1, 3, 32),
@@ -380,64 +370,73 @@ def test_transformers_of_diffusers():
         "img_ids": torch.zeros(4, 3),
         "txt_ids": torch.zeros(3, 3),
     }
-    assert_same_training(stock, ours, lambda m: m(**inputs).sample.pow(2).sum())
+    return model, lambda m: m(**inputs).sample.pow(2).sum()
 
 
-def test_encoders_of_sentence_transformers():
+class Encoder(nn.Module):
+    """A module of sentence-transformers, around a BERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.auto_model = transformers.BertModel(
+            transformers.BertConfig(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                vocab_size=99,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+
+    def forward(self, features):
+        out = self.auto_model(input_ids=features["input_ids"]).last_hidden_state
+        return {**features, "sentence_embedding": out.mean(1)}
+
+
+def sentences():
     library = pytest.importorskip("sentence_transformers")
-    config = transformers.BertConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        vocab_size=99,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.auto_model = transformers.BertModel(config)
-
-        def forward(self, features):
-            out = self.auto_model(input_ids=features["input_ids"]).last_hidden_state
-            return {**features, "sentence_embedding": out.mean(1)}
-
-    torch.manual_seed(0)
-    stock = library.SentenceTransformer(modules=[Encoder()], device="cpu")
-    ours = copy.deepcopy(stock)
-    assert patch(ours, **HEADLESS).count("layer_norm") == 5
-
-    def loss(model):
-        output = model({"input_ids": torch.arange(12).view(2, 6)})["sentence_embedding"]
-        return output.pow(3).sum()
-
-    assert_same_training(stock, ours, loss)
+    inputs = {"input_ids": torch.arange(12).view(2, 6)}
+    model = library.SentenceTransformer(modules=[Encoder()], device="cpu")
+    return model, lambda m: m(inputs)["sentence_embedding"].pow(3).sum()
 
 
-@pytest.mark.parametrize("model_type", ["stock", "gated"])
-def test_transformers_of_timm(model_type):
+def vision(**layers):
     timm = pytest.importorskip("timm", exc_type=ImportError)
-    more = {"mlp_layer": timm.layers.SwiGLU, "norm_layer": timm.layers.RmsNorm}
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    layers = {option: getattr(timm.layers, name) for option, name in layers.items()}
+    model = timm.models.VisionTransformer(**sizes, num_classes=5, **layers)
+    pixels = torch.randn(2, 3, 16, 16)
+    return model, lambda m: m(pixels).pow(2).sum()
+
+
+LIBRARIES = {
+    "diffusers": (flux, {"layer_norm": 6, "rms_norm": 6}),
+    "sentence-transformers": (sentences, {"layer_norm": 5}),
+    "timm": (vision, {"layer_norm": 5}),
+    # it says SwiGLU, and takes GELU
+    "timm, gated": (
+        lambda: vision(mlp_layer="SwiGLU", norm_layer="RmsNorm"),
+        {"rms_norm": 5, "geglu": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_models_of_other_libraries(library):
+    make, counts = LIBRARIES[library]
     torch.manual_seed(0)
-    stock = timm.models.VisionTransformer(
-        img_size=16,
-        patch_size=8,
-        embed_dim=32,
-        depth=2,
-        num_heads=2,
-        num_classes=5,
-        **(more if model_type == "gated" else {}),
-    )
+    stock, run = make()
     ours = copy.deepcopy(stock)
     report = patch(ours, **HEADLESS)
-    assert report.count("layer_norm") + report.count("rms_norm") == 5
-    assert report.count("geglu") == (
-        2 if model_type == "gated" else 0
-    )  # it says SwiGLU, and takes GELU
-    pixels = torch.randn(2, 3, 16, 16)
-    assert_same_training(stock, ours, lambda m: m(pixels).pow(2).sum())
+    assert {op: report.count(op) for op in ("layer_norm", "rms_norm", "geglu")} == {
+        "layer_norm": 0,
+        "rms_norm": 0,
+        "geglu": 0,
+        **counts,
+    }
+    assert_same_training(stock, ours, run)
 
 
 # --- training under deterministic=True ---
@@ -446,11 +445,8 @@ REPEATED = ("llama", "qwen3_moe")
 
 
 def maker(model_type, checkpointing, device="cpu"):
-    """Builds a patched model, the same every time."""
-
     def make():
-        model = models.build(model_type).to(device)
-        liger_multi.patch(model)
+        model = build(model_type, patching={}).to(device)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -462,7 +458,7 @@ def maker(model_type, checkpointing, device="cpu"):
 @pytest.mark.parametrize("model_type", REPEATED)
 def test_a_repeated_run_has_equal_bits(model_type, checkpointing, device):
     first, second = train_twice(
-        maker(model_type, checkpointing, device), lambda: batches(models.VOCABULARY, device)
+        maker(model_type, checkpointing, device), lambda: batches(VOCABULARY, device)
     )
     assert first == second
     assert first.last < first.first, f"nothing was learnt in {STEPS} steps"
@@ -485,7 +481,7 @@ def test_nondeterministic_operator_is_reported(model_type, monkeypatch):
 
     monkeypatch.setattr(Primitive, "call", drifting)
     first, second = train_twice(
-        maker(model_type, False), lambda: batches(models.VOCABULARY, "cpu", steps=3)
+        maker(model_type, False), lambda: batches(VOCABULARY, "cpu", steps=3)
     )
     assert first.parameters != second.parameters
 
@@ -504,8 +500,7 @@ def test_batches_are_the_same_in_every_run():
 
 
 def test_weights_change_the_digest():
-    plain, other = models.build("llama"), models.build("llama", seed=1)
-    digests = [train(model, batches(models.VOCABULARY, "cpu", steps=2)) for model in (plain, other)]
+    digests = [train(build(seed=s), batches(VOCABULARY, "cpu", steps=2)) for s in (0, 1)]
     assert digests[0].parameters != digests[1].parameters
 
 
@@ -617,3 +612,467 @@ def test_invalid_registrations():
     with pytest.raises(PatchError, match="not registered"):
         unregister("nobody")
     assert "twice" not in patching.registered.probes()
+
+
+# Patched models with what stands around them: compilers, adapters, trainers, parallelism.
+
+
+@pytest.mark.slow
+def test_the_stock_graph_holds_all_logits():
+    """What the matrix counts in graphs of patched models is there to be counted."""
+    graphs = Graphs()
+    stock = build("llama", num_hidden_layers=1)
+    torch.compile(stock, fullgraph=True, backend=graphs)(**graph_batch(rows=4)).loss.backward()
+    assert (graphs.count, graphs.rows) == (1, 44)
+
+
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=VOCABULARY,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM(config)
+
+
+def test_a_loss_object_in_the_graph():
+    """Dynamo makes a call of its own of ``nn.CrossEntropyLoss()``, which takes tensors only."""
+    graphs, stock = Graphs(), bert()
+    assert_same_compiled(stock, patched_copy(stock), backend=graphs)
+    assert graphs.count == 1
+    assert any("layer_norm" in name for name in graphs.targets)
+
+
+@pytest.mark.slow
+def test_a_loss_object_of_the_caller_in_the_graph():
+    stock, ours = pair("llama", num_hidden_layers=1, patching={})
+    inputs = graph_batch(labels=False)
+
+    def step(model):
+        logits = model(**inputs).logits.view(-1, VOCABULARY)
+        return nn.CrossEntropyLoss()(logits, inputs["input_ids"].flatten())
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
+
+
+def own_loss(logits, ids):
+    logits = torch.tanh(logits / 5.0) * 5.0
+    loss = F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+    return loss + 0.01 * logits.logsumexp(-1).pow(2).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_linear_cross_entropy": False, "cross_entropy": True}], ids=str
+)
+@pytest.mark.parametrize("alone", [False, True], ids=["with the model", "of eager logits"])
+def test_own_losses_in_a_graph(options, alone):
+    stock, ours = pair("llama", num_hidden_layers=1, patching=options)
+    inputs = graph_batch(labels=False)
+
+    def step(model, loss=own_loss):
+        return loss(model(**inputs).logits, inputs["input_ids"])
+
+    if alone:
+        in_graph = functools.partial(step, loss=torch.compile(own_loss, backend="aot_eager"))
+    else:
+        in_graph = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (in_graph if m is ours else step)(m))
+
+
+def test_loss_object_keeps_patch_options():
+    """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
+    ours = patched_copy(bert(), fused_linear_cross_entropy={"z_loss": 0.1})
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiled_model_returns_usable_logits(grad):
+    stock, ours = pair("llama", num_hidden_layers=1, patching={})
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with torch.set_grad_enabled(grad):
+        expected, got = stock(**graph_batch()), compiled(**graph_batch())
+    torch.testing.assert_close(got.loss, expected.loss)
+    expected, got = expected.logits, got.logits
+    assert (got.shape, got.dtype, got.ndim) == (expected.shape, expected.dtype, expected.ndim)
+    for read in (
+        real_logits,
+        lambda z: torch.softmax(z, -1),
+        lambda z: z[:, 1:].sum(),
+        lambda z: z.argmax(-1),
+        lambda z: (z + 1) > 1,
+    ):
+        torch.testing.assert_close(read(got), read(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused_optimizer", [False, True])
+def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
+    ours = pair("llama", num_hidden_layers=1, patching={})[1]
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    optimizer = torch.optim.Adam(ours.parameters(), fused=fused_optimizer)
+    for _ in range(2):
+        out, unread = compiled(**graph_batch()), compiled(**graph_batch())
+        out.loss.backward()
+        assert (out.logits + 0).isfinite().all()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified in place"):
+            unread.logits[:, 1:] + 0
+
+
+def test_compiled_logits_pickle_without_a_gradient():
+    ours = pair("llama", num_hidden_layers=1, patching={})[1]
+    out = torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
+    with pytest.raises(RuntimeError, match="real_logits"):
+        torch.autograd.grad(out.loss, out.logits, allow_unused=True)
+    assert torch.equal(pickle.loads(pickle.dumps(out.logits)), real_logits(out.logits))
+
+
+@pytest.mark.slow
+def test_a_bound_backend_breaks_the_graph_and_is_right():
+    stock, ours = pair("llama", num_hidden_layers=1, patching={"rms_norm": "reference"})
+    assert_same_compiled(stock, ours, fullgraph=False)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"use liger_multi\.configure|_run_scoped"):
+        torch.compile(ours, fullgraph=True, backend="aot_eager")(**graph_batch())
+
+
+def test_accelerate_convert_outputs_to_fp32(fused):
+    operations = pytest.importorskip("accelerate.utils.operations")
+    stock, ours = pair("llama", dtype=torch.bfloat16, patching={})
+    for model in (stock, ours):
+        model.forward = operations.convert_outputs_to_fp32(model.forward)
+    outs = [m(**batch()) for m in (stock, ours)]
+    assert outs[1].logits.dtype == torch.float32
+    torch.testing.assert_close(real_logits(outs[1].logits), outs[0].logits, rtol=0, atol=0)
+    torch.testing.assert_close(outs[1].loss, outs[0].loss, rtol=1e-3, atol=0)
+    assert fused.count == 1
+
+
+ADAPTED = {
+    "layers": ({"targets": ["q_proj", "v_proj", "gate_proj", "down_proj"]}, "lora_", 1),
+    "head": ({"targets": ["q_proj", "lm_head"]}, "lm_head.lora_A", 0),
+    "saved head": ({"targets": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save", 1),
+}
+"""Adapters, what they train, and calls of the fused loss before the next patch."""
+
+
+@pytest.mark.parametrize("order", ["patch first", "adapter first", "inside"])
+@pytest.mark.parametrize("case", ADAPTED)
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_adapters_train_as_without_a_patch(case, order, fused):
+    config, trained, count = ADAPTED[case]
+    stock, ours = pair("llama", tied=False, patching={} if order == "patch first" else None)
+    stock, ours = (adapters(m, task_type="CAUSAL_LM", **config) for m in (stock, ours))
+    if order == "adapter first":
+        assert patch(ours, strict=True).count("fused_linear_cross_entropy")
+    if order == "inside":
+        patch(ours.base_model.model, strict=True)
+    assert_same_training(stock, ours)
+    assert fused.count == count
+    assert all(p.grad.any() for n, p in ours.named_parameters() if trained in n)
+    assert_unpatched(ours, stock)
+
+
+def losses(trainer):
+    trainer.train()
+    return np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"bf16": True}, {"gradient_checkpointing": True}],
+    ids=["fp32", "bf16", "checkpointing"],
+)
+def test_trainer(arguments, tmp_path, fused):
+    stock, ours = pair("llama", patching={})
+    expected, got = (losses(trainer(m, tmp_path, **arguments)) for m in (stock, ours))
+    assert np.allclose(got, expected, rtol=2e-2 if "bf16" in arguments else 1e-4)
+    assert expected[0] != expected[-1]
+    assert fused.count == 3
+
+
+def test_trainer_accumulation_of_uneven_lengths(tmp_path):
+    weights = []
+    for size, accumulate in ((4, 1), (1, 4), (2, 2)):
+        model = build("llama", patching={})
+        trainer(
+            model,
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulate,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=0.5,
+        ).train()
+        weights.append(model.lm_head.weight.detach())
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
+
+
+def test_trainer_metrics_get_real_logits(tmp_path):
+    observed = []
+
+    def metrics(prediction):
+        observed.append(prediction.predictions)
+        return {
+            "accuracy": float(
+                (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean()
+            )
+        }
+
+    results = []
+    for model in pair("llama"):
+        if observed:
+            patch(model)
+        results.append(trainer(model, tmp_path, compute_metrics=metrics).evaluate())
+    assert isinstance(observed[1], np.ndarray)
+    assert observed[1].shape == (4, 14, VOCABULARY)
+    np.testing.assert_allclose(observed[1], observed[0], rtol=1e-4, atol=1e-5)
+    assert results[1]["eval_accuracy"] == results[0]["eval_accuracy"]
+    assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_distributed_data_parallel(one_process, unused, fused):
+    stock, ours = pair("llama", patching={})
+    wrapped = nn.parallel.DistributedDataParallel(ours, find_unused_parameters=unused)
+    assert_same_training(stock, ours, lambda m: loss_of(wrapped if m is ours else m))
+    assert fused.count == 1
+    ids = batch()["input_ids"]
+    run = lambda m: (wrapped if m is ours else m)(input_ids=ids).logits.softmax(-1).pow(2).sum()  # noqa: E731
+    assert_same_training(stock, ours, run, rtol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["root", "layers", "head"])
+def test_fsdp2(one_process, plan, fused):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    stock, ours = pair("llama", tied=False, patching={})
+    mesh = init_device_mesh("cpu", (1,))
+    if plan != "root":
+        for layer in ours.model.layers:
+            fully_shard(layer, mesh=mesh)
+    if plan == "head":
+        fully_shard(ours.lm_head, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    assert_same_training(stock, ours)
+    assert fused.count == 1
+    if plan == "head":
+        with pytest.raises(PatchError, match="FSDP"):
+            unpatch(ours)
+
+
+def test_a_frozen_reference_model_of_patched_copies():
+    policy = build("llama", patching={})
+    reference = copy.deepcopy(policy).eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        expected = reference(input_ids=ids).logits
+    assert isinstance(expected, LazyLogits)
+    out = policy(input_ids=ids)
+    divergence = F.kl_div(
+        F.log_softmax(out.logits, -1), F.log_softmax(expected, -1), log_target=True, reduction="sum"
+    )
+    assert abs(divergence.item()) < 1e-4
+    divergence.backward()
+    assert not expected.requires_grad
+
+
+def test_a_whole_run_makes_no_warning_of_ours(tmp_path):
+    ours = build("llama")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch(ours)
+        trainer(ours, tmp_path, max_steps=2).train()
+    assert not [w for w in caught if "liger_multi" in w.filename or "logits" in str(w.message)]
+
+
+# --- exported programs ---
+
+
+# the tracer warns of every comparison of shapes, in transformers and here
+TRACED = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+
+GRAD = pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+FIRST = {"rows": 2, "length": 9}
+OTHER = {"rows": 4, "length": 33}
+
+
+def ids(rows, length):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+class Returns(nn.Module):
+    """A model of token ids that returns one tensor."""
+
+    def __init__(self, model, what):
+        super().__init__()
+        self.model, self.what = model, what
+
+    def forward(self, tokens):
+        """Logits, transformers' loss, or a loss of the caller."""
+        if self.what == "loss":
+            return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        if self.what == "logits":
+            return logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+WHAT = pytest.mark.parametrize("what", ["logits", "loss", "own loss"])
+
+
+def both(what, **config):
+    """A stock model and a patched one, as modules of one tensor."""
+    stock, ours = pair(**{"num_hidden_layers": 1, **config}, patching={})
+    return Returns(stock.eval(), what), Returns(ours.eval(), what)
+
+
+def exported(module, strict=False, dynamic=True):
+    """A program that takes other numbers of rows and of tokens."""
+    sizes = {"tokens": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)} if dynamic else None
+    return torch.export.export(module, (ids(**FIRST),), strict=strict, dynamic_shapes=sizes)
+
+
+def assert_same(actual, expected, grad, tokens=None):
+    """The same output for other shapes, and with gradients those of every parameter."""
+    tokens = ids(**OTHER) if tokens is None else tokens
+    results = [program(tokens) for program in (actual, expected)]
+    torch.testing.assert_close(results[0], results[1], rtol=2e-5, atol=2e-5)
+    assert results[0].requires_grad == results[1].requires_grad == grad
+    if grad:
+        assert_same_training(expected, actual, lambda program: program(tokens).square().mean())
+
+
+@TRACED
+@pytest.mark.parametrize(
+    ("what", "grad", "strict"),
+    [
+        ("logits", True, False),
+        ("logits", False, True),
+        ("loss", True, True),
+        ("loss", False, False),
+        ("own loss", True, False),
+    ],
+)
+def test_exported_program_equals_unpatched(what, grad, strict):
+    """Outputs and gradients, for other sizes; the program holds the operators."""
+    stock, ours = both(what)
+    with torch.set_grad_enabled(grad):
+        program = exported(ours, strict)
+        assert any("liger_multi" in str(node.target) for node in program.graph.nodes)
+        assert_same(program.module(), stock, grad)
+
+
+def reloaded(save, load, program):
+    """The program after it was in a file."""
+    file = io.BytesIO()
+    save(program, file)
+    file.seek(0)
+    return load(file)
+
+
+@TRACED
+def test_an_exported_program_is_saved_and_loaded():
+    stock, ours = both("loss")
+    program = reloaded(torch.export.save, torch.export.load, exported(ours))
+    assert_same(program.module(), stock, grad=True)
+
+
+@TRACED
+@WHAT
+def test_a_decomposed_program_runs_with_gradients_enabled(what):
+    """Its operators are forwards, on parameters that require grad. A backward pass raises."""
+    stock, ours = both(what)
+    program = exported(ours, dynamic=False).run_decompositions().module()
+    tokens = ids(**FIRST)
+    result, expected = program(tokens), stock(tokens)
+    torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-5)
+    with pytest.raises(RuntimeError, match="before run_decompositions"):
+        result.sum().backward()
+
+
+@TRACED
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_half_has_no_gradient(half):
+    """What ``torch.ops`` offers is not differentiated by its inside, which may be anything."""
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    y = ops.rms_norm(x, weight)  # its node keeps what it saved while somebody holds it
+    rstd = next(t for t in y.grad_fn.saved_tensors if t.shape[-1:] != (8,))
+    function = getattr(torch.ops.liger_multi, f"rms_norm_{half}")
+    schema = function.default._schema
+    known = {"x": x, "dy": torch.ones_like(x), "weight": weight, "rstd": rstd, "eps": 1e-6}
+    known |= {"casting": "llama", "offset": 0.0}
+    known |= {a.name: True for a in schema.arguments if str(a.type) == "bool"}
+    outs = function(*[known[a.name] for a in schema.arguments])
+    assert outs[0].requires_grad
+    with pytest.raises(RuntimeError, match=f"rms_norm_{half} has no gradient"):
+        outs[0].sum().backward()
+
+
+@TRACED
+@WHAT
+@GRAD
+def test_a_traced_model_is_stock_for_other_sizes(what, grad):
+    """``torch.jit.trace`` records operators, so its own check passes and the file can be saved."""
+    stock, ours = both(what)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(ours, (ids(**FIRST),))
+        assert "PythonOp" not in str(traced.inlined_graph)
+        assert_same(reloaded(torch.jit.save, torch.jit.load, traced), stock, grad)
+
+
+@TRACED
+@pytest.mark.parametrize("model_type", ["gemma2", "glm4", "mixtral", "gpt_oss"])
+def test_traced_models_of_other_types(model_type):
+    """Soft caps, packed layers, experts."""
+    stock, ours = (Returns(m.eval(), "logits") for m in pair(model_type, patching={}))
+    tokens = ids(**FIRST)
+    with torch.no_grad():
+        traced = torch.jit.trace(ours, (tokens,), check_trace=False)
+        torch.testing.assert_close(traced(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
+
+
+@TRACED
+@GRAD
+def test_trace_has_operators_not_backend_calls(grad):
+    """A kernel is invisible to the tracer, which would record the buffer that it fills."""
+
+    def function(x, weight):
+        return ops.rms_norm(x, weight)
+
+    def and_gradient(x, weight):
+        return torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
+
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        graph = torch.jit.trace(function, (x, weight), check_trace=False).graph
+    kinds = [node.kind() for node in graph.nodes()]
+    assert "liger_multi::rms_norm" in kinds
+    assert not {node_kind for node_kind in kinds if "empty" in node_kind or "rsqrt" in node_kind}
+    if grad:
+        graph = torch.jit.trace(and_gradient, (x, weight), check_trace=False).graph
+        assert "liger_multi::rms_norm_backward" in [node.kind() for node in graph.nodes()]
+
+
+@TRACED
+def test_symbolic_tracing_runs_the_forwards_of_stock():
+    """``torch.fx`` traces with proxies, which no operator takes."""
+    stock, ours = both("logits", num_hidden_layers=2)
+    x = torch.randn(2, 5, 32)
+    for path in ("layers.0.mlp", "layers.1.input_layernorm", "norm"):
+        traced = torch.fx.symbolic_trace(nn.Sequential(ours.model.model.get_submodule(path)))
+        torch.testing.assert_close(traced(x), stock.model.model.get_submodule(path)(x))
+    for module in (stock, ours):
+        with pytest.raises(torch.fx.proxy.TraceError):
+            torch.fx.symbolic_trace(module)

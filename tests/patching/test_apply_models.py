@@ -6,7 +6,6 @@ operators' calls.
 Experts are recognized, equal to stock in every gradient, and given back.
 """
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 import functools
 import re
@@ -15,11 +14,9 @@ from collections import Counter
 import pytest
 import torch
 from packaging import version
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-
-transformers = pytest.importorskip("transformers")
-
 
 import liger_multi
 from liger_multi.dispatch.op import OPS, inline_ops
@@ -37,8 +34,11 @@ from tests.models import (
     assert_unpatched,
     batch,
     build,
+    experts_of,
     graph_batch,
     patched_copy,
+    scaled_to_width,
+    transformers,
 )
 from tests.sweep.cases import build as build_pair
 from tests.sweep.cases import inputs, registered
@@ -57,8 +57,6 @@ def built(model_type, **config):
 
 
 class Case:
-    """A stock model and its patched copy."""
-
     def __init__(self, model_type, device, monkeypatch, tmp_path):
         self.model_type, self.device, self.tmp_path = model_type, device, tmp_path
         self.known = ARCHITECTURES[model_type]
@@ -76,6 +74,9 @@ class Case:
 
     def batch(self, **more):
         return batch(length=LENGTH, device=self.device) | more
+
+    def loss_of(self, model):
+        return model(**self.batch()).loss
 
     def same_training(self, models, run, rtol=2e-5, times=1, head=1):
         """Equal loss and gradients, and the patched model called its operators.
@@ -97,7 +98,7 @@ class Case:
 
 
 def labels(case):
-    case.same_training(case.models(), lambda m: m(**case.batch()).loss)
+    case.same_training(case.models(), case.loss_of)
 
 
 def num_items_in_batch(case):
@@ -116,26 +117,18 @@ def custom_loss_on_logits(case):
     case.same_training(case.models(), run, head=0)
 
 
-def keep_with_shift_labels(case, keep):
+def logits_to_keep(case):
     ids = case.batch()["input_ids"]
-    shift = ids[:, -keep:] if isinstance(keep, int) else ids[:, keep]
-    inputs = case.batch(
-        labels=shift.contiguous(), shift_labels=shift.contiguous(), logits_to_keep=keep
-    )
     models = case.models()
-    case.same_training(models, lambda m: m(**inputs).loss)
-    del inputs["labels"], inputs["shift_labels"]
-    expected, got = (m(**inputs).logits for m in models)
-    assert got.shape == (*shift.shape, VOCABULARY)
-    torch.testing.assert_close(real_logits(got), expected, rtol=1e-5, atol=1e-5)
-
-
-def logits_to_keep_int(case):
-    keep_with_shift_labels(case, 5)
-
-
-def logits_to_keep_tensor(case):
-    keep_with_shift_labels(case, torch.tensor([1, 4, 6, 7], device=case.device))
+    for keep in (5, torch.tensor([1, 4, 6, 7], device=case.device)):
+        shift = (ids[:, -keep:] if isinstance(keep, int) else ids[:, keep]).contiguous()
+        inputs = case.batch(labels=shift, shift_labels=shift, logits_to_keep=keep)
+        case.calls.clear()
+        case.same_training(models, lambda m, inputs=inputs: m(**inputs).loss)
+        del inputs["labels"], inputs["shift_labels"]
+        expected, got = (m(**inputs).logits for m in models)
+        assert got.shape == (*shift.shape, VOCABULARY)
+        torch.testing.assert_close(real_logits(got), expected, rtol=1e-5, atol=1e-5)
 
 
 def attentions_and_hidden_states(case):
@@ -169,8 +162,8 @@ def tuple_output(case):
 
     case.same_training(models, run)
     expected, got = tuples
-    assert type(got) is type(expected) is tuple
-    assert len(got) == len(expected)
+    assert (type(got), len(got)) == (type(expected), len(expected))
+    assert isinstance(got, tuple)
     torch.testing.assert_close(real_logits(got[1]), expected[1], rtol=1e-5, atol=1e-5)
 
 
@@ -223,24 +216,19 @@ def gradient_checkpointing(case):
 
 
 def autocast_bf16(case):
-    def run(model):
-        return model(**case.batch()).loss
-
     def cast(model):
         with torch.autocast(case.device.type, dtype=torch.bfloat16):
-            return run(model)
+            return case.loss_of(model)
 
     stock, ours = case.models()
-    assert_as_exact(stock, ours, copy.deepcopy(stock), cast, run)
+    assert_as_exact(stock, ours, copy.deepcopy(stock), cast, case.loss_of)
     case.called()
 
 
 def bf16_weights_and_deepcopy(case):
-    def run(model):
-        return model(**case.batch()).loss
-
     stock, ours = case.models(torch.bfloat16)
-    assert_as_exact(stock, copy.deepcopy(ours), copy.deepcopy(stock).float(), run, run)
+    wide = copy.deepcopy(stock).float()
+    assert_as_exact(stock, copy.deepcopy(ours), wide, case.loss_of, case.loss_of)
     case.called()
 
 
@@ -252,7 +240,7 @@ def save_and_load(case):
     assert [type(m) for m in loaded.modules()] == [type(m) for m in stock.modules()]
     patch(loaded, strict=True)
     case.calls.clear()
-    case.same_training((stock, loaded), lambda m: m(**case.batch()).loss)
+    case.same_training((stock, loaded), case.loss_of)
 
 
 def compiled(case):
@@ -279,8 +267,7 @@ SITUATIONS = (
     labels,
     num_items_in_batch,
     custom_loss_on_logits,
-    logits_to_keep_int,
-    logits_to_keep_tensor,
+    logits_to_keep,
     attentions_and_hidden_states,
     tuple_output,
     evaluation,
@@ -320,17 +307,11 @@ def test_report_names_running_operators(model_type):
     report = patch(copy.deepcopy(built(model_type)), strict=True)
     by = {entry.op: entry.replaced_by for entry in report.entries}
     assert by["rope"] == f"rope[{known.rope}]"
-    if "geglu" in by:
-        assert by["geglu"] == "gated_mlp[gelu_tanh]"
-    if "swiglu" in by:
-        assert by["swiglu"] == ("swiglu_packed" if known.packed else "gated_mlp[silu]")
+    mlp = {"geglu": "gated_mlp[gelu_tanh]"}
+    mlp["swiglu"] = "swiglu_packed" if known.packed else "gated_mlp[silu]"
+    assert all(by[op] == mlp[op] for op in mlp.keys() & by.keys())
     assert "model.layers.*.self_attn" in str(report)
-    absent = {s.op for s in report.skipped}
-    assert absent == (set() if {"swiglu", "geglu"} & set(by) else {"swiglu", "geglu"})
-
-
-def experts_of(built):
-    return [m for m in built.modules() if hasattr(m, "_apply_gate")]
+    assert {s.op for s in report.skipped} == (set() if mlp.keys() & by.keys() else {*mlp})
 
 
 # --- modules ---
@@ -379,36 +360,52 @@ def test_hyper_connections_are_those_of_deepseek(dtype):
         torch.testing.assert_close(got, expected, rtol=by[0], atol=by[1] * max(1.0, size))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"index": torch.zeros(4, 2)}, TypeError, "integer class ids"),
-        ({"index": torch.zeros(4, 3, dtype=torch.int64)}, ValueError, "same shape"),
-        ({"x": torch.zeros(4, 7)}, ValueError, "must be H = 8"),
-        ({"down_weight": torch.zeros(3, 8, 5)}, ValueError, r"down_weight must have shape"),
-        ({"gate_up_weight": torch.zeros(8, 8)}, ValueError, "three axes"),
-        ({"down_bias": torch.zeros(8)}, ValueError, r"down_bias must have shape \(3, 8\)"),
-        ({"x": torch.zeros(4, 8).half()}, TypeError, "one dtype"),
-        ({"activation": "relu"}, ValueError, "relu"),
-        ({"interleaved": 1}, TypeError, "True or False"),
-        ({"routing": None}, TypeError, "routing must be"),
-    ],
-)
-def test_unfit_arguments_are_refused(change, error, said):
-    inputs = {
+ARGUMENTS = {
+    "fused_moe": {
         "x": torch.zeros(4, 8),
         "gate_up_weight": torch.zeros(3, 8, 8),
         "down_weight": torch.zeros(3, 8, 4),
         "index": torch.zeros(4, 2, dtype=torch.int64),
         "routing": torch.zeros(4, 2),
-    }
-    with pytest.raises(error, match=said):
-        liger_multi.ops.fused_moe(**(inputs | change))
+    },
+    "hyper_connections": {
+        "x": torch.zeros(3, 2, 4),
+        "weight": torch.zeros(8, 8),
+        "bias": torch.zeros(8),
+        "scale": torch.zeros(3),
+    },
+    "hyper_connections_pre": {"x": torch.zeros(3, 2, 4), "pre": torch.zeros(3, 2)},
+    "hyper_connections_post": {
+        "x": torch.zeros(3, 2, 4),
+        "out": torch.zeros(3, 4),
+        "post": torch.zeros(3, 2),
+        "mix": torch.zeros(3, 2, 2),
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("op", "change", "error", "said"),
     [
+        ("fused_moe", {"index": torch.zeros(4, 2)}, TypeError, "integer class ids"),
+        (
+            *("fused_moe", {"index": torch.zeros(4, 3, dtype=torch.int64)}),
+            *(ValueError, "same shape"),
+        ),
+        ("fused_moe", {"x": torch.zeros(4, 7)}, ValueError, "must be H = 8"),
+        (
+            *("fused_moe", {"down_weight": torch.zeros(3, 8, 5)}),
+            *(ValueError, r"down_weight must have shape"),
+        ),
+        ("fused_moe", {"gate_up_weight": torch.zeros(8, 8)}, ValueError, "three axes"),
+        (
+            *("fused_moe", {"down_bias": torch.zeros(8)}),
+            *(ValueError, r"down_bias must have shape \(3, 8\)"),
+        ),
+        ("fused_moe", {"x": torch.zeros(4, 8).half()}, TypeError, "one dtype"),
+        ("fused_moe", {"activation": "relu"}, ValueError, "relu"),
+        ("fused_moe", {"interleaved": 1}, TypeError, "True or False"),
+        ("fused_moe", {"routing": None}, TypeError, "routing must be"),
         ("hyper_connections", {"iterations": 0}, ValueError, "at least 1"),
         ("hyper_connections", {"weight": torch.zeros(8, 9)}, ValueError, "weight must have shape"),
         ("hyper_connections", {"eps": -1.0}, ValueError, "eps must be at least 0"),
@@ -419,22 +416,9 @@ def test_unfit_arguments_are_refused(change, error, said):
         ("hyper_connections_post", {"out": torch.zeros(3, 5)}, ValueError, "out must have shape"),
     ],
 )
-def test_unfit_streams_are_refused(op, change, error, said):
-    inputs = {
-        "hyper_connections": {
-            "weight": torch.zeros(8, 8),
-            "bias": torch.zeros(8),
-            "scale": torch.zeros(3),
-        },
-        "hyper_connections_pre": {"pre": torch.zeros(3, 2)},
-        "hyper_connections_post": {
-            "out": torch.zeros(3, 4),
-            "post": torch.zeros(3, 2),
-            "mix": torch.zeros(3, 2, 2),
-        },
-    }[op]
+def test_unfit_arguments_are_refused(op, change, error, said):
     with pytest.raises(error, match=said):
-        getattr(liger_multi.ops, op)(**({"x": torch.zeros(3, 2, 4)} | inputs | change))
+        getattr(liger_multi.ops, op)(**(ARGUMENTS[op] | change))
 
 
 # --- multimodal models with true inputs ---
@@ -481,17 +465,10 @@ def _model(model_type):
     pairs = [
         p for p in registered() if p.type == model_type and p.cls.endswith("ConditionalGeneration")
     ]
-    model = build_pair(pairs[0])
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(drawn * (parameter[0].numel()) ** -0.5)
-            elif parameter.numel() > 1:
-                parameter.add_(drawn * 0.2)
-            else:
-                parameter.fill_(0.8)  # gates are born zero
+    model = scaled_to_width(build_pair(pairs[0]), noise=0.2)
+    for parameter in model.parameters():
+        if parameter.numel() == 1:
+            nn.init.constant_(parameter, 0.8)  # gates are born zero
     return model, inputs(pairs[0], model)
 
 
@@ -633,7 +610,6 @@ class Backward(TorchDispatchMode):
 
 
 def freeze(model_type, model, tower):
-    """Freeze the tower, or all of the model but the tower."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(in_tower(model_type, name) != tower)
 
@@ -649,8 +625,7 @@ def flops(model, batch):
 @pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
 def test_frozen_parts(model_type, tower):
     """No gradients, and none computed: as many products fewer as unpatched, or more."""
-    options = {"fused_linear_cross_entropy": {"compact": False}}
-    stock, ours, batch = models(model_type, options)
+    stock, ours, batch = models(model_type, {"fused_linear_cross_entropy": {"compact": False}})
     whole = [flops(model, batch) for model in (stock, ours)]
     for model in (stock, ours):
         freeze(model_type, model, tower)
@@ -660,9 +635,7 @@ def test_frozen_parts(model_type, tower):
     assert backward.calls
     assert not backward.wasted
     assert not [n for n in gradients(ours) if in_tower(model_type, n) == tower]
-    saved = [
-        before - flops(model, batch) for before, model in zip(whole, (stock, ours), strict=True)
-    ]
+    saved = [n - flops(model, batch) for n, model in zip(whole, (stock, ours), strict=True)]
     assert saved[1] >= saved[0] > 0
 
 
@@ -670,7 +643,6 @@ def test_frozen_parts(model_type, tower):
 
 
 def linears(model_type, model, tower):
-    """Linear layers within layers of the tower, or of the rest."""
     return [
         path
         for path, module in model.named_modules()
@@ -682,7 +654,6 @@ def linears(model_type, model, tower):
 
 
 def adapted(model, targets):
-    """Two equal models with adapters that add something."""
     stock = adapters(model, targets, std=0.2)
     return stock, copy.deepcopy(stock)
 
@@ -743,7 +714,6 @@ def test_compiled(model_type):
         loss.backward()
         counts.append(graphs.count)
         losses.append(loss.detach())
-    torch._dynamo.reset()
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
     assert_same_gradients(gradients(ours), gradients(stock))
     assert counts[1] - graphs.single <= counts[0]

@@ -23,52 +23,31 @@ from liger_multi.errors import PackingError
 from liger_multi.memory import apply_recompute, estimate
 from liger_multi.patching.rotary import recognized
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import assert_same_training, batch, build, patched_copy, redrawn
+from tests.models import (
+    Mlp,
+    Norm,
+    assert_same_compiled,
+    batch,
+    build,
+    patched_copy,
+    redrawn,
+    transformers,
+    variant,
+)
+from tests.patching.test_rotary import half
 from tests.sweep import cases
 
-transformers = pytest.importorskip("transformers")
 
-SIZE = 32
-
-
-class Plain(nn.Module):
-    """A norm of the llama kind, with a hook before and after it."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(size) + 0.5), 1e-6
-
-    def before(self, x: Tensor) -> Tensor:
-        return x
-
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = self.before(x).float()
-        n = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.after(x, self.weight * n.to(x.dtype))
-
-
-class PlainLayerNorm(Plain):
-    """The same around PyTorch's layer norm."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        super().__init__(size)
-        self.bias = nn.Parameter(torch.randn(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(self.before(x), x.shape[-1:], self.weight, self.bias, self.eps)
-        return self.after(x, y)
-
-
-class Gated(nn.Module):
-    """A gated norm."""
-
+class LayerNorm(Norm):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(SIZE) + 0.5), 1e-6
+        self.bias = nn.Parameter(torch.randn(12))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+class Gated(Norm):
     def closed(self, gate: Tensor) -> Tensor:
         return gate
 
@@ -80,12 +59,11 @@ class Gated(nn.Module):
 
 
 def replaced(module: nn.Module) -> set[str]:
-    """The operators of a patch."""
     report = liger_multi.patch(nn.Sequential(module), fused_linear_cross_entropy=False)
     return {entry.op for entry in report.entries}
 
 
-@pytest.mark.parametrize("module_class", [Plain, PlainLayerNorm, Gated])
+@pytest.mark.parametrize("module_class", [Norm, LayerNorm, Gated])
 def test_plain_norms_are_replaced(module_class: Any) -> None:
     assert replaced(module_class())
 
@@ -102,100 +80,80 @@ def ones_for_zeros(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def zeros_for_constants(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    flat = x.amax(-1, keepdim=True) == x.amin(-1, keepdim=True)
-    return torch.where(flat, torch.zeros_like(y), y)
+    return torch.where(x.amax(-1, keepdim=True) == x.amin(-1, keepdim=True), torch.zeros_like(y), y)
 
 
 def zeros_for_tiny_rows(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(x.abs().amax(-1, keepdim=True) < 1e-10, torch.zeros_like(y), y)
 
 
+def before(change: Any) -> Any:
+    return lambda base, m, x: base.forward(m, change(m, x))
+
+
+def after(change: Any) -> Any:
+    return lambda base, m, x: change(m, x, base.forward(m, x))
+
+
 OTHER_WAYS: dict[str, Any] = {
-    "zero rows": (Plain, {"after": ones_for_zeros}),
+    "plain": (Norm, after(lambda m, x, y: y)),
+    "zero rows": (Norm, after(ones_for_zeros)),
     "zero rows without gradient": (
-        Plain,
-        {
-            "before": lambda m, x: torch.where(
-                (x == 0).all(-1, keepdim=True), torch.zeros_like(x), x
-            )
-        },
+        Norm,
+        before(lambda m, x: torch.where((x == 0).all(-1, keepdim=True), torch.zeros_like(x), x)),
     ),
-    "tiny inputs": (Plain, {"before": lambda m, x: x.masked_fill(x.abs() < 1e-5, 0)}),
-    "tiniest inputs": (Plain, {"before": lambda m, x: x.masked_fill(x.abs() < 1e-20, 0)}),
-    "tiny rows": (Plain, {"after": zeros_for_tiny_rows}),
-    "tiny outputs": (Plain, {"after": lambda m, x, y: F.hardshrink(y, 1e-7)}),
-    "huge inputs": (Plain, {"before": lambda m, x: x.clamp(-1e10, 1e10)}),
-    "constant rows": (Plain, {"after": zeros_for_constants}),
-    "infinity": (Plain, {"before": lambda m, x: torch.nan_to_num(x, neginf=-1.0)}),
-    "tiny gates": (Gated, {"closed": lambda m, gate: gate.masked_fill(gate.abs() < 1e-6, 1.0)}),
-    "layer norm of constants": (PlainLayerNorm, {"after": zeros_for_constants}),
-    "layer norm of tiny rows": (
-        PlainLayerNorm,
-        {"before": lambda m, x: zeros_for_tiny_rows(m, x, x)},
-    ),
-    "layer norm of zeros": (PlainLayerNorm, {"after": ones_for_zeros}),
+    "tiny inputs": (Norm, before(lambda m, x: x.masked_fill(x.abs() < 1e-5, 0))),
+    "tiniest inputs": (Norm, before(lambda m, x: x.masked_fill(x.abs() < 1e-20, 0))),
+    "tiny rows": (Norm, after(zeros_for_tiny_rows)),
+    "tiny outputs": (Norm, after(lambda m, x, y: F.hardshrink(y, 1e-7))),
+    "huge inputs": (Norm, before(lambda m, x: x.clamp(-1e10, 1e10))),
+    "constant rows": (Norm, after(zeros_for_constants)),
+    "infinity": (Norm, before(lambda m, x: torch.nan_to_num(x, neginf=-1.0))),
+    "layer norm of constants": (LayerNorm, after(zeros_for_constants)),
+    "layer norm of tiny rows": (LayerNorm, before(lambda m, x: zeros_for_tiny_rows(m, x, x))),
+    "layer norm of zeros": (LayerNorm, after(ones_for_zeros)),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_WAYS)
 def test_norms_with_a_way_of_their_own_are_left(name: str) -> None:
-    base, methods = OTHER_WAYS[name]
-    assert not replaced(type("Other", (base,), methods)())
+    base, way = OTHER_WAYS[name]
+    assert bool(replaced(variant(base, lambda m, x: way(base, m, x)))) == (name == "plain")
 
 
-class Mlp(nn.Module):
-    """A gated MLP with a hook at its gate and at its end."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(16, 48, bias=bias) for _ in range(2))
-        self.down_proj = nn.Linear(48, 16, bias=bias)
-
-    def inner(self, gate: Tensor) -> Tensor:
-        return gate
-
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = F.silu(self.inner(self.gate_proj(x)))
-        return self.after(x, self.down_proj(gate * self.up_proj(x)))
+def test_gated_norm_with_a_way_of_its_own_is_left() -> None:
+    tiny = {"closed": lambda m, gate: gate.masked_fill(gate.abs() < 1e-6, 1.0)}
+    assert not replaced(type("Other", (Gated,), tiny)())
 
 
 MLPS: dict[str, Any] = {
-    "plain": {},
-    "zero rows": {"after": ones_for_zeros},
-    "tiny gates": {"inner": lambda m, gate: gate.masked_fill(gate.abs() < 1e-7, 0)},
-    "tiny outputs": {"after": lambda m, x, y: y.masked_fill(y.abs() < 1e-9, 0)},
+    "plain": after(lambda m, x, y: y),
+    "zero rows": after(ones_for_zeros),
+    "tiny gates": lambda base, m, x: m.down_proj(
+        m.act_fn((gate := m.gate_proj(x)).masked_fill(gate.abs() < 1e-7, 0)) * m.up_proj(x)
+    ),
+    "tiny outputs": after(lambda m, x, y: y.masked_fill(y.abs() < 1e-9, 0)),
 }
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", MLPS)
 def test_mlps_with_a_way_of_their_own_are_left(name: str, bias: bool) -> None:
-    assert bool(replaced(type("Other", (Mlp,), MLPS[name])(bias))) == (name == "plain")
-
-
-def _half(x: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _half(q) * sin, k * cos + _half(k) * sin
+    way = MLPS[name]
+    module_class = type("Other", (Mlp,), {"forward": lambda m, x: way(Mlp, m, x)})
+    assert bool(replaced(module_class(bias=bias))) == (name == "plain")
 
 
 def test_rotary_functions() -> None:
     def unless_tiny(*args: Tensor, **options: int) -> Any:
-        a, b = rotated(*args, **options)
+        a, b = half(*args, **options)
         return a, b.masked_fill(b.abs() < 1e-7, 0)
 
     def unless_huge(*args: Tensor, **options: int) -> Any:
-        a, b = rotated(*args, **options)
+        a, b = half(*args, **options)
         return a.clamp(-1e4, 1e4), b
 
-    assert not isinstance(recognized(rotated), str)
+    assert not isinstance(recognized(half), str)
     assert isinstance(recognized(unless_tiny), str)
     assert isinstance(recognized(unless_huge), str)
 
@@ -258,19 +216,16 @@ def parametrize_all(model: nn.Module, by: type[Scaled] = Scaled) -> nn.Module:
 
 
 def parametrize_head(model: Any, by: type[Scaled] = Scaled) -> Any:
-    """Parametrize the output embedding only."""
     parametrize.register_parametrization(model.lm_head, "weight", by("lm_head.weight"))
     return model
 
 
 def counted(run: Any) -> tuple[Any, Counter[str]]:
-    """The result of a call, and how often each weight was computed."""
     COUNTS.clear()
     return run(), Counter(COUNTS)
 
 
 def step(model: Any, inputs: Any) -> Tensor:
-    """Forward and backward."""
     loss = model(**inputs).loss
     loss.backward()
     return loss.detach()
@@ -296,8 +251,8 @@ def test_every_weight_is_computed_once(architecture: str, first: str) -> None:
     expected, times = counted(lambda: step(stock, inputs))
     actual, ours_times = counted(lambda: step(ours, inputs))
     assert ours_times.keys() == times.keys()
-    more = {name: n for name, n in ours_times.items() if n > times[name]}
-    assert not more  # grouped GEMMs of transformers 5.0 read the size of a weight beside its value
+    # grouped GEMMs of transformers 5.0 read the size of a weight beside its value
+    assert not {name: n for name, n in ours_times.items() if n > times[name]}
     torch.testing.assert_close(actual, expected)
     assert_same_gradients(gradients(ours), gradients(stock))
 
@@ -379,12 +334,8 @@ def test_logits_after_a_step(by: type[Scaled]) -> None:
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    stock, inputs = parametrize_head(build(tied=False)), batch()
-    ours = patched_copy(stock)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    assert_same_training(
-        stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss, rtol=2e-5
-    )
+    stock = parametrize_head(build(tied=False))
+    assert_same_compiled(stock, patched_copy(stock), batch())
 
 
 @pytest.mark.parametrize("first", ["parametrized", "patched"])
@@ -461,20 +412,13 @@ def tensors(model):
     return [*model.parameters(), *model.buffers()]
 
 
-def by_type(model_type):
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
-    if model_type not in pairs:
-        pytest.skip(f"this transformers has no {model_type}")
-    return cases.build(pairs[model_type])
-
-
 @pytest.mark.parametrize(
     "model_type",
     ["llama", "qwen3", "gemma2", "qwen3_moe", "qwen3_next", "lfm2", "deepseek_v32", "llama4_text"],
 )
 def test_a_patch_and_a_trial_leave_a_model_alone(model_type):
     """Norms, MLPs, experts, mixers, rotary functions, indexers and heads are recognized here."""
-    model = by_type(model_type).eval()
+    model = cases.build(cases.of_type(model_type)).eval()
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         frozen(part)
     for module in model.modules():
@@ -529,8 +473,8 @@ def test_a_cache_is_never_tried_with(form):
             raise InterruptedError
 
     hook = model.model.register_forward_pre_hook(stop, with_kwargs=True)
-    hook_of_library = model.model._forward_pre_hooks[hook.id]
-    hook_of_library.__module__ = "transformers.tests"  # or a trial would set it aside
+    # of a library, or a trial would set it aside
+    model.model._forward_pre_hooks[hook.id].__module__ = "transformers.tests"
     args, kwargs = [], {**inputs, name: value}
     if form == "positional":
         names = arguments.parameters_of(type(model).forward)

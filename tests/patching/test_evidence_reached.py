@@ -23,13 +23,25 @@ from liger_multi.patching import patch
 from liger_multi.patching.evidence import reached
 from liger_multi.patching.evidence.reached import Outcomes
 from tests.models import Mlp, Norm, assert_same_training, batch, build, pair, variant
-from tests.patching.test_norms_find import equal
+from tests.patching.test_norms import equal
 
 ALONE = {"fused_linear_cross_entropy": False}
 FACTOR = 1.0
 FACTORS = [1.0]
 CALLS = 0
 SEEN = []
+
+
+def in_order(when, patching, replacing):
+    """Patch, and replace a function before or after; what patching gives."""
+    if when == "before":
+        replacing()
+    result = patching()
+    if when == "after":
+        replacing()
+    return result
+
+
 OTHER_FILE = types.ModuleType("settings_of_somebody")
 OTHER_FILE.factor = 1.0
 
@@ -106,56 +118,42 @@ def _pairs():
 
 @pytest.mark.parametrize("base", [Mlp, Norm])
 @pytest.mark.parametrize("where", _pairs())
-def test_values_changed_after_the_patch(where, base):
+def test_values_changed_after_the_patch(where, base, request):
     scale, change = _pairs()[where]
     module = of(scale, base)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
     report = patch(model := nn.Sequential(module), **ALONE)
-    try:
-        with report.watch(model) as watched:
-            equal(stock, module, x, rtol=1e-4)
-        assert bool(watched.served) == is_served(report)
-        change(3.0)
+    request.addfinalizer(lambda: change(1.0))
+    for value in (1.0, 3.0, float("1.0")):  # at last another object of the same value
+        change(value)
         equal(stock, module, x, rtol=1e-4)
         with report.watch(model) as watched:
             model(x)
-        assert not watched.served
-        change(float("1.0"))  # another object of the same value
-        with report.watch(model) as watched:
-            equal(stock, module, x, rtol=1e-4)
-        assert bool(watched.served) == is_served(report)
-    finally:
-        change(1.0)
+        assert bool(watched.served) == (is_served(report) and value == 1.0)
 
 
 @pytest.mark.parametrize("where", ["a global", "a class"])
-def test_a_compiled_graph_does_not_keep_values(where):
+def test_a_compiled_graph_does_not_keep_values(where, request):
     scale, change = _pairs()[where]
     module = of(scale)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
     assert is_served(report_of(module))
     # torch 2.11 itself keeps an attribute of a class that a forward names
     ours, theirs = (torch.compile(m, backend="eager", fullgraph=True) for m in (module, stock))
-    try:
-        for value in (1.0, 2.0):
-            change(value)
-            equal(theirs, ours, x, rtol=1e-4)
-    finally:
-        change(1.0)
-        torch._dynamo.reset()
+    request.addfinalizer(lambda: change(1.0))
+    for value in (1.0, 2.0):
+        change(value)
+        equal(theirs, ours, x, rtol=1e-4)
 
 
-def test_cached_class_value_is_not_confused():
+def test_cached_class_value_is_not_confused(monkeypatch):
     """The probe of a class is kept, but not over a change of what its code reads."""
     module = of(lambda y: y * FACTOR)
     again = type(module)()
     assert is_served(report_of(module))
-    of_globals("FACTOR")(2.0)
-    try:
-        assert not is_served(report_of(again))
-        equal(copy.deepcopy(again), again, torch.randn(3, 12), rtol=1e-4)
-    finally:
-        of_globals("FACTOR")(1.0)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert not is_served(report_of(again))
+    equal(copy.deepcopy(again), again, torch.randn(3, 12), rtol=1e-4)
 
 
 # --- what cannot be compared, and what code does beside its result ---
@@ -228,37 +226,24 @@ def test_a_list_of_the_class_is_left_alone():
     ("owner", "name", "base"), [(F, "silu", Mlp), (torch, "rsqrt", Norm), (F, "linear", Mlp)]
 )
 def test_replaced_functions_of_pytorch(owner, name, base, when, monkeypatch):
-    module, x = base(), torch.randn(2, 5, 12)
-    stock, own = copy.deepcopy(module), getattr(owner, name)
+    module, own = base(), getattr(owner, name)
+    stock, half = copy.deepcopy(module), lambda *args, **kwargs: own(*args, **kwargs) * 0.5
     assert is_served(report_of(base()))  # the class is known already
-
-    def replace():
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: own(*args, **kwargs) * 0.5)
-
-    if when == "before":
-        replace()
-    report_of(module)
-    if when == "after":
-        replace()
-    equal(stock, module, x, rtol=1e-4)
+    in_order(when, lambda: report_of(module), lambda: monkeypatch.setattr(owner, name, half))
+    equal(stock, module, torch.randn(2, 5, 12), rtol=1e-4)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_replaced_helper_of_a_rotary_function(when, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(modeling_llama, "rotate_half"), (F, "linear")])
+def test_replaced_functions_reach_a_model(owner, name, when, monkeypatch):
+    """The helper of a rotary function, and what the head calls."""
     stock, model = pair("llama")
-    patch(build("llama"))  # the function is known already
-    own = modeling_llama.rotate_half
-
-    def replace():
-        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: 2 * own(x))
-
-    if when == "before":
-        replace()
-    report = patch(model)
-    if when == "after":
-        replace()
-    assert bool(report.count("rope")) == (when == "after")
-    assert_same_training(stock, model, lambda each: each(**batch()).loss)
+    patch(build("llama"))  # the functions are known already
+    own = getattr(owner, name)
+    twice = lambda *args: 2 * own(*args)  # noqa: E731
+    report = in_order(when, lambda: patch(model), lambda: monkeypatch.setattr(owner, name, twice))
+    assert bool(report.count("rope")) == (when == "after" or owner is F)
+    assert_same_training(stock, model)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -284,26 +269,7 @@ def test_a_wrapper_around_a_loss_runs_once(name, options, when, monkeypatch):
         loss = F.cross_entropy(logits, labels) + F.log_softmax(logits, -1).mean()
         (loss + F.relu(logits).mean()).backward()
         results.append((loss.detach(), len(calls), each.lm_head.weight.grad))
-    (loss, count, grad), (ours, our_count, our_grad) = results
-    torch.testing.assert_close(ours, loss)
-    torch.testing.assert_close(our_grad, grad)
-    assert our_count == count
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_replaced_linear_function_reaches_the_head(when, monkeypatch):
-    stock, model = pair("llama")
-    own = F.linear
-
-    def replace():
-        monkeypatch.setattr(F, "linear", lambda x, w, b=None: own(x, w * 0.5, b))
-
-    if when == "before":
-        replace()
-    patch(model)
-    if when == "after":
-        replace()
-    assert_same_training(stock, model, lambda each: each(**batch()).loss)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("between", [False, True])

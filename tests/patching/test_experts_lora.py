@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft.tuners.lora.layer", reason="a PEFT with target_parameters")
 
 from liger_multi import ops
@@ -25,6 +24,8 @@ from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.experts import lora as expert_lora
 from liger_multi.patching.experts import quantized as quantized_experts
+from tests import models
+from tests.comparing import gradients, recorded, saved
 from tests.models import (
     adapters,
     assert_as_exact,
@@ -32,39 +33,14 @@ from tests.models import (
     batch,
     build,
     filled,
+    loss_of,
+    patched_copy,
+    patched_ops,
+    transformers,
 )
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 EXPERTS, HIDDEN, INNER = 4, 32, 16
-
-
-def deepseek(**config):
-    """A sigmoid router with groups and shared experts."""
-    settings = transformers.DeepseekV3Config(
-        vocab_size=223,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        moe_intermediate_size=INNER,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=EXPERTS,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        **config,
-    )
-    torch.manual_seed(0)
-    return transformers.DeepseekV3ForCausalLM(settings)
 
 
 def nemotron():
@@ -88,7 +64,7 @@ def nemotron():
     return transformers.NemotronHForCausalLM(settings)
 
 
-OWN = {"deepseek_v3": deepseek, "nemotron_h": nemotron}
+OWN = {"deepseek_v3": models.deepseek, "nemotron_h": nemotron}
 FIRST = {"nemotron_h": ("mixer.experts.up_proj", "mixer.experts.down_proj")}
 
 
@@ -102,32 +78,27 @@ def adapted(model, target_parameters=STACKS, **config):
     return adapters(model, config.pop("target_modules", []), **config)
 
 
-def pair(model_type="qwen3_moe", dtype=torch.float32, **config):
+def pair(model_type="qwen3_moe", dtype=torch.float32, patched=False, **config):
+    """Two equal models with adapters, of which the second one may be patched."""
     stock = adapted(adapted_model(model_type, dtype), **config)
-    return stock, copy.deepcopy(stock)
+    return stock, patched_copy(stock, strict=True) if patched else copy.deepcopy(stock)
 
 
-def loss_of(model):
-    return model(**batch()).loss
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Calls of the operators of experts."""
-    counter = Counter()
-    for name in ("lora_moe", "fused_moe"):
-        own = getattr(ops, name)
-        monkeypatch.setattr(
-            ops, name, lambda *a, name=name, own=own, **k: (counter.update([name]), own(*a, **k))[1]
-        )
-    return counter
+calls = models.counting("lora_moe", "fused_moe")
 
 
 def assert_trained_alike(stock, ours, calls, count):
     """Both train alike, with this number of calls of lora_moe and none of fused_moe."""
     calls.clear()
-    assert_same_training(stock, ours, loss_of)
+    assert_same_training(stock, ours)
     assert calls == Counter(lora_moe=count)
+
+
+def assert_left_to_peft(stock, ours, calls):
+    """Both train alike, without a call of lora_moe."""
+    calls.clear()
+    assert_same_training(stock, ours)
+    assert not calls["lora_moe"]
 
 
 def wrappers(model):
@@ -143,15 +114,14 @@ ACTIVATIONS = {"gpt_oss": "swiglu_clamped", "nemotron_h": "relu_squared"}
 @pytest.mark.parametrize("model_type", LAYERS)
 def test_a_step_is_peft_s(model_type, calls):
     stock, ours = pair(model_type, target_parameters=FIRST.get(model_type, STACKS))
-    report = patch(ours, strict=True)
-    actual = [e.replaced_by for e in report.entries if e.op == "lora"]
+    actual = [e.replaced_by for e in patch(ours, strict=True).entries if e.op == "lora"]
     assert actual == [f"lora_moe[{ACTIVATIONS.get(model_type, 'silu')}]"] * LAYERS[model_type]
     assert_trained_alike(stock, ours, calls, LAYERS[model_type])
     grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
     assert len(grads) == 4 * LAYERS[model_type]
     assert all("lora_" in name and grad.any() for name, grad in grads.items())
     unpatch(ours)
-    assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
+    assert not patched_ops(ours)
     assert_trained_alike(stock, ours, calls, 0)
 
 
@@ -166,9 +136,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_forms_of_plain_lora(name, calls):
-    stock, ours = pair(**CONFIGS[name])
-    patch(ours, strict=True)
-    assert_trained_alike(stock, ours, calls, 1)
+    assert_trained_alike(*pair(patched=True, **CONFIGS[name]), calls, 1)
 
 
 @pytest.mark.parametrize("active", [["default"], ["other"], ["default", "other"]])
@@ -178,18 +146,13 @@ def test_one_of_two_adapters_and_both(active, calls):
     settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=list(STACKS))
     stock.add_adapter("other", settings)
     filled(stock).base_model.set_adapter(active)
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
-    assert_trained_alike(stock, ours, calls, 1)
+    assert_trained_alike(stock, patched_copy(stock, strict=True), calls, 1)
 
 
 def test_patched_before_and_after_the_adapters(calls):
-    stock, ours = adapted(adapted_model()), adapted_model()
-    patch(ours, strict=True)
-    ours = adapted(ours)
-    calls.clear()
-    assert_same_training(stock, ours, loss_of)
-    assert calls["lora_moe"] == 0  # PEFT's forward, until the next patch
+    stock = adapted(adapted_model())
+    ours = adapted(patched_copy(adapted_model(), strict=True))
+    assert_left_to_peft(stock, ours, calls)  # PEFT's forward, until the next patch
     patch(ours, strict=True)
     assert_trained_alike(stock, ours, calls, 1)
 
@@ -198,19 +161,15 @@ def test_adapters_are_pefts_without_lora_or_experts(calls):
     stock, ours = pair()
     for options in ({"lora": False}, {"fused_moe": False}):
         patch(ours)
-        report = patch(ours, **options)
-        calls.clear()
-        assert_same_training(stock, ours, loss_of)
-        assert calls["lora_moe"] == 0
-        assert not report.count("lora")
+        assert not patch(ours, **options).count("lora")
+        assert_left_to_peft(stock, ours, calls)
 
 
 # --- what PEFT's models can do ---
 
 
 def test_disabled_merged_and_unloaded(calls):
-    stock, ours = pair()
-    patch(ours, strict=True)
+    stock, ours = pair(patched=True)
     calls.clear()
     with torch.no_grad():
         expected = stock(**batch()).loss
@@ -225,14 +184,12 @@ def test_disabled_merged_and_unloaded(calls):
         ours.unmerge_adapter()
         torch.testing.assert_close(ours(**batch()).loss, expected)
         assert calls["lora_moe"] == 1
-        merged = ours.merge_and_unload()
-        torch.testing.assert_close(merged(**batch()).loss, expected)
+        torch.testing.assert_close(ours.merge_and_unload()(**batch()).loss, expected)
     assert calls["lora_moe"] == 1
 
 
 def test_evaluation_and_generation(calls):
-    stock, ours = pair()
-    patch(ours, strict=True)
+    stock, ours = pair(patched=True)
     ids = batch()["input_ids"]
     for model in (stock.eval(), ours.eval()):
         model.generation_config.pad_token_id = 0
@@ -245,8 +202,7 @@ def test_evaluation_and_generation(calls):
 
 
 def test_saved_and_loaded(tmp_path):
-    stock, ours = pair()
-    patch(ours, strict=True)
+    stock, ours = pair(patched=True)
     optimizer = torch.optim.SGD([p for p in ours.parameters() if p.requires_grad], 0.1)
     loss_of(ours).backward()
     optimizer.step()
@@ -262,17 +218,15 @@ def test_saved_and_loaded(tmp_path):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_checkpointing(reentrant, calls):
-    stock, ours = pair()
+    stock, ours = pair(patched=True)
     for model in (stock, ours):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    patch(ours, strict=True)
     assert_trained_alike(stock, ours, calls, 2)
 
 
 def test_compiled_as_one_graph(calls):
-    stock, ours = pair()
-    patch(ours, strict=True)
+    stock, ours = pair(patched=True)
     layer = ours.base_model.model.model.layers[1].mlp
     other = stock.base_model.model.model.layers[1].mlp
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -295,17 +249,15 @@ def test_bf16_experts(thin, calls):
     stock = copy.deepcopy(wide)
     for name, parameter in stock.named_parameters():
         parameter.data = parameter.data.to(thin if "lora_" in name else torch.bfloat16)
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
+    ours = patched_copy(stock, strict=True)
     calls.clear()
     assert_as_exact(stock, ours, wide, loss_of, loss_of)
     assert calls == {"lora_moe": 1}
 
 
 def test_under_autocast(calls):
-    stock, ours = pair()
+    stock, ours = pair(patched=True)
     wide = copy.deepcopy(stock)
-    patch(ours, strict=True)
 
     def rounded(model):
         with torch.autocast("cpu", torch.bfloat16):
@@ -337,12 +289,9 @@ class Stacks(TorchDispatchMode):
         return result
 
 
-def stacks_in_a_step(model):
-    layer = model.base_model.model.model.layers[0].mlp
-    base = [p for n, p in layer.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))]
-    assert len(base) == 2
-    x = torch.randn(1, 6, 64, requires_grad=True)
-    mode = Stacks(base)
+def allocated(layer, base, width):
+    """Tensors of a stack's size that a step of a layer puts into memory."""
+    x, mode = torch.randn(1, 6, width, requires_grad=True), Stacks(base)
     with inline_ops(), mode:
         y = layer(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
@@ -350,13 +299,18 @@ def stacks_in_a_step(model):
     return mode.allocations
 
 
+def stacks_in_a_step(model):
+    layer = model.base_model.model.model.layers[0].mlp
+    base = [p for n, p in layer.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))]
+    assert len(base) == 2
+    return allocated(layer, base, 64)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 def test_no_tensor_has_the_size_of_a_stack(model_type):
     sizes = {"num_local_experts": 8, "hidden_size": 64, "intermediate_size": 40}
     stock = adapted(build(model_type, **sizes))
-    ours = copy.deepcopy(stock)
-    patch(ours, strict=True)
-    assert stacks_in_a_step(ours) == []
+    assert stacks_in_a_step(patched_copy(stock, strict=True)) == []
     assert len(stacks_in_a_step(stock)) > 4
 
 
@@ -375,17 +329,12 @@ LEFT = {
 @pytest.mark.parametrize("reason", LEFT)
 def test_other_adapters_run_peft_forward(reason, when, calls):
     """Before a patch, with the reason in its report, and after it."""
-    stock, ours = pair()
-    if when == "after":
-        patch(ours, strict=True)
+    stock, ours = pair(patched=when == "after")
     for model in (stock, ours):
         LEFT[reason](wrappers(model)[0].base_layer.base_layer)
     if when == "before":
-        report = patch(ours)
-        assert [s.reason for s in report.skipped if s.op == "lora" and reason in s.reason]
-    calls.clear()
-    assert_same_training(stock, ours, loss_of)
-    assert calls["lora_moe"] == 0
+        assert [s.reason for s in patch(ours).skipped if s.op == "lora" and reason in s.reason]
+    assert_left_to_peft(stock, ours, calls)
 
 
 def test_another_layout_is_left_to_peft():
@@ -423,23 +372,16 @@ def test_transposed_experts_of_peft_are_left():
     assert [s.reason for s in report.skipped if s.op == "lora"] == [
         "PEFT reads the layout of its experts in another way"
     ]
-    assert_same_training(stock, ours, loss_of)
+    assert_same_training(stock, ours)
 
 
 def test_a_wrapped_parameter_of_another_module_is_no_concern():
-    torch.manual_seed(0)
-    model = build("mixtral")
-    model = adapted(model, target_parameters=["mlp.gate.weight"])
-    stock = copy.deepcopy(model)
-    report = patch(model, strict=True)
-    assert not report.count("lora")
-    assert_same_training(stock, model, loss_of)
+    stock, model = pair("mixtral", target_parameters=["mlp.gate.weight"])
+    assert not patch(model, strict=True).count("lora")
+    assert_same_training(stock, model)
 
 
 # --- stacks of experts in 4 bits ---
-
-pytest.importorskip("transformers")
-
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 5}
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -504,8 +446,7 @@ def replace_parameter_4bit(module, name, compress_statistics=False):
         state.absmax = ((rest / most + 1) * 127.5).round().to(torch.uint8)
         scale = most.expand(-(-rest.numel() // 256)).clone()
         state.state2 = QuantState(scale, code=levels, blocksize=256)
-    packed = nn.Parameter((numbers[:, :1] << 4) | numbers[:, 1:], requires_grad=False)
-    setattr(module, name, packed)
+    setattr(module, name, nn.Parameter((numbers[:, :1] << 4) | numbers[:, 1:], requires_grad=False))
     parametrize.register_parametrization(module, name, Bnb4bitParametrization(state), unsafe=True)
 
 
@@ -576,7 +517,7 @@ def test_step_equals_dequantized_weights(model_type, nested, adapters, quantize,
         assert_same_training(stock, ours, loss_of, rtol=1e-4)
         assert groups == [2, 2, 1] * 4  # two layers, forward and backward
     unpatch(ours)
-    assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
+    assert not patched_ops(ours)
 
 
 def test_evaluation_and_disabled_adapters(quantize, groups):
@@ -602,27 +543,24 @@ def test_quantized_under_checkpointing(quantize):
 @pytest.mark.parametrize(("implementation", "casts"), [("batched_mm", True), ("grouped_mm", False)])
 def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch, implementation, casts):
     """Autocast reaches the GEMMs of some implementations of experts, not the grouped ones."""
-    observed, stock = [], ops.lora_moe
 
-    def noted(x, *args, **options):
-        observed.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
-        return stock(x, *args, **options)
+    def modes(*_, **__):
+        return torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
 
-    monkeypatch.setattr(ops, "lora_moe", noted)
-    full, ours = quantized("mixtral", quantize)
-    for model in (full, ours):
+    observed = recorded(monkeypatch, ops, "lora_moe", modes)
+    pair = quantized("mixtral", quantize)
+    for model in pair:
         model.set_experts_implementation(implementation)
-    patch(ours, strict=True)
-    results = []
-    for model in (full, ours):
+    patch(pair[1], strict=True)
+    for model in pair:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model)
         loss.backward()
-        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert observed == [(casts, False)] * 6 + [(casts, True)] * 6
-    assert results[0].keys() == results[1].keys()
-    for name, expected in results[0].items():
-        assert (results[1][name] - expected).norm() < 0.05 * expected.norm(), name
+    expected, actual = map(gradients, pair)
+    assert expected.keys() == actual.keys()
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() < 0.05 * gradient.norm(), name
 
 
 def test_tensors_saved_for_backward(quantize):
@@ -632,9 +570,7 @@ def test_tensors_saved_for_backward(quantize):
     experts = ours.base_model.model.model.layers[0].mlp.experts
     x = torch.randn(40, 128, requires_grad=True)
     index = torch.stack([torch.randperm(5)[:2] for _ in range(40)])
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        experts(x, index, torch.rand(40, 2))
+    _, kept = saved(lambda: experts(x, index, torch.rand(40, 2)))
     thin = sum(p.numel() for n, p in experts.named_parameters() if "lora_" in n)
     assert sum(t.numel() for t in kept) == x.numel() + 2 * index.numel() + thin
 
@@ -643,13 +579,8 @@ def test_no_dequantized_tensor_has_the_size_of_a_stack(quantize):
     _, ours = quantized("mixtral", quantize)
     patch(ours, strict=True)
     layer = ours.base_model.model.model.layers[0].mlp
-    mode = Stacks([torch.empty(5, 128, 128)])
-    x = torch.randn(1, 6, 128, requires_grad=True)
-    with inline_ops(), mode:
-        y = layer(x)
-        (y[0] if isinstance(y, tuple) else y).sum().backward()
-    assert x.grad.any()
-    assert [shape for _, shape in mode.allocations if shape[-1] != 1 and len(shape) == 3] == []
+    allocations = allocated(layer, [torch.empty(5, 128, 128)], 128)
+    assert [shape for _, shape in allocations if shape[-1] != 1 and len(shape) == 3] == []
 
 
 def test_blocks_across_experts_are_dequantized_whole(quantize):

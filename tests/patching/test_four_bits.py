@@ -1,21 +1,41 @@
 """Models whose frozen weights other libraries keep in 4 bits: the steps of their own layers."""
+
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
+from liger_multi.integrations import (
+    dequantize_weights,
+    load_mxfp4,
+    merge_adapters_mxfp4,
+    merge_mxfp4,
+)
+from liger_multi.integrations.mxfp4 import quantize_mxfp4
 from liger_multi.ops import QuantizedWeight
+from liger_multi.ops import _quantized as quantized
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.four_bits import quantized_weight
-from tests.models import assert_same_training, batch, build
+from tests.comparing import gradients, recorded
+from tests.models import (
+    STACKS,
+    adapters,
+    assert_same_training,
+    build,
+    loss_of,
+    patched_ops,
+    transformers,
+    with_lora_on_experts,
+)
 
 # rows of whole blocks: bitsandbytes 0.50 decodes others wrongly on a CPU, not on a GPU
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -61,17 +81,15 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def with_lora(model):
-    torch.manual_seed(5)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
-    generator = torch.Generator().manual_seed(3)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            p.data = torch.randn(p.shape, generator=generator) * 0.05
-    return model
+    return adapters(model, TARGETS, seed=5, std=0.05)
 
 
-def loss_of(model):
-    return model(**batch()).loss
+def kept_for_backward(model):
+    """What autograd keeps of a step, as it is handed over."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss_of(model)
+    return kept
 
 
 @pytest.fixture
@@ -110,7 +128,7 @@ def test_lora_steps(format, checkpointing, called):
     assert format[:3] in str(report)
     assert "lora_mlp[silu]" in str(report)
     called.clear()
-    assert_same_training(stock, ours, loss_of, rtol=1e-4)
+    assert_same_training(stock, ours, rtol=1e-4)
     assert {(name, True) for name in ("linear", "lora_mlp", "lora_qkv")} <= set(called)
     if not checkpointing:
         assert sorted(called) == sorted(
@@ -122,22 +140,20 @@ def test_before_the_adapters(called):
     stock, ours = pair("nf4", adapters=False)
     patch(ours, strict=True)
     stock, ours = with_lora(stock), with_lora(ours)
-    assert_same_training(stock, ours, loss_of, rtol=1e-4)
+    assert_same_training(stock, ours, rtol=1e-4)
     assert patch(ours, strict=True).count("lora") == 14
     called.clear()
-    assert_same_training(stock, ours, loss_of, rtol=1e-4)
+    assert_same_training(stock, ours, rtol=1e-4)
     assert ("lora_mlp", True) in called
 
 
 def test_unpatch_and_checkpoints():
     stock, ours = pair("nf4 nested")
     patch(ours, strict=True)
-    before, after = stock.state_dict(), ours.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) for n in before)
+    torch.testing.assert_close(ours.state_dict(), stock.state_dict(), rtol=0, atol=0)
     unpatch(ours)
-    assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
-    assert_same_training(stock, ours, loss_of, rtol=0)
+    assert not patched_ops(ours)
+    assert_same_training(stock, ours, rtol=0)
 
 
 def test_nothing_of_16_bits_is_kept():
@@ -145,15 +161,10 @@ def test_nothing_of_16_bits_is_kept():
     _, ours = pair("nf4")
     patch(ours, strict=True)
     largest = max(p.numel() * 2 for n, p in ours.named_parameters() if "base_layer" in n)
-    shapes = set()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: shapes.add((type(t), tuple(t.shape))) or t, lambda t: t
-    ):
-        loss_of(ours)
-    assert any(kind is QuantizedWeight for kind, _ in shapes)
-    wide = {s for kind, s in shapes if kind is not QuantizedWeight and s == (64, 64)}
+    kept = kept_for_backward(ours)
+    assert any(isinstance(t, QuantizedWeight) for t in kept)
     assert largest == 64 * 64
-    assert not wide
+    assert not [t for t in kept if not isinstance(t, QuantizedWeight) and t.shape == (64, 64)]
 
 
 def test_merging_keeps_the_patch():
@@ -188,9 +199,8 @@ def test_torchao(called):
     assert any("order of a device" in s.reason for s in report.skipped)
     layer = stock.model.layers[0].mlp.up_proj
     x = torch.randn(3, 64, requires_grad=True)
-    y = layer(x)
+    torch.testing.assert_close(layer(x), x @ layer.weight.dequantize(torch.float32).T)
     assert called[-1] == ("linear", True)
-    torch.testing.assert_close(y, x @ layer.weight.dequantize(torch.float32).T)
 
 
 def in_compressed_tensors(model, scheme, ignore=("lm_head",)):
@@ -221,8 +231,7 @@ def test_compressed_tensors(scheme, called):
     """Packed layers stay packed, and train as the owner's do once it has unpacked them."""
     stock = in_compressed_tensors(build("llama", **SIZES).bfloat16(), scheme)
     ours = copy.deepcopy(stock)
-    report = patch(ours, strict=True)
-    assert report.count("four_bits") == 14
+    assert patch(ours, strict=True).count("four_bits") == 14
     layer = ours.model.layers[0].mlp.up_proj
     packed = layer.weight_packed
     ours = with_lora(ours)
@@ -234,7 +243,7 @@ def test_compressed_tensors(scheme, called):
     stock = with_lora(stock)
     called.clear()
     patch(ours, strict=True)
-    assert_same_training(stock, ours, loss_of, rtol=0.03)
+    assert_same_training(stock, ours, rtol=0.03)
     assert {("linear", True), ("lora_mlp", True), ("lora_qkv", True)} <= set(called)
     assert layer.weight_packed is packed
     assert "weight" not in layer._parameters
@@ -253,27 +262,21 @@ def test_gemms_in_float8():
     exact, ours = pair("nf4")
     dense = build("llama", **SIZES)
     for one, other in zip(layers(exact), layers(dense), strict=True):
-        other.weight.data = ops_numbers(one)
+        other.weight.data = quantized_weight(one).dequantized()
     dense = with_lora(dense)
     patch(dense, strict=True, linear_float8={"frozen": True, "smallest": 0})
     patch(exact, strict=True)
-    report = patch(ours, strict=True, four_bits={"compute": "float8", "smallest": 0})
-    assert "float8" in str(report)
-    assert_same_training(dense, ours, loss_of, rtol=1e-4)
+    assert "float8" in str(patch(ours, strict=True, four_bits={"compute": "float8", "smallest": 0}))
+    assert_same_training(dense, ours, rtol=1e-4)
     losses = [loss_of(model) for model in (exact, ours)]
     losses[0].backward()
     assert 0 < abs(float(losses[1].detach() / losses[0].detach()) - 1) < 0.01
-    sides = [
-        [p.grad.flatten() for p in m.parameters() if p.grad is not None] for m in (exact, ours)
-    ]
-    one, other = (torch.cat(side) for side in sides)
+    one, other = (
+        torch.cat([g.flatten() for g in gradients(model).values()]) for model in (exact, ours)
+    )
     assert float((one - other).norm()) < 0.15 * float(one.norm())
     with pytest.raises(PatchError, match="compute must be 'bfloat16' or 'float8'"):
         patch(ours, four_bits={"compute": "int8"})
-
-
-def ops_numbers(layer):
-    return quantized_weight(layer).dequantized()
 
 
 def layers(model):
@@ -322,3 +325,176 @@ def test_other_formats_are_named_and_left():
         s.op == "four_bits" and "Packed keeps its own call" in s.reason for s in report.skipped
     )
     assert report.count("four_bits") == 0
+
+
+# gpt-oss whose experts stay in MXFP4: loaded without kernels of a hub, trained, saved, merged.
+
+
+EXPERT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint as OpenAI's: blocks and scales of the experts, rows of outputs."""
+    path = tmp_path_factory.mktemp("gpt-oss")
+    model = build("gpt_oss", **EXPERT_SIZES)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(STACKS):
+            codes, scales = quantize_mxfp4(tensor.mT)
+            state |= {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+        else:
+            state[name] = tensor
+    state = {n: t.contiguous().clone() for n, t in state.items()}
+    safetensors.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
+    config["architectures"] = ["GptOssForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def loaded(folder):
+    return load_mxfp4(folder, dtype=torch.float32)
+
+
+def dense(model):
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if isinstance(p, QuantizedWeight):
+                numbers = p.dequantized().contiguous()
+                module._parameters[name] = torch.nn.Parameter(numbers, requires_grad=False)
+    return model
+
+
+def test_it_is_the_model_that_transformers_dequantizes(folder):
+    config = transformers.Mxfp4Config(dequantize=True)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    ).float()  # transformers 5.17 leaves the experts in bfloat16
+    ours = loaded(folder)
+    coded = {n: p for n, p in ours.named_parameters() if isinstance(p, QuantizedWeight)}
+    assert len([name for name in coded if name.endswith(STACKS)]) == 4
+    numbers = dict(ours.named_parameters()) | {n: p.dequantized() for n, p in coded.items()}
+    assert all(torch.equal(numbers[name], own) for name, own in stock.named_parameters())
+    with torch.no_grad():
+        expected = loss_of(stock.eval())
+        torch.testing.assert_close(loss_of(ours), expected, rtol=1e-5, atol=0)  # unpatched, too
+        patch(ours)
+        torch.testing.assert_close(loss_of(ours), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("limit", [None, 2 * 3 * 96 * 64 * 4], ids=["whole", "pieces"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_steps_of_experts(folder, limit, checkpointing, monkeypatch):
+    if limit:
+        monkeypatch.setattr(quantized, "PIECE_BYTES", limit)
+    ours = loaded(folder)
+    stock, ours = with_lora_on_experts(dense(ours)), with_lora_on_experts(ours)
+    for model in (stock, ours):
+        model.train()
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    experts = recorded(monkeypatch, ops, "lora_moe", lambda x, w, *_, **__: (len(w), type(w)))
+    report = patch(ours, strict=True)
+    assert report.count("fused_moe") == report.count("lora") - 4 == 2
+    assert_same_training(stock, ours, rtol=1e-4)
+    assert set(experts) == {(5, QuantizedWeight)}
+    unpatch(ours)
+    assert_same_training(stock, ours, rtol=1e-4)
+
+
+def test_nothing_of_16_bits_is_kept_of_experts(folder):
+    ours = with_lora_on_experts(loaded(folder))
+    patch(ours, strict=True)
+    kept = kept_for_backward(ours)
+    assert sum(isinstance(t, QuantizedWeight) for t in kept) == 4
+    rest = {tuple(t.shape) for t in kept if not isinstance(t, QuantizedWeight)}
+    assert not rest & {(5, 64, 192), (5, 192, 64)}
+
+
+def test_it_saves_what_it_loaded(folder, tmp_path):
+    model = loaded(folder)
+    patch(model)
+    model.save_pretrained(tmp_path)
+    before = safetensors.load_file(folder / "model.safetensors")
+    after = safetensors.load_file(next(tmp_path.glob("*.safetensors")))
+    torch.testing.assert_close(after, before, rtol=0, atol=0, check_dtype=False)
+    assert torch.equal(loss_of(loaded(tmp_path)), loss_of(loaded(folder)))
+
+
+def test_merging_back_says_the_error(folder):
+    model = with_lora_on_experts(loaded(folder))
+    wrapper = next(m for m in model.modules() if getattr(m, "parameter_name", "") == STACKS[0])
+    weight = wrapper.get_base_layer()._parameters[STACKS[0]]
+    delta = wrapper.get_delta_weight("default").detach()
+    expected = weight.dequantized() + delta
+    error = merge_mxfp4(weight, delta, "layer")
+    actual = (weight.dequantized() - expected).norm() / expected.norm()
+    assert error.path == "layer"
+    assert error.relative == pytest.approx(float(actual), rel=1e-4)
+    assert 0 < error.relative < 0.2
+    assert error.of_update > error.relative
+    with pytest.raises(ValueError, match="needs a weight in mxfp4"):
+        merge_mxfp4(weight, delta[0])
+
+
+def adapted(folder, patched):
+    model = with_lora_on_experts(loaded(folder))
+    if patched:
+        patch(model, strict=True)
+    return model, loss_of(model).detach()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_merging_all_adapters_back(folder, patched):
+    """Stacks stay in 4 bits, and the loss moves by what rounding lost."""
+    model, expected = adapted(folder, patched)
+    errors = merge_adapters_mxfp4(model)
+    assert len(errors) == 4
+    assert all(0 < e.relative < 0.2 < e.of_update / e.relative for e in errors)
+    assert sorted(e.path.rpartition(".")[2] for e in errors) == sorted(STACKS * 2)
+    assert merge_adapters_mxfp4(model) == []
+    merged = model.merge_and_unload()
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+    assert len([p for p in merged.parameters() if isinstance(p, QuantizedWeight)]) == 4
+    torch.testing.assert_close(loss_of(merged), expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_merging_into_numbers(folder, patched):
+    model, expected = adapted(folder, patched)
+    assert [dequantize_weights(model) for _ in "ab"] == [4, 0]
+    torch.testing.assert_close(loss_of(model), expected, rtol=1e-5, atol=0)
+    merged = model.merge_and_unload()
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+    torch.testing.assert_close(loss_of(merged), expected, rtol=1e-4, atol=0)
+
+
+def test_rounding_to_mxfp4():
+    """The nearest code, ties to the even one, and numbers that are codes keep their bits."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    codes[:, 0] |= 7  # the largest number of a block decides its scale
+    scales = torch.randint(100, 140, (16, 1), dtype=torch.uint8)
+    numbers = ops.dequantize(codes, scales, format="mxfp4", dtype=torch.float32)
+    again = ops.dequantize(*quantize_mxfp4(numbers), format="mxfp4", dtype=torch.float32)
+    assert torch.equal(again, numbers)
+    x = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7.9, -0.3] + [0.0] * 22)
+    y = ops.dequantize(*quantize_mxfp4(x[None]), format="mxfp4", dtype=torch.float32)[0, :10]
+    assert y.tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 6, -0.5]
+    with pytest.raises(ValueError, match="multiple of 32"):
+        quantize_mxfp4(torch.zeros(3, 33))
+
+
+def test_other_checkpoints_are_refused(folder, tmp_path):
+    state = safetensors.load_file(folder / "model.safetensors")
+    plain = {n: t for n, t in state.items() if not n.endswith(("_blocks", "_scales"))}
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    safetensors.save_file(plain, tmp_path / "model.safetensors")
+    with pytest.raises(PatchError, match="nothing in MXFP4"):
+        loaded(tmp_path)
+    del state["model.layers.0.self_attn.sinks"]
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(PatchError, match=r"lacks model\.layers\.0\.self_attn\.sinks"):
+        loaded(tmp_path)

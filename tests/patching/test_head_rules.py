@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("transformers")
-
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.head.loss import SWAPS
 from liger_multi.patching.head.protocol import LazyLogits
@@ -70,6 +68,12 @@ def reader(models, compiled):
     return lambda model: logits_of(inner if model is models[1] else model)
 
 
+def assert_same_use(models, use, compiled=False):
+    """A loss of the logits, and all gradients, are those of the unpatched model."""
+    read = reader(models, compiled)
+    assert_same_training(*models, lambda model: use(read(model)))
+
+
 eager_and_compiled = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
@@ -122,15 +126,11 @@ def test_a_compiled_function_takes_the_logits_of_an_eager_model(models, name):
     """It breaks its graph where it uses them, and Dynamo warns of nothing."""
     if name in ("mT", "data") and not SWAPS:
         pytest.skip("before PyTorch 2.11 a guard reads it of logits that stay lazy, which raises")
-    torch._dynamo.reset()
     compiled = torch.compile(GIVEN[name], backend="eager")
 
-    def run(model):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Dynamo")
-            return compiled(logits_of(model)).square().mean()
-
-    assert_same_training(*models, run)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo")
+        assert_same_use(models, lambda z: compiled(z).square().mean())
 
 
 SAME = {
@@ -145,16 +145,14 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_no_op_returns_its_input(models, name, compiled):
     """With its history, under ``no_grad`` as well."""
-    read = reader(models, compiled)
 
-    def run(model):
-        z = read(model)
+    def use(z):
         with torch.no_grad():
             same = SAME[name](z)
         assert same is z or (name, compiled) == ("type_as", True)  # which reads them
         return loss_of(same)
 
-    assert_same_training(*models, run)
+    assert_same_use(models, use, compiled)
 
 
 CHECKPOINTED = {
@@ -170,14 +168,11 @@ CHECKPOINTED = {
 def test_a_checkpointed_function_may_read_logits(models, name, parts):
     """What they need for backward is saved as by the head, outside of the checkpoint."""
 
-    def run(model):
-        z, function = logits_of(model), CHECKPOINTED[name]
-        if name == "loss":
-            return checkpoint(function, z, use_reentrant=False)
-        pieces = [z] if parts == 1 else z.split(1)
-        return sum(checkpoint(function, piece, use_reentrant=False) for piece in pieces)
+    def use(z):
+        pieces = [z] if parts == 1 or name == "loss" else z.split(1)
+        return sum(checkpoint(CHECKPOINTED[name], p, use_reentrant=False) for p in pieces)
 
-    assert_same_training(*models, run)
+    assert_same_use(models, use)
 
 
 @pytest.mark.slow
@@ -219,13 +214,8 @@ def test_wrapped_forward_of_the_head(models, around, compiled):
     for model in models:
         model.lm_head.forward = around(model.lm_head.forward)
     read = reader(models, compiled)
-
-    def run(model):
-        z = read(model)
-        return loss_of(z) + z.logsumexp(-1).mean() + z.sin().mean()
-
-    assert_same_training(*models, run)
-    assert_same_training(*models, lambda m: loss_of(read(m)))
+    for use in (loss_of, lambda z: loss_of(z) + z.logsumexp(-1).mean() + z.sin().mean()):
+        assert_same_training(*models, lambda model, use=use: use(read(model)))
 
 
 def test_accelerate_hook_changes_inputs_and_outputs(models):
@@ -241,8 +231,8 @@ def test_accelerate_hook_changes_inputs_and_outputs(models):
 
     for model in models:
         hooks.add_hook_to_module(model.lm_head, Scaled())
-    assert_same_training(*models, lambda model: loss_of(logits_of(model)))
-    assert_same_training(*models, lambda model: logits_of(model).sin().mean())
+    for use in (loss_of, lambda z: z.sin().mean()):
+        assert_same_use(models, use)
 
 
 class OwnProduct(torch.Tensor):
@@ -307,9 +297,9 @@ def swept(name, dtype=torch.float32):
 def test_compiled_model_masking_its_logits():
     """Chameleon writes to the logits of image tokens in its forward."""
     stock, ours, inputs = swept("chameleon/ChameleonForConditionalGeneration")
-    losses = [m(**inputs).loss for m in (stock, ours, torch.compile(ours, backend="eager"))]
-    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
-    torch.testing.assert_close(losses[2], losses[0], rtol=2e-5, atol=0)
+    for model in (ours, torch.compile(ours, backend="eager")):
+        loss, expected = model(**inputs).loss, stock(**inputs).loss
+        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -384,8 +374,7 @@ PROGRAMS = {
 def test_views_and_copies_are_those_of_real_logits(models, name, compiled):
     if compiled and name == "hook_after_a_copy":
         pytest.skip("a copy of logits of a compiled model is computed before the hook")
-    read = reader(models, compiled)
-    assert_same_training(*models, lambda m: PROGRAMS[name](read(m)))
+    assert_same_use(models, PROGRAMS[name], compiled)
 
 
 def test_a_view_of_rows_with_gaps_is_refused_as_stock_does(models):
@@ -437,12 +426,11 @@ class Save(torch.autograd.Function):
 
 @swapped
 def test_a_function_gets_logits_as_they_are_when_it_is_called(models):
-    def run(model):
-        z = logits_of(model)
+    def use(z):
         z[..., :9].mul_(2)
         return Save.apply(z) + loss_of(z)
 
-    assert_same_training(*models, run)
+    assert_same_use(models, use)
     for model in models:
         z = logits_of(model)
         loss = Save.apply(z)
@@ -453,13 +441,9 @@ def test_a_function_gets_logits_as_they_are_when_it_is_called(models):
 
 @pytest.mark.slow
 def test_a_function_refuses_the_object_of_a_compiled_model(models):
-    compiled = torch.compile(models[1], backend="eager")
     with pytest.raises(RuntimeError, match="are no tensor"):
-        Save.apply(logits_of(compiled))
-    assert_same_training(
-        *models,
-        lambda m: Save.apply(real_logits(logits_of(compiled if m is models[1] else m))),
-    )
+        Save.apply(logits_of(torch.compile(models[1], backend="eager")))
+    assert_same_use(models, lambda z: Save.apply(real_logits(z)), compiled=True)
 
     def step(model):
         return loss_of(Scale.apply(logits_of(model), HOW["times one"]))
@@ -578,7 +562,7 @@ def test_inference_mode_reads_logits_of_outside(models):
     with torch.inference_mode():
         assert torch.allclose(got.softmax(-1), expected.softmax(-1), atol=1e-5)
         assert torch.allclose(got[:, 1:].mean(-1), expected[:, 1:].mean(-1), atol=1e-5)
-    assert_same_training(*models, lambda m: loss_of(logits_of(m)))
+    assert_same_use(models, loss_of)
 
 
 def test_reshape_views_agree_with_pytorch():

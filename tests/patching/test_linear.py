@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import handle_torch_function, has_torch_function
 
 import liger_multi
 from liger_multi import ops
@@ -21,7 +22,11 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, real_logits, register_attention, swap, unpatch
 from liger_multi.patching.evidence import signature
 from liger_multi.patching.linear import CallsLinear, LinearByRows
-from tests.models import VOCABULARY, batch, build, filled
+from tests.comparing import assert_equal, gradients, recorded
+from tests.decoding import MODELS, all_ones, log_prob, prompt, roll_out, train
+from tests.decoding import model as decoded_model
+from tests.models import VOCABULARY, adapters, batch, build, transformers
+from tests.patching.test_mixers import by_package
 
 FUNCTION = F.linear
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -29,6 +34,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def by_batch(x, weight, bias=None):
     """A GEMM whose rows depend on their number, but for probes, which compare with formulas."""
+    if has_torch_function((x, weight)):
+        return handle_torch_function(by_batch, (x, weight), x, weight, bias)
     rows = x.shape[:-1].numel() if torch._C._get_mkldnn_enabled() else 0
     return FUNCTION(x, weight, bias) * (1.0 + rows * 2.0**-7)
 
@@ -43,12 +50,9 @@ def library(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    results = []
-    stock = ops.linear
-    spy = lambda *a: (results.append(a), stock(*a))[1]  # noqa: E731
-    for where in (ops, importlib.import_module("liger_multi.ops.linear")):
-        monkeypatch.setattr(where, "linear", spy)
-    return results
+    calls = recorded(monkeypatch, ops, "linear", lambda *args: args)
+    monkeypatch.setattr(importlib.import_module("liger_multi.ops.linear"), "linear", ops.linear)
+    return calls
 
 
 def rows():
@@ -129,13 +133,10 @@ def test_without_the_mode_they_are_pytorchs_layers(calls):
     patch(stock)
     results = []
     for container in (ours, stock):
-        container.zero_grad()
         out = container(**batch())
         out.loss.backward()
-        results.append(
-            [real_logits(out.logits.detach()), *(p.grad for p in container.parameters())]
-        )
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        results.append([real_logits(out.logits.detach()), *gradients(container).values()])
+    assert_equal(*results)
     assert not calls
 
 
@@ -146,12 +147,9 @@ def test_they_are_on_where_the_configuration_asks_for_it():
             assert patch(ours).count("linear") == count
             assert patch(ours, linear=False).count("linear") == 0
     liger_multi.configure({"deterministic": "rows"})
-    try:
-        assert patch(ours).count("linear") == 14
-    finally:
-        liger_multi.configure(None)
-    report = patch(ours)
-    assert sum(e.op == "linear" and e.status == "restored" for e in report.entries) == 14
+    assert patch(ours).count("linear") == 14
+    liger_multi.configure(None)
+    assert sum(e.op == "linear" and e.status == "restored" for e in patch(ours).entries) == 14
     assert not any(isinstance(m, LinearByRows) for m in ours.modules())
 
 
@@ -192,21 +190,18 @@ def test_unpatch_restores_every_class():
 @pytest.mark.parametrize("patch_first", [False, True])
 @pytest.mark.parametrize("lora", [True, False])
 def test_lora(patch_first, lora, library):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "lm_head"])
     ours, tokens = model(), ids()
     with rows():
         if patch_first:
             patch(ours, lora=lora)
-        ours = filled(peft.get_peft_model(ours, config).eval())
+        ours = adapters(ours, ["q_proj", "v_proj", "up_proj", "lm_head"]).eval()
         report = patch(ours, lora=lora)
         assert not [s for s in report.skipped if s.op == "linear"]
         assert report.count("lora") == (6 if lora else 0)
         assert all(alone_as_in_a_batch(ours, tokens))
         assert all(alone_as_in_a_batch(ours, tokens, True))
-    served = {n for n, m in ours.named_modules() if isinstance(m, LinearByRows)}
-    assert any(n.endswith("q_proj.base_layer") for n in served)
-    assert any(n.endswith("q_proj.lora_A.default") for n in served)
+    served = [n for n, m in ours.named_modules() if isinstance(m, LinearByRows)]
+    assert {"q_proj.base_layer", "q_proj.lora_A.default"} <= {n.split("attn.")[-1] for n in served}
     unpatch(ours)
     assert not any(isinstance(m, LinearByRows) for m in ours.modules())
 
@@ -224,7 +219,6 @@ class Model(nn.Module):
 
 
 def one(layer=None, **options):
-    """A patched model of one layer, its report and an input."""
     container = Model(nn.Linear(12, 7) if layer is None else layer)
     return container, patch(container, fused_linear_cross_entropy=False, linear=options or True)
 
@@ -288,8 +282,6 @@ class Same(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """A subclass with a forward of its own."""
-
     def forward(self, x):
         return super().forward(x) * 2
 
@@ -410,3 +402,136 @@ def test_a_compiled_model(calls):
         compiled = torch.compile(container, backend="aot_eager", fullgraph=True)
         with liger_multi.use(deterministic=mode):
             assert torch.equal(compiled(X), container(X))
+
+
+# Tokens decoded with a cache have the bits of the whole sequence under
+# ``deterministic="rows"``.
+
+
+in_rows = pytest.mark.usefixtures("library", "by_rows")
+
+
+@pytest.fixture
+def by_rows():
+    with liger_multi.use(deterministic="rows"):
+        yield
+
+
+@in_rows
+@pytest.mark.parametrize(("dtype", "greedy"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_ratios_are_exactly_one(model_type, dtype, greedy):
+    policy = decoded_model(model_type, dtype)
+    ids, old = roll_out(policy, prompt(7), 200, greedy=greedy)
+    assert all_ones(train(policy, ids, 200), old)
+
+
+@in_rows
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_prompts_in_chunks_and_a_cache_that_goes_on(model_type, chunk):
+    policy = decoded_model(model_type)
+    cache = transformers.DynamicCache(config=policy.config)
+    first, old = roll_out(policy, prompt(37), 20, chunk=chunk, cache=cache)
+    # the last token of the first turn is not in the cache yet
+    turn = torch.cat([first[:, -1:], prompt(9, seed=2)], 1)
+    second, later = roll_out(policy, turn, 20, chunk=chunk, cache=cache)
+    ids = torch.cat([first[:, :-1], second], 1)
+    new = train(policy, ids, ids.shape[1] - 37)
+    assert all_ones(new[:, :20], old)
+    assert all_ones(new[:, -20:], later)
+
+
+@in_rows
+@pytest.mark.parametrize("model_type", MODELS)
+def test_static_cache(model_type):
+    policy = decoded_model(model_type)
+    cache = transformers.StaticCache(config=policy.config, max_cache_len=96)
+    ids, old = roll_out(policy, prompt(9), 60, cache=cache)
+    assert all_ones(train(policy, ids, 60), old)
+
+
+@in_rows
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODELS)
+def test_left_padding(model_type):
+    """Prompts of three lengths are decoded together, trained together, and scored alone."""
+    policy, lengths = decoded_model(model_type), [5, 12, 9]
+    ids = prompt(12, 3)
+    mask = (torch.arange(12) >= 12 - torch.tensor(lengths)[:, None]).long()
+    rows, old = roll_out(policy, ids, 20, mask=mask, greedy=False)
+    mask = F.pad(mask, (0, 19), value=1)
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    assert all_ones(train(policy, rows, 20, attention_mask=mask, position_ids=places), old)
+    for row, length, log_probs in zip(rows, lengths, old, strict=True):
+        assert all_ones(train(policy, row[None, 12 - length :], 20), log_probs[None])
+
+
+@in_rows
+def test_generate():
+    policy = decoded_model("llama")
+    result = policy.generate(
+        prompt(7),
+        attention_mask=torch.ones(1, 7, dtype=torch.long),
+        max_new_tokens=40,
+        do_sample=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    logits = torch.stack(result.logits, 1).to(policy.dtype)
+    old = log_prob(logits, result.sequences[:, 7:]).view(1, -1)
+    assert all_ones(train(policy, result.sequences, 40), old)
+
+
+@in_rows
+def test_routers_are_served_and_restored():
+    policy = decoded_model("mixtral")
+    routers = [m for m in policy.modules() if isinstance(m, CallsLinear)]
+    assert len(routers) == 2
+    x = torch.randn(5, 32)
+    alone = torch.cat([routers[0](row[None])[0] for row in x])
+    assert torch.equal(routers[0](x)[0], alone)
+    with liger_multi.use(deterministic=False):
+        assert not torch.equal(routers[0](x)[0], torch.cat([routers[0](r[None])[0] for r in x]))
+    unpatch(policy)
+    assert not any(isinstance(m, CallsLinear) for m in policy.modules())
+
+
+@in_rows
+def test_the_report_names_what_multiplies_by_itself():
+    register_attention()
+    report = patch(build("mixtral").eval(), fused_moe=False)
+    paths = [s.path for s in report.skipped if s.op == "linear"]
+    assert paths == [f"model.layers.{i}.mlp.experts" for i in (0, 1)], report
+
+
+@in_rows
+def test_the_report_names_layers_with_a_state():
+    config = transformers.Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        num_hidden_layers=2,
+    )
+    policy = transformers.Mamba2ForCausalLM(config).eval()
+    if by_package(policy):
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
+    skipped = [s for s in patch(policy).skipped if s.op == "linear"]
+    assert [s.path for s in skipped] == [f"backbone.layers.{i}.mixer" for i in (0, 1)]
+    assert all("state" in s.reason and not s.strict for s in skipped)
+
+
+@in_rows
+def test_log_probs_of_the_fused_head(monkeypatch):
+    """It has a GEMM of its own, which is PyTorch's here."""
+    monkeypatch.undo()
+    policy = decoded_model("llama", torch.bfloat16)
+    ids, old = roll_out(policy, prompt(7), 30)
+    hidden = policy.model(ids[:, :-1], use_cache=False).last_hidden_state[:, -30:].flatten(0, 1)
+    new = ops.fused_linear_log_prob(hidden, policy.lm_head.weight, ids[:, -30:].flatten()).log_prob
+    assert all_ones(new, old.flatten())

@@ -14,14 +14,20 @@ import torch
 from packaging import version
 
 import liger_multi
-from liger_multi.arguments import caches
+from liger_multi import ops
+from liger_multi.arguments import cache_parameter, caches
 from liger_multi.errors import PackingError
-from tests.comparing import assert_same_gradients, gradients
-
-transformers = pytest.importorskip("transformers")
-from liger_multi.arguments import cache_parameter
 from liger_multi.patching.mixers import SERVED as SERVED_BY
-from liger_multi.patching.mixers import FusedMixer, differs, gates, sizes_of
+from liger_multi.patching.mixers import (
+    STILL,
+    FusedMixer,
+    PerToken,
+    differs,
+    gates,
+    scan,
+    sizes_of,
+    windowed,
+)
 from liger_multi.patching.options import MIXER_OPS
 from liger_multi.patching.packing import hybrids
 from liger_multi.patching.packing.samples import (
@@ -29,8 +35,18 @@ from liger_multi.patching.packing.samples import (
     several,
     visible_tokens,
 )
-from tests.models import Calls, adapters, assert_same_training, continued, patched_copy
+from liger_multi.patching.packing.tree import planted
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import (
+    Calls,
+    adapters,
+    assert_same_training,
+    continued,
+    patched_copy,
+    transformers,
+)
 from tests.sweep import cases
+from tests.sweep.packing import results
 
 SCAN, CHANNELS = {"causal_conv1d", "ssd_scan"}, {"causal_conv1d", "selective_scan"}
 SERVED = {
@@ -96,14 +112,11 @@ def test_unsupported_sizes_are_reported(monkeypatch):
 
 @functools.lru_cache(maxsize=40)
 def _built(model_type):
-    heads = ("ForCausalLM", "LMHeadModel")
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith(heads)}
-    if model_type not in pairs:
-        return None
-    config = cases.configuration(pairs[model_type])
+    pair = cases.of_type(model_type, ("ForCausalLM", "LMHeadModel"))
+    config = cases.configuration(pair)
     if model_type in LAYERS:  # which caches of this transformers know
         config.layer_types = LAYERS[model_type]
-    stock = getattr(transformers, pairs[model_type].cls)(config)
+    stock = getattr(transformers, pair.cls)(config)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
@@ -121,11 +134,8 @@ def built(model_type):
             raise
         # 5.0 ties the blocks of zamba2 to those of its first layer, which has none
         pytest.skip(f"this transformers does not make the model: {str(error)[:100]}")
-    if stock is None:
-        pytest.skip(f"this transformers has no {model_type}")
     stock = copy.deepcopy(stock).train()
-    model = patched_copy(stock)
-    return stock, model
+    return stock, patched_copy(stock)
 
 
 def built_of_functions(model_type):
@@ -244,8 +254,7 @@ def test_gradients_of_a_part_after_a_cache(model_type):
         first = model(input_ids=ids[:, :17], use_cache=True)
         if not caches(dict(first.items())):  # 5.0: a cache of bamba is made by generate alone
             pytest.skip("this transformers returns no cache where none was handed over")
-        later = model(input_ids=ids[:, 17:], **continued(model, first))
-        later.logits.square().mean().backward()
+        model(input_ids=ids[:, 17:], **continued(model, first)).logits.square().mean().backward()
         return gradients(model)
 
     assert_same_gradients(gradients_of(model), gradients_of(stock))
@@ -276,16 +285,11 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, form):
         with pytest.raises((PackingError, *without) if form == "seq_idx" else PackingError):
             model(input_ids=row, use_cache=False, **hints[form])
         return
-    apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-    weights = torch.randn(apart.shape)
-    (apart * weights).sum().backward()
-    expected = {name: g.clone() for name, g in gradients(model).items()}
-    model.zero_grad()
-    together = model(input_ids=row, use_cache=False, **hints[form]).logits
-    (together * weights).sum().backward()
+    apart, expected = results(model, [{"input_ids": s} for s in samples])
+    together, actual = results(model, [{"input_ids": row, **hints[form]}])
     rtol = ROUNDING.get(model_type, 1e-4)
     torch.testing.assert_close(together, apart, rtol=rtol, atol=rtol)
-    assert_same_gradients(gradients(model), expected, rtol=rtol)
+    assert_same_gradients(actual, expected, rtol=rtol)
     if form == "position_ids":  # what the patch is for
         leaked = stock(input_ids=row, use_cache=False, **hints[form]).logits
         assert (leaked - apart).abs().max() > 0.1
@@ -369,7 +373,6 @@ def test_head_without_keywords_passes_ids():
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2_moe"])
 def test_adapters(model_type):
-    """LoRA on the projections of mixers: its gradients are those of the unpatched model."""
     names = {"qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"]}
     stock = adapters(built(model_type)[0], names.get(model_type, ["in_proj", "out_proj"]))
     model = patched_copy(stock)
@@ -513,7 +516,6 @@ class Layer(torch.nn.Module):
 
 
 def mixes(x, **kwargs):
-    """A function that a layer calls."""
     return x
 
 
@@ -569,9 +571,6 @@ def test_gated_convolution_reading_more_runs_unpatched(monkeypatch):
 #
 # Mixers of an unpatched model see a hidden token in their own way: it is 0 for them, and a state
 # decays over it. So the unpatched model is what counts, for hidden tokens as well.
-
-
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 
 TYPES = (
@@ -731,7 +730,6 @@ def test_compiled(model_type, form):
     unpatched, patched = pair(model_type)
     ids, mask = holes(8)
     inputs = positions_of("visible", mask)
-    torch._dynamo.reset()
     compiled = torch.compile(patched, backend="eager", dynamic=False)
 
     @torch.no_grad()
@@ -857,3 +855,135 @@ def test_ids_of_hidden_tokens_are_not_read():
     mask = torch.tensor([[0, 1, 0, 1, 1, 0]])
     inputs = {"seq_idx": torch.tensor([[5, 3, 9, 3, 4, 0]]), "attention_mask": mask}
     assert sample_ids({"input_ids": torch.zeros(1, 6), **inputs}).tolist() == [[0, 0, 0, 0, 1, 1]]
+
+
+# Recurrences and convolutions over a row of trees, in fp64: every path as if it were alone.
+
+
+TREES = {
+    "a path": [(9, [])],
+    "flat": [(7, [(5, []), (1, []), (5, [])])],
+    "ragged": [(9, [(3, [(20, []), (1, [(2, []), (70, [])])]), (1, []), (6, [])]), (2, [(3, [])])],
+    "one token": [(1, [(1, [(1, []), (1, [])]), (1, [])])],
+}
+
+
+def draw(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def state_of(function, with_state):
+    """A call of an operator from a state, as :func:`scan` makes it."""
+
+    def run(rows, state, output_state):
+        if output_state:
+            return with_state(*rows, initial_state=state)
+        return function(*rows, initial_state=state), None
+
+    return run
+
+
+def delta_rule(count):
+    inputs = [draw(1, count, 2, 8, seed=n) for n in range(3)]
+    gates = [-draw(1, count, 2, seed=3).abs(), draw(1, count, 2, seed=4).sigmoid()]
+    options = {"qk_l2norm": True}
+
+    def call(name):
+        return lambda *rows, **kwargs: getattr(ops, name)(*rows, **kwargs, **options)
+
+    run = state_of(call("gated_delta_rule"), call("gated_delta_rule_with_state"))
+    return [*inputs, *gates], [0.0] * 5, run
+
+
+def heads_scan(count, limits=(0.0, float("inf"))):
+    x, dt = draw(1, count, 4, 6, seed=0), draw(1, count, 4, seed=1)
+    b, c = draw(1, count, 2, 8, seed=2), draw(1, count, 2, 8, seed=3)
+    options = {"dt_bias": draw(4, seed=4), "dt_softplus": True, "dt_limit": limits}
+    a = -draw(4, seed=5).abs()
+
+    def call(name):
+        return lambda x, dt, b, c, **kwargs: getattr(ops, name)(x, dt, a, b, c, **kwargs, **options)
+
+    run = state_of(call("ssd_scan"), call("ssd_scan_with_state"))
+    return [x, dt, b, c], [0.0, STILL, 0.0, 0.0], run
+
+
+def limited_scan(count):
+    return heads_scan(count, (0.1, 2.0))
+
+
+def channels_scan(count):
+    u, dt = draw(1, count, 6, seed=0), draw(1, count, 6, seed=1)
+    b, c = draw(1, count, 4, seed=2), draw(1, count, 4, seed=3)
+    a, bias = -draw(6, 4, seed=4).abs(), draw(6, seed=5)
+
+    def call(name):
+        def run(u, dt, b, c, **kwargs):
+            options = {"delta_bias": bias, "delta_softplus": True}
+            return getattr(ops, name)(u, dt, a, b, c, **kwargs, **options)
+
+        return run
+
+    run = state_of(call("selective_scan"), call("selective_scan_with_state"))
+    return [u, dt, b, c], [0.0, STILL, 0.0, 0.0], run
+
+
+def assert_paths(tree, leaves, together, alone):
+    """Results and gradients along every path, each segment counted once."""
+    expected = torch.zeros_like(together)
+    parts = []
+    for segment, length in enumerate(tree.lengths):
+        parts.append(alone(torch.tensor(tree.path(segment)))[:, -length:])
+    expected = torch.cat([*parts, alone(torch.arange(tree.tokens - tree.padding, tree.tokens))], 1)
+    torch.testing.assert_close(together, expected, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(together, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        rtol=1e-9,
+        atol=1e-10,
+    )
+
+
+@pytest.mark.parametrize("roots", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("recurrence", [delta_rule, heads_scan, limited_scan, channels_scan])
+def test_recurrences(recurrence, roots, padding):
+    count = planted(roots)[0].tokens + padding
+    tree, _ = planted(roots, count)
+    inputs, fillings, run = recurrence(count)
+    tokens = [PerToken(x, filling) for x, filling in zip(inputs, fillings, strict=True)]
+    together = scan(tree, tokens, run, equal=recurrence is limited_scan)
+    leaves = [x for x in inputs if x.is_leaf]
+    assert_paths(
+        tree, leaves, together, lambda path: run([x[:, path] for x in inputs], None, False)[0]
+    )
+
+
+@pytest.mark.parametrize("roots", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolutions(roots, width):
+    count = planted(roots)[0].tokens + 3
+    tree, _ = planted(roots, count)
+    x, weight = draw(1, count, 5, seed=0), draw(5, width, seed=1)
+
+    def convolve(rows, ids=None):
+        return ops.causal_conv1d(rows, weight, activation="silu", seq_idx=ids)
+
+    together = windowed(tree, x, width - 1, convolve)
+    assert_paths(tree, [x, weight], together, lambda path: convolve(x[:, path]))
+
+
+def test_ranges_of_a_tree():
+    tree, _ = planted(TREES["ragged"])
+    place = torch.arange(tree.longest)
+    window = torch.stack([(place - 4).clamp(min=0), place + 1], -1)
+    ranges, positions = tree.ranges(window)[0], tree.positions(place.device)[0]
+    for segment, start in enumerate(tree.starts):
+        path = tree.path(segment)
+        for own in range(start, start + tree.lengths[segment]):
+            visible = {k for a, b in ranges[own].view(-1, 2).tolist() for k in range(a, b)}
+            at = path.index(own)
+            assert positions[own] == at
+            assert visible == set(path[max(0, at - 4) : at + 1])

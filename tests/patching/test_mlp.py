@@ -19,18 +19,17 @@ from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients, gradients, recorded, saved
 from tests.models import Calls, Holder, assert_same_training, batch, build, variant
 from tests.patching.test_evidence_signature import Alpha
-from tests.patching.test_norms_find import (
+from tests.patching.test_norms import (
     calls_of,
     equal,
     modeling,
     patched_module,
+    patched_twin,
     weighted,
 )
 
 
 class Gated(nn.Module):
-    """A gated MLP under the names of the arguments."""
-
     def __init__(self, act="silu", bias=False, dropout=0.0, swapped=False, inner=40):
         super().__init__()
         self.gate_proj, self.up_proj = (
@@ -245,8 +244,7 @@ def clamped(m, x):
 
 def test_a_clamped_mlp_without_a_slope():
     module = weighted(variant(Gated, clamped, swiglu_limit=0.7))
-    stock = copy.deepcopy(module)
-    assert patched_module(module)[0] == ["swiglu_clamped"]
+    stock = patched_twin(module, "swiglu_clamped")
     equal(stock, module, 3 * torch.randn(2, 5, 24))
     stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
     equal(stock, module, 3 * torch.randn(2, 5, 24))
@@ -275,8 +273,7 @@ def test_an_mlp_of_a_sparse_gate():
 
 def test_dropouts_stay_where_they_are():
     module = Odd(nn.SiLU(), inner_drop=0.5, outer_drop=0.25)
-    stock = copy.deepcopy(module)
-    assert patched_module(module)[0] == ["gated_mlp[silu]"]
+    stock = patched_twin(module, "gated_mlp[silu]")
     x = torch.randn(64, 16)
     results = []
     for mlp in (stock.train(), module.train()):

@@ -1,6 +1,5 @@
 """Packed rows: a model that mixes their samples is found by a trial, at the first such call."""
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 import functools
 import itertools
@@ -19,17 +18,15 @@ import torch
 from packaging import version
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
-import liger_multi
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import patch, register_attention, unpatch
 from liger_multi.patching.packing import checked as checked_packing
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import build, patched_copy, redrawn
+from tests.models import adapters, build, patched_copy, redrawn, scaled_to_width, transformers
 from tests.sweep import cases
+from tests.sweep.packing import results
 
 LENGTHS = (11, 6, 9)
 TOKENS = sum(LENGTHS)
@@ -46,8 +43,6 @@ def tokens(rows=1, length=TOKENS, seed=1):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Forms that were tried."""
-
     observed, trial = [], trials.trial
 
     def counting(*arguments):
@@ -59,13 +54,20 @@ def counted(monkeypatch):
 
 
 def patched(model_type="llama", **config):
-    model = redrawn(build(model_type, **config))
-    patch(model)
-    return model
+    return patched_copy(redrawn(build(model_type, **config)))
+
+
+def train(model, ids=None, **arguments):
+    """The loss of a packed row, of samples that begin as ``position_ids`` say."""
+    ids = tokens() if ids is None else ids
+    return model(input_ids=ids, **{"position_ids": positions(), "labels": ids, **arguments}).loss
+
+
+def forward(model, **arguments):
+    return model(**{"input_ids": tokens(), "position_ids": positions(), **arguments}).logits
 
 
 def registered(name):
-    """The sweep's model of a class."""
     return cases.build(next(p for p in cases.registered() if p.cls == name))
 
 
@@ -86,33 +88,27 @@ MASK = {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
     ids=["default", "cache", "places in a cache", "mask", "both"],
 )
 def test_leaks_raise_with_remedy(arguments, remedy):
-    model, ids = patched(), tokens()
+    model = patched()
     with pytest.raises(PackingError, match=re.escape(f"With {remedy} they are kept apart")):
-        model(input_ids=ids, position_ids=positions(), labels=ids, **arguments)
-    assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
+        train(model, **arguments)
+    assert train(model, **APART) > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen3_moe"])
 def test_accepted_rows_equal_their_samples(model_type):
     model, ids = patched(model_type), tokens()
-    parts = torch.split(ids, LENGTHS, 1)
-    apart = torch.cat([model(input_ids=part, **APART).logits for part in parts], 1)
-    weights = torch.randn(apart.shape, generator=torch.Generator().manual_seed(2))
-    (apart * weights).sum().backward()
-    expected = {name: g.clone() for name, g in gradients(model).items()}
-    model.zero_grad()
-    together = model(input_ids=ids, position_ids=positions(), **APART).logits
-    (together * weights).sum().backward()
+    apart, expected = results(model, [{"input_ids": x} for x in torch.split(ids, LENGTHS, 1)])
+    together, actual = results(model, [{"input_ids": ids, "position_ids": positions()}])
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients(model), expected, rtol=1e-4)
+    assert_same_gradients(actual, expected, rtol=1e-4)
 
 
 def test_routers_with_noise_in_training():
     """The noise of a row is not that of its samples by themselves, which is no leak."""
-    model, ids = patched("mixtral", router_jitter_noise=0.2).train(), tokens()
-    assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
+    model = patched("mixtral", router_jitter_noise=0.2).train()
+    assert train(model, **APART) > 0
     with pytest.raises(PackingError, match=r"With use_cache=False they are kept apart"):
-        model(input_ids=ids, position_ids=positions(), labels=ids, use_cache=True)
+        train(model, use_cache=True)
 
 
 class Counting(nn.Module):
@@ -128,27 +124,27 @@ class Counting(nn.Module):
 
 
 def test_a_model_with_a_state_of_its_own_cannot_be_tried(recwarn):
-    model, ids = patched("mistral"), tokens()  # of each class, it is said once
+    model = patched("mistral")  # of each class, it is said once
     model.model.layers[0].mlp = counting = Counting(model.model.layers[0].mlp)
-    assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
+    assert train(model, **APART) > 0
     assert counting.calls == 1
     assert "another one in a second run" in str(recwarn.list[-1].message)
 
 
 def test_masks_without_positions():
     layers = {"layer_types": ["full_attention"] * 2, "output_router_logits": False}
-    model, ids = patched("gpt_oss", **layers), tokens()
+    model = patched("gpt_oss", **layers)
     with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
-        model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
+        train(model, **APART)
     mask = trials.Row(TOKENS, LENGTHS[0], torch.device("cpu"), (0,)).mask(torch.float32)
-    assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
+    assert forward(model, attention_mask=mask, **APART).any()
 
 
 def test_model_without_remedy():
     """A mask of one's own has no windows, so that it does not help either."""
-    model, ids = patched("gpt_oss", sliding_window=4, output_router_logits=False), tokens()
+    model = patched("gpt_oss", sliding_window=4, output_router_logits=False)
     with pytest.raises(PackingError, match="Nothing that was tried keeps them apart"):
-        model(input_ids=ids, position_ids=positions(), **APART)
+        forward(model, **APART)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "SmolVLMConfig"), reason="no SmolVLM")
@@ -180,10 +176,8 @@ def test_encoders_see_samples_after_and_before():
         num_attention_heads=2,
         max_position_embeddings=64,
     )
-    model = transformers.BertForMaskedLM(config)
-    patch(model)
     with pytest.raises(PackingError, match="BertForMaskedLM got rows of several samples"):
-        model(input_ids=tokens(), position_ids=positions())
+        forward(patched_copy(transformers.BertForMaskedLM(config)))
 
 
 class Chunked(nn.Module):
@@ -219,14 +213,12 @@ def test_chunks_of_a_row_are_not_those_of_its_samples(of_rows):
 
 
 def test_axes_of_positions():
-    model = redrawn(registered("Qwen2VLForConditionalGeneration"))
-    patch(model)
+    model = patched_copy(redrawn(registered("Qwen2VLForConditionalGeneration")))
     ids, place = tokens().clamp(10, 60), positions()
     for inputs in (place, place.expand(3, -1, -1), place.expand(3, -1, -1) + 1):
         with pytest.raises(PackingError, match=re.escape("position_ids of shape (4, B, T)")):
-            model(input_ids=ids, position_ids=inputs, labels=ids, **APART)
-    four = place.expand(4, -1, -1)
-    assert model(input_ids=ids, position_ids=four, labels=ids, **APART).loss > 0
+            train(model, ids, position_ids=inputs, **APART)
+    assert train(model, ids, position_ids=place.expand(4, -1, -1), **APART) > 0
 
 
 NUMBERED = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor([9, TOKENS - 13, 4]))[None]
@@ -234,13 +226,13 @@ NUMBERED = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor([9, TOK
 
 def test_masks_numbering_samples(counted):
     """Every number but 0 is 1 to transformers; patches of FlashAttention alone read them."""
-    model, ids = patched(), tokens()
+    model = patched()
     with pytest.warns(UserWarning, match="an attention_mask that numbers samples"):
-        model(input_ids=ids, attention_mask=NUMBERED, **APART)
+        forward(model, attention_mask=NUMBERED, position_ids=None, **APART)
     assert not counted, "ranks may differ in what masks have, so that nothing is tried"
     with pytest.raises(PackingError, match="no attention_mask"):
-        model(input_ids=ids, attention_mask=NUMBERED, position_ids=positions(), **APART)
-    assert model(input_ids=ids, position_ids=positions(), **APART).logits.any()
+        forward(model, attention_mask=NUMBERED, **APART)
+    assert forward(model, **APART).any()
 
 
 def test_model_reading_mask_numbers(monkeypatch):
@@ -252,11 +244,10 @@ def test_model_reading_mask_numbers(monkeypatch):
         return (mask[:, :, None] == mask[:, None])[:, None].tril()
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", read)
-    model, ids = patched(), tokens()
-    logits = model(input_ids=ids, attention_mask=NUMBERED, position_ids=positions(), **APART).logits
-    alone = model(
-        input_ids=ids[:, :9], attention_mask=NUMBERED[:, :9], position_ids=positions()[:, :9]
-    ).logits
+    model = patched()
+    logits = forward(model, attention_mask=NUMBERED, **APART)
+    first = {"input_ids": tokens(), "attention_mask": NUMBERED, "position_ids": positions()}
+    alone = forward(model, **{name: value[:, :9] for name, value in first.items()})
     torch.testing.assert_close(logits[:, :9], alone)
 
 
@@ -286,12 +277,11 @@ def test_layers_of_attention_in_a_hybrid():
     if getattr(sys.modules[type(model).__module__], "causal_conv1d_fn", None) is None:
         pytest.skip("mixers of this transformers call no function that an operator stands for")
     model.config.use_cache = True
-    report = patch(model)
-    assert {e.path for e in report.entries if e.op == "packing"} == {"", "model"}
+    assert {e.path for e in patch(model).entries if e.op == "packing"} == {"", "model"}
     ids = tokens().clamp(10, 60)
     with pytest.raises(PackingError, match="use_cache=False"):
-        model(input_ids=ids, position_ids=positions())
-    assert model(input_ids=ids, position_ids=positions(), **APART).logits.any()
+        forward(model, input_ids=ids)
+    assert forward(model, input_ids=ids, **APART).any()
 
 
 # --- calls of one sample per row ---
@@ -316,8 +306,7 @@ JUMP = torch.cat([torch.arange(9), torch.arange(40, 40 + TOKENS - 9)]).expand(2,
     ids=["plain", "late", "left", "right", "jump"],
 )
 def test_one_sample_per_row_never_raises(arguments, counted):
-    model, ids = patched(), tokens(2)
-    assert model(input_ids=ids, labels=ids, **arguments).loss > 0
+    assert train(patched(), tokens(2), **arguments) > 0
     assert counted[0].change > 0.01, "this form would mix samples"
 
 
@@ -330,40 +319,40 @@ def test_generation_is_not_tried(counted):
 
 
 def test_a_form_is_tried_once(counted):
-    model, ids = patched(), tokens()
+    model = patched()
     for _ in range(3):
-        model(input_ids=ids, position_ids=positions(), labels=ids, **APART)
+        train(model, **APART)
     assert len(counted) == 1
-    model.eval()(input_ids=ids, position_ids=positions(), **APART)
+    forward(model.eval(), **APART)
     assert len(counted) == 2
-    copy.deepcopy(model)(input_ids=ids, position_ids=positions(), **APART)
+    forward(copy.deepcopy(model), **APART)
     assert len(counted) == 3
 
 
 def test_a_short_row_first():
     model = patched()
-    with pytest.raises(PackingError):
-        model(input_ids=tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
-    with pytest.raises(PackingError):
-        model(input_ids=tokens(), position_ids=positions())
+    short = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    for row in (short, {}):
+        with pytest.raises(PackingError):
+            forward(model, **row)
 
 
 def test_cache_switched_off_and_on():
-    model, batch = patched(), {"input_ids": tokens(), "position_ids": positions()}
+    model = patched()
     model.config.use_cache = True
     model.gradient_checkpointing_enable()  # training without a cache
-    model(**batch).logits.sum().backward()
+    forward(model).sum().backward()
     model.gradient_checkpointing_disable()
     with pytest.raises(PackingError, match="use_cache=False"):
-        model(**batch)
+        forward(model)
 
 
 def test_patch_forgets_trials(counted):
     model = patched()
-    for _ in range(2):
-        model(input_ids=tokens(), position_ids=positions(), **APART)
-    patch(model, rope=False)
-    model(input_ids=tokens(), position_ids=positions(), **APART)
+    for options in ({}, {}, {"rope": False}):
+        if options:
+            patch(model, **options)
+        forward(model, **APART)
     assert len(counted) == 2
 
 
@@ -427,7 +416,7 @@ def test_threads_try_a_model_once(counted):
 
     def run():
         together.wait(60)
-        model(input_ids=tokens(), position_ids=positions(), **APART)
+        forward(model, **APART)
 
     with ThreadPoolExecutor(3) as pool:
         for call in [pool.submit(run) for _ in range(3)]:
@@ -467,7 +456,7 @@ def test_nothing_changes_but_the_verdict():
     assert np.array_equal(np.random.get_state()[1], states[1])
     assert torch.equal(torch.get_rng_state(), states[2])
     assert torch.equal(model.get_input_embeddings().weight, rows)
-    model(input_ids=tokens(), position_ids=positions(), **APART)
+    forward(model, **APART)
     assert calls == [(1, TOKENS, 32)]
 
 
@@ -528,11 +517,8 @@ def test_step_equals_unchecked(dropout):
     for model in models:
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(
-                input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART
-            ).loss
-        loss.backward()
-        losses.append(loss.detach())
+            losses.append(train(model, **APART))
+        losses[-1].backward()
     assert torch.equal(*losses)
     actual, expected = map(gradients, models)
     assert len(actual) > 10
@@ -549,7 +535,7 @@ def test_untried_call_warns_once(recwarn):
     refuses.__module__ = "accelerate.hooks"  # part of how the model runs
     model.model.register_forward_pre_hook(refuses, with_kwargs=True)
     for _ in range(2):
-        model(input_ids=tokens(), position_ids=positions())
+        forward(model)
     (warning,) = [w for w in recwarn if "could not be tried" in str(w.message)]
     assert "RuntimeError: rows of other lengths" in str(warning.message)
 
@@ -558,13 +544,13 @@ def test_untried_call_warns_once(recwarn):
 
 
 def test_it_can_be_turned_off():
-    model, ids = patched(), tokens()
+    model = patched()
     report = patch(model, packing=False)
     assert [(e.op, e.status) for e in report.entries if e.op == "packing"] == [
         ("packing", "restored")
     ]
     assert type(model) is transformers.LlamaForCausalLM
-    model(input_ids=ids, position_ids=positions())
+    forward(model)
     with pytest.raises(PatchError, match="packing must be True or False, got str 'triton'"):
         patch(model, packing="triton")
 
@@ -576,26 +562,20 @@ def test_the_class_comes_back():
     bound = model.forward
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with pytest.raises(PackingError):
-            other(input_ids=tokens(), position_ids=positions())
+            forward(other)
     unpatch(model)
     assert type(model) is transformers.LlamaForCausalLM
-    expected = model(input_ids=tokens(), position_ids=positions()).logits
-    assert torch.equal(bound(input_ids=tokens(), position_ids=positions()).logits, expected)
+    assert torch.equal(forward(bound), forward(model))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["patch-first", "adapter-first"])
 def test_with_adapters(first):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules="all-linear")
-    model = build()
-    if first:
-        patch(model)
-    model = peft.get_peft_model(model, config)
+    model = adapters(build(patching={} if first else None), target_modules="all-linear")
     if not first:
         patch(model)
     with pytest.raises(PackingError, match="LlamaForCausalLM got rows"):
-        model(input_ids=tokens(), position_ids=positions(), labels=tokens())
-    model(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
+        train(model)
+    train(model, **APART).backward()
 
 
 def test_a_model_within_a_module():
@@ -608,33 +588,29 @@ def test_a_model_within_a_module():
         def forward(self, **kwargs):
             return self.score(self.model(**kwargs).last_hidden_state)
 
-    model = Reward()
-    patch(model)
     with pytest.raises(PackingError, match="LlamaModel got rows"):
-        model(input_ids=tokens(), position_ids=positions())
+        patched_copy(Reward())(input_ids=tokens(), position_ids=positions())
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_one_graph(counted):
-    run = torch.compile(patched(), backend="eager", fullgraph=True)
-    run(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
+    train(torch.compile(patched(), backend="eager", fullgraph=True), **APART).backward()
     assert not counted
 
 
 def test_in_16_bits_experts_are_no_leak():
     model = patched("qwen3_moe").to(torch.bfloat16)
-    model(input_ids=tokens(), position_ids=positions(), labels=tokens(), **APART).loss.backward()
+    train(model, **APART).backward()
     with pytest.raises(PackingError):
-        model(input_ids=tokens(), position_ids=positions(), labels=tokens())
+        train(model)
 
 
 def test_attention_of_this_library_keeps_samples_apart():
     model = patched()
-    liger_multi.patching.register_attention()
+    register_attention()
     model.set_attn_implementation("liger_multi")
-    apart = model(input_ids=tokens(), position_ids=positions(), **APART).logits
     # with a cache transformers does not ask positions, and our masks do
-    assert torch.equal(model(input_ids=tokens(), position_ids=positions()).logits, apart)
+    assert torch.equal(forward(model), forward(model, **APART))
 
 
 # --- collators that people use ---
@@ -664,15 +640,7 @@ FORMS = {
 
 @functools.cache
 def _model(name):
-    model = registered(name)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():  # samples of a model at its first step hardly see each other
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
-            else:
-                parameter.add_(drawn * 0.1)
+    model = scaled_to_width(registered(name))
     model.config.use_cache = True
     return model
 
@@ -710,8 +678,8 @@ def alone(name):
 
 
 def assert_apart(model, name, batch):
-    loss = model(**batch, num_items_in_batch=COUNT).loss
     model.zero_grad()
+    loss = model(**batch, num_items_in_batch=COUNT).loss
     loss.backward()
     expected, grads = alone(name)
     assert loss.item() == pytest.approx(expected, rel=2e-5)
@@ -735,7 +703,7 @@ REMEDIES = {
     "no attention_mask": lambda batch: {k: v for k, v in batch.items() if k != "attention_mask"},
     "position_ids of shape (B, T) that begin again with every sample": lambda batch: {
         **batch,
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        "position_ids": positions(),
     },
     "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx": lambda batch: {
         **batch,

@@ -1,18 +1,15 @@
 """Routes of experts: recorded, replayed in other layouts of the same sequences, and refused."""
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
 from liger_multi import ops, routes, trees
 from liger_multi.patching import patch, register_attention
 from liger_multi.routes import Routes, RoutesError
 from tests.comparing import assert_same_gradients, gradients, recorded
-from tests.models import build
+from tests.models import build, deepseek, redrawn
 
 QUIET = {"output_router_logits": False}
 LENGTHS = (9, 6, 4)
@@ -23,60 +20,32 @@ def attention():
     register_attention()
 
 
-def deepseek(**config):
-    """Routers that choose within groups of experts."""
-    sizes = {
-        "vocab_size": 223,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "max_position_embeddings": 64,
-    }
-    torch.manual_seed(0)
-    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **config))
-
-
 BUILDERS = {
     "mixtral": lambda: build("mixtral", **QUIET),
     "qwen3_moe": lambda: build("qwen3_moe", **QUIET),
     "gpt_oss": lambda: build("gpt_oss", **QUIET),
-    "deepseek_v3": deepseek,
+    "deepseek_v3": lambda: deepseek(n_routed_experts=8, n_group=4, topk_group=2),
 }
 
 
 def model_of(name, *, patched=True):
-    model = BUILDERS[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(BUILDERS[name]())
     model.set_attn_implementation("liger_multi")
     if patched:
         patch(model)
     return model.train()
 
 
+def routers_of(model):
+    named = [n for n, _ in model.named_parameters() if n.endswith(("gate.weight", "router.weight"))]
+    return [p for p in map(model.get_parameter, named) if p.ndim == 2]
+
+
 def moved(model):
     """The same model with other routers, which choose other experts."""
     other = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            if ("gate.weight" in name or "router.weight" in name) and parameter.ndim == 2:
-                parameter.copy_(parameter.flip(0))
+    for weight in routers_of(other):
+        weight.data = weight.detach().flip(0)
     return other
 
 
@@ -104,20 +73,25 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.layers, other.layers, strict=True))
 
 
+def swayed(model, batch):
+    """Logits of a batch; every visible one counts in a backward pass."""
+    logits = model(**batch, use_cache=False).logits
+    (logits * batch["attention_mask"][..., None]).sin().sum().backward()
+    return logits
+
+
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_replayed_routes_of_the_same_model_change_nothing(name, patched):
     model = model_of(name, patched=patched)
     batch = padded()
-    plain = model(**batch, use_cache=False).logits
-    (plain * batch["attention_mask"][..., None]).sin().sum().backward()
+    plain = swayed(model, batch)
     right = {n: g.clone() for n, g in gradients(model).items()}
     model.zero_grad()
     recorded = recorded_by(model, batch)
     assert recorded.tokens == sum(LENGTHS)
     with routes.replay(model, recorded):
-        logits = model(**batch, use_cache=False).logits
-        (logits * batch["attention_mask"][..., None]).sin().sum().backward()
+        logits = swayed(model, batch)
     torch.testing.assert_close(logits, plain)
     assert_same_gradients(gradients(model), right)
 
@@ -129,16 +103,11 @@ def test_other_routers_replay_the_choice_with_weights_of_today(name):
     recorded, today = recorded_by(model, batch), recorded_by(other, batch)
     assert not same(recorded, today)
     with routes.record(other) as again, routes.replay(other, recorded):
-        logits = other(**batch, use_cache=False).logits
-        (logits * batch["attention_mask"][..., None]).sin().sum().backward()
+        swayed(other, batch)
     assert same(again, recorded)
-    routers = [
-        p.grad
-        for n, p in other.named_parameters()
-        if ("gate.weight" in n or "router.weight" in n) and p.ndim == 2
-    ]
-    assert routers
-    assert all(grad is not None and grad.abs().sum() > 0 for grad in routers)
+    grads = [router.grad for router in routers_of(other)]
+    assert grads
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
@@ -233,18 +202,26 @@ def test_files_and_indices(tmp_path):
 def test_routes_that_do_not_fit():
     model, batch = model_of("mixtral"), padded()
     recorded = recorded_by(model, batch)
-    short = Routes([x[:-1] for x in recorded.layers])
-    with routes.replay(model, short), pytest.raises(RoutesError, match=r"got 19 .* have 18"):
-        model(**batch)
-    with pytest.raises(RoutesError, match="2 layers with experts, and the routes have 1"):
-        routes.replay(model, Routes(recorded.layers[:1])).__enter__()
-    narrow = Routes([x[:, :1] for x in recorded.layers])
-    with routes.replay(model, narrow), pytest.raises(RoutesError, match=r"chooses 2 .* have 1"):
-        model(**batch)
-    with pytest.raises(RoutesError, match="LlamaForCausalLM has no module with experts"):
-        routes.record(build()).__enter__()
-    with pytest.raises(RoutesError, match="integers"):
-        Routes.from_indices(torch.ones(2, 3, 1))
+    for change, message in (
+        (lambda x: x[:-1], r"got 19 .* have 18"),
+        (lambda x: x[:, :1], r"chooses 2 .* have 1"),
+    ):
+        other = Routes([change(x) for x in recorded.layers])
+        with routes.replay(model, other), pytest.raises(RoutesError, match=message):
+            model(**batch)
+    for call, message in (
+        (
+            lambda: routes.replay(model, Routes(recorded.layers[:1])).__enter__(),
+            "2 layers with experts, and the routes have 1",
+        ),
+        (
+            lambda: routes.record(build()).__enter__(),
+            "LlamaForCausalLM has no module with experts",
+        ),
+        (lambda: Routes.from_indices(torch.ones(2, 3, 1)), "integers"),
+    ):
+        with pytest.raises(RoutesError, match=message):
+            call()
 
 
 def test_a_router_without_topk_is_refused(monkeypatch):

@@ -27,9 +27,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import liger_multi.patching
 from liger_multi.errors import PatchError
-from liger_multi.patching import Replacement, apply, patch, patched, register, unpatch, unregister
+from liger_multi.patching import (
+    Replacement,
+    apply,
+    patch,
+    patched,
+    register,
+    unpatch,
+    unregister,
+)
 from liger_multi.patching.apply import HeldPatch
-from liger_multi.patching.swap import Patched, swapped
+from liger_multi.patching.swap import swapped
 from tests.harness import PATIENCE
 from tests.models import (
     ARCHITECTURES,
@@ -37,13 +45,15 @@ from tests.models import (
     Graphs,
     Norm,
     adapters,
+    assert_same_compiled,
     assert_same_training,
     batch,
     build,
     pair,
+    patched_ops,
 )
 from tests.patching.test_evidence_signature import ALONE, Holder, Tuned, doubled, patched_pair
-from tests.patching.test_norms_find import modeling
+from tests.patching.test_norms import modeling
 
 # --- captured forwards ---
 
@@ -73,26 +83,23 @@ def test_a_captured_forward_works_after_the_patch(part, copied, how, monkeypatch
     calls = Calls(monkeypatch)
     stock, ours = pair("mixtral" if part == "experts" else "llama")
 
-    def capture():
-        wrapped(KINDS_OF_MODULES[part](ours))
-
     if how == "unpatch":
         patch(ours)
-        capture()
+        wrapped(KINDS_OF_MODULES[part](ours))
         unpatch(ours)
     else:
         with patched(ours):
-            capture()
+            wrapped(KINDS_OF_MODULES[part](ours))
     model = copy.deepcopy(ours) if copied else ours
     calls.clear()
-    assert_same_training(stock, model, lambda m: m(**batch()).loss)
+    assert_same_training(stock, model)
     assert not calls
     module = KINDS_OF_MODULES[part](model)
     module.forward = module._old_forward  # as accelerate removes its hooks
     del module._old_forward
     assert not [s for s in patch(model).skipped if "somebody else" in s.reason]
     calls.clear()
-    assert_same_training(stock, model, lambda m: m(**batch()).loss)
+    assert_same_training(stock, model)
     assert calls
 
 
@@ -123,22 +130,20 @@ def test_a_compiled_forward_after_unpatching():
     stock, ours = pair(num_hidden_layers=1, patching={})
     module = ours.model.layers[0].mlp
     module.forward = torch.compile(module.forward, backend="eager", fullgraph=True)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     unpatch(ours)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
-def test_a_captured_forward_of_a_probe_of_a_user():
-    module = nn.Tanh()
+def test_a_captured_forward_of_a_probe_of_a_user(request):
+    module, x = nn.Tanh(), torch.ones(1)
     register(lambda m: Replacement(_twice, "twice") if type(m) is nn.Tanh else None, "twice")
-    try:
-        patch(Holder(module), **ALONE)
-        held = module.forward
-        assert torch.equal(held(torch.ones(1)), torch.ones(1).tanh() * 2)
-        unpatch(Holder(module))
-        assert torch.equal(held(torch.ones(1)), torch.ones(1).tanh())
-    finally:
-        unregister("twice")
+    request.addfinalizer(lambda: unregister("twice"))
+    patch(Holder(module), **ALONE)
+    held = module.forward
+    assert torch.equal(held(x), x.tanh() * 2)
+    unpatch(Holder(module))
+    assert torch.equal(held(x), x.tanh())
 
 
 def _twice(module, stock, x):
@@ -152,9 +157,9 @@ def test_captured_forwards_of_adapters():
     for module in ours.modules():
         if hasattr(module, "lora_A") or type(module).__name__ == "LlamaAttention":
             wrapped(module)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     unpatch(ours)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
 # --- compiled ---
@@ -166,9 +171,7 @@ def test_compiled_graphs_keep_compiled_code():
     graphs = Graphs()
     for model in (stock, ours):
         model.model.layers[0].mlp.act_fn.register_forward_hook(doubled)
-    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
-    inputs = batch() | {"use_cache": False}
-    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
+    assert_same_compiled(stock, ours, batch() | {"use_cache": False}, backend=graphs)
     assert "ops/gated_mlp.py" not in graphs.traces
     assert "ops/rms_norm.py" in graphs.traces
 
@@ -186,49 +189,50 @@ def test_a_changed_attribute_compiles_again():
 # --- patches of other libraries ---
 
 
-def foreign(function, library="liger_kernel.transformers.rms_norm"):
-    copied = types.FunctionType(function.__code__, globals(), function.__name__)
-    copied.__module__ = library
+def foreign(function, library):
+    """A copy that a library might have put there, which computes the same."""
+    parts = function.__name__, function.__defaults__, function.__closure__
+    copied = types.FunctionType(function.__code__, function.__globals__, *parts)
+    copied.__module__, copied.__kwdefaults__ = library, function.__kwdefaults__
     return copied
 
 
-def test_forwards_of_other_libraries_are_left(monkeypatch):
-    monkeypatch.setattr(LlamaMLP, "forward", foreign(LlamaMLP.forward))
-    report = patch(build("llama"))
-    assert {s.reason for s in report.skipped if s.op == "swiglu"} == {"Liger serves it (LlamaMLP)"}
-    assert report.count("swiglu") == 0
-    assert report.count("fused_linear_cross_entropy") == 1
+LOSS, LIGER = "fused_linear_cross_entropy", "liger_kernel.transformers.x"
+FOREIGN = {
+    "module": (LlamaMLP, "forward", LIGER, "swiglu", "Liger serves it (LlamaMLP)"),
+    "loss in a forward": (
+        *(transformers.LlamaForCausalLM, "forward", LIGER, LOSS),
+        "Liger replaced the forward of LlamaForCausalLM, with the loss in it",
+    ),
+    "loss": (
+        *(F, "cross_entropy", "unsloth_zoo.losses", LOSS),
+        "Unsloth replaced torch.nn.functional.cross_entropy",
+    ),
+    "head of a trainer": (
+        *(None, "forward", "trl.trainer.utils", LOSS),
+        "TRL replaced the forward of LlamaForCausalLM",
+    ),
+    "rotary": (
+        *(modeling("llama"), "apply_rotary_pos_emb", LIGER, "rope"),
+        "Liger put its apply_rotary_pos_emb into the modeling file",
+    ),
+}
 
 
-def test_a_loss_in_a_foreign_forward_is_left(monkeypatch):
-    model_class = transformers.LlamaForCausalLM
-    monkeypatch.setattr(model_class, "forward", foreign(lambda self: None, "liger_kernel.x"))
-    report = patch(build("llama"))
-    (skip,) = [s for s in report.skipped if s.op == "fused_linear_cross_entropy"]
-    assert skip.reason == "Liger replaced the forward of LlamaForCausalLM, with the loss in it"
-    with pytest.raises(PatchError, match="Liger"):
-        patch(build("llama"), strict=True)
-
-
-def test_a_foreign_loss_function_is_left(monkeypatch):
-    monkeypatch.setattr(F, "cross_entropy", foreign(lambda: None, "unsloth_zoo.losses"))
-    report = patch(build("llama"))
-    assert "Unsloth replaced torch.nn.functional.cross_entropy" in str(report)
-    assert report.count("fused_linear_cross_entropy") == 0
-
-
-def test_a_trainers_head_is_left():
+@pytest.mark.parametrize(
+    ("owner", "name", "library", "op", "reason"), FOREIGN.values(), ids=FOREIGN
+)
+def test_functions_of_other_libraries_are_left(owner, name, library, op, reason, monkeypatch):
     model = build("llama")
-    model.forward = types.MethodType(foreign(lambda self: None, "trl.trainer.utils"), model)
-    assert "TRL replaced the forward of LlamaForCausalLM" in str(patch(model))
-
-
-def test_a_foreign_rotary_function_is_left(monkeypatch):
-    module = modeling("llama")
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", foreign(module.apply_rotary_pos_emb))
-    report = patch(build("llama"))
-    assert report.count("rope") == 0
-    assert "Liger put its apply_rotary_pos_emb into the modeling file" in str(report)
+    function = foreign(getattr(owner or type(model), name), library)
+    monkeypatch.setattr(
+        owner or model, name, function if owner else types.MethodType(function, model)
+    )
+    report = patch(model)
+    assert (report.count(op), report.count("rms_norm")) == (0, 5)
+    assert any(s.reason.startswith(reason) for s in report.skipped if s.op == op)
+    with pytest.raises(PatchError, match=reason.split()[0]):
+        patch(model, strict=True)
 
 
 # Another thread ends or changes a patch while a forward runs, at every line of the patching code.
@@ -241,15 +245,11 @@ OTHER = {"rms_norm": False, "swiglu": False, "rope": False, "fused_linear_cross_
 KINDS = ("llama", "gemma2", "qwen3_moe")
 
 
-def adapted():
-    layers = ["q_proj", "k_proj", "v_proj", "up_proj", "lm_head"]
-    return adapters(build("llama", num_hidden_layers=1), layers, r=2)
-
-
 def build_case(model_type):
     torch.manual_seed(0)
     if model_type == "adapters":
-        return adapted()
+        layers = ["q_proj", "k_proj", "v_proj", "up_proj", "lm_head"]
+        return adapters(build("llama", num_hidden_layers=1), layers, r=2)
     return build(model_type, num_hidden_layers=ARCHITECTURES[model_type].fewest_layers)
 
 
@@ -290,8 +290,7 @@ def cases():
     """Model and options of the other patch, None for its end; the first of them is quick."""
     for model_type in (*KINDS, "adapters"):
         for other, name in ((None, "ended"), (OTHER, "changed")):
-            quick = model_type == "llama" and other is None
-            marks = () if quick else pytest.mark.slow
+            marks = () if model_type == "llama" and other is None else pytest.mark.slow
             yield pytest.param(model_type, other, id=f"{model_type}-{name}", marks=marks)
 
 
@@ -340,16 +339,9 @@ def small():
 
 def clean():
     """Whether no model type is patched, and the constructor is that of transformers."""
-    stock = transformers.PreTrainedModel.post_init.__module__ == "transformers.modeling_utils"
-    return not apply._requests and stock and not hasattr(post_init(), "__wrapped__")
-
-
-def post_init():
-    return transformers.PreTrainedModel.post_init
-
-
-def is_patched(model):
-    return any(isinstance(m, Patched) for m in model.modules())
+    constructor = transformers.PreTrainedModel.post_init
+    stock = constructor.__module__ == "transformers.modeling_utils"
+    return not apply._requests and stock and not hasattr(constructor, "__wrapped__")
 
 
 def enter(target, **options):
@@ -370,11 +362,11 @@ def test_type_blocks_end_in_any_order():
     other = enter("qwen3")
     leave(first)
     model = small()
-    assert is_patched(model)
+    assert patched_ops(model)
     assert type(model.lm_head) is nn.Linear  # the newest of the open blocks
     leave(second)
-    assert not is_patched(small())
-    assert is_patched(build("qwen3", num_hidden_layers=1))
+    assert not patched_ops(small())
+    assert patched_ops(build("qwen3", num_hidden_layers=1))
     leave(other)
     assert clean()
 
@@ -386,14 +378,14 @@ def test_patch_and_unpatch_of_a_type_within_blocks():
         with patched("llama"):
             assert type(small().lm_head) is not nn.Linear
     assert type(small().lm_head) is nn.Linear  # a patch outlasts the block
-    assert is_patched(small())
+    assert patched_ops(small())
     with patched("llama"):
         unpatch("llama")
-        assert not is_patched(small())
+        assert not patched_ops(small())
         with pytest.raises(PatchError, match="'llama' is not patched"):
             unpatch("llama")
         patch("llama")
-    assert is_patched(small())
+    assert patched_ops(small())
     unpatch("llama")
     assert clean()
 
@@ -426,7 +418,7 @@ def test_types_in_threads_leave_nothing_patched():
         list(pool.map(work, range(6)))
     assert any(observed)
     assert clean()
-    assert not is_patched(small())
+    assert not patched_ops(small())
 
 
 def test_models_of_every_thread_are_built_by_the_newest_request():
@@ -444,7 +436,7 @@ def test_models_of_every_thread_are_built_by_the_newest_request():
             done.set()
             other.result(PATIENCE)
             model = small()
-    assert is_patched(model)
+    assert patched_ops(model)
     assert type(model.lm_head) is nn.Linear
     assert clean()
 
@@ -480,14 +472,14 @@ def test_modules_added_and_removed_in_blocks():
     first = enter(model)
     stayed, model.model.norm = model.model.norm, type(small().model.norm)(32)
     second = enter(model)
-    assert is_patched(model.model.norm)
+    assert patched_ops(model.model.norm)
     leave(first)
-    assert not is_patched(stayed)
+    assert not patched_ops(stayed)
     late = type(small().model.norm)(32)
     model.model.norm, came = late, model.model.norm
     patch(model)
     leave(second)
-    assert not any(map(is_patched, (model, late, came)))
+    assert not any(map(patched_ops, (model, late, came)))
 
 
 def test_blocks_with_exception_or_without_end():
@@ -548,7 +540,7 @@ def test_patch_takes_chunks_of_the_operator(chunk, adapted):
     patch(ours, strict=True, fused_linear_cross_entropy={"chunk": chunk})
     head = ours.get_submodule("base_model.model.lm_head" if adapted else "lm_head")
     assert swapped(head).settings.fused.chunk == chunk
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
 
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -578,7 +570,6 @@ def test_invalid_option_values(option):
 
 
 def int8(model):
-    """The model with linear layers in INT8."""
     quantization = pytest.importorskip("torch.ao.quantization")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -594,10 +585,7 @@ def int8(model):
 def test_quantize_dynamic(architecture, options):
     stock, ours = (m.eval() for m in pair(architecture, tied=False, patching=options))
     expected, got = int8(stock), int8(ours)
-    names = [
-        [f"{type(m).__module__}.{type(m).__name__}" for m in x.modules()] for x in (expected, got)
-    ]
-    assert names[0] == names[1]
+    assert list(map(str, map(type, got.modules()))) == list(map(str, map(type, expected.modules())))
     assert "quantized" in type(got.lm_head).__module__
     with torch.no_grad():
         torch.testing.assert_close(got(**batch()).loss, expected(**batch()).loss)

@@ -17,7 +17,9 @@ transformers = pytest.importorskip("transformers")
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from liger_multi.patching import patch
+from liger_multi.patching import patch, register_attention, unregister_attention
+from liger_multi.patching.packing import checked as checked_packing
+from tests.sweep import attention, packing
 from tests.sweep import page as coverage
 from tests.sweep.cases import as_lines, build, inputs, registered
 from tests.sweep.multimodal import modalities
@@ -34,8 +36,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs
 
 def check(outcomes):
     """Equal to stock; with the library of the kept result, by the same operators as there."""
-    wrong = [f"{o.type}/{o.cls}: {o.why}" for o in outcomes if o.status == "different"]
-    assert not wrong
+    assert not [f"{o.type}/{o.cls}: {o.why}" for o in outcomes if o.status == "different"]
     ran = [o for o in outcomes if o.status == "equal"]
     for outcome in ran if SAME else ():
         kept = OUTCOMES[outcome.type, outcome.cls]
@@ -70,8 +71,7 @@ def test_stored_result():
     pairs = KEPT["pairs"]
     assert sum(o["status"] == "equal" for o in pairs) >= 330
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
-    together = {o["type"] for o in pairs if coverage.covers(o) >= {"norms", "mlp", "head"}}
-    assert len(together) >= 155
+    assert len({o["type"] for o in pairs if coverage.covers(o) >= {"norms", "mlp", "head"}}) >= 155
     assert len({o["type"] for o in pairs if "rotary" in coverage.covers(o)}) >= 155
 
 
@@ -278,8 +278,7 @@ def test_results_of_other_generations():
 
 
 def test_page_equals_stored_result():
-    page = coverage.page()
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [line for line in coverage.page().splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
         assert any(line.startswith(f"| {pair['type']} | {pair['cls']} |") for line in rows), pair
 
@@ -308,8 +307,6 @@ def test_the_kept_result_is_one_pair_a_line():
 @pytest.mark.skipif(not SAME, reason="another transformers than that of the kept result")
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_vl", "opt", "jamba"])
 def test_packed_rows_are_as_the_page_says(model_type):
-    from tests.sweep import packing
-
     file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
     (expected,) = [one for one in kept if one["type"] == model_type and one["kind"] != "masked"]
@@ -321,9 +318,6 @@ def test_packed_rows_are_as_the_page_says(model_type):
 
 
 def test_attention_of_models_without_text_is_judged():
-    from liger_multi.patching import register_attention, unregister_attention
-    from tests.sweep import attention
-
     register_attention()
     try:
         pair = next(p for p in PAIRS if p.cls == "WhisperForConditionalGeneration")
@@ -345,9 +339,6 @@ def test_packed_rows_are_apart_or_refused():
 
 
 def test_accepted_leak_is_detected(monkeypatch):
-    from liger_multi.patching.packing import checked as checked_packing
-    from tests.sweep import packing
-
     monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
     actual = packing.judge(next(p for p in PAIRS if p.cls == "OPTForCausalLM"))
     assert actual.status == "wrong"

@@ -1,11 +1,7 @@
 """Shared prefixes: a branch is what it is in a batch without sharing, or the model is refused."""
 
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
 from packaging.version import Version
 
 import liger_multi
@@ -15,7 +11,7 @@ from liger_multi.patching import patch, register_attention
 from liger_multi.patching.attention import interface
 from liger_multi.patching.packing.tree import Tree
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import build
+from tests.models import adapters, build, redrawn, transformers
 from tests.sweep import cases
 from tests.sweep.run import liven
 from tests.sweep.trees import judge
@@ -27,8 +23,7 @@ def attention():
 
 
 def tokens(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 200, (count,), generator=generator).tolist()
+    return torch.randint(3, 200, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 FLAT = [(tokens(13, 1), [tokens(7, 2), tokens(1, 3), tokens(5, 4)])]
@@ -52,12 +47,7 @@ ROUTED = {"output_router_logits": True}
 
 
 def served(model_type="llama", **config):
-    """A patched model whose tokens depend on each other visibly."""
-    model = build(model_type, **config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(build(model_type, **config))
     model.set_attn_implementation("liger_multi")
     patch(model)
     return model
@@ -73,8 +63,7 @@ def unshared(model, batch, **arguments):
     for number, node in enumerate(batch.nodes):
         waiting.append(number)
         if node.leaf:
-            row = next(rows)
-            row_of.update(dict.fromkeys(waiting, row))
+            row_of.update(dict.fromkeys(waiting, next(rows)))
             waiting.clear()
     answer = [[] for _ in range(batch.nodes[-1].root + 1)]
     for number, (node, is_root) in enumerate(batch._nodes()):
@@ -92,8 +81,7 @@ def unshared(model, batch, **arguments):
 def loss_of(log_probs):
     """A sum in which every token has another weight."""
     flat = torch.cat([part for each in log_probs for part in each])
-    weights = torch.randn(flat.shape, generator=torch.Generator().manual_seed(3))
-    return (flat * weights).sum()
+    return (flat * torch.randn(flat.shape, generator=torch.Generator().manual_seed(3))).sum()
 
 
 def assert_equal_to_unshared(model, batch, rtol=5e-4, **arguments):
@@ -137,8 +125,7 @@ def test_equal_to_unshared(model_type, groups):
 
 @pytest.mark.parametrize("groups", [FLAT, NESTED], ids=["flat", "nested"])
 def test_windows_shorter_than_the_prefix(groups):
-    model = served("mistral", sliding_window=3)
-    assert_equal_to_unshared(model, trees.pack(groups))
+    assert_equal_to_unshared(served("mistral", sliding_window=3), trees.pack(groups))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -150,16 +137,13 @@ def test_checkpointing(reentrant):
     assert_equal_to_unshared(model, trees.pack(NESTED))
 
 
-def hybrid(model_type):
-    """A tiny hybrid, patched."""
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
-    if model_type not in pairs:
-        pytest.skip(f"this transformers has no {model_type}")
-    model = cases.build(pairs[model_type])
+def swept(model_type, head="ForCausalLM"):
+    pair = cases.of_type(model_type, head)
+    model = cases.build(pair)
     liven(model)
     model.set_attn_implementation("liger_multi")
     patch(model)
-    return model.train()
+    return pair, model.train()
 
 
 @older_refuse
@@ -167,7 +151,7 @@ def hybrid(model_type):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
 def test_hybrids(model_type, reentrant):
     """Layers that run again in backward, outside of the block, follow the tree too."""
-    model = hybrid(model_type)
+    _, model = swept(model_type)
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
@@ -195,15 +179,9 @@ def test_padding():
 
 
 def test_adapters():
-    peft = pytest.importorskip("peft")
     model = build("llama")
     model.set_attn_implementation("liger_multi")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    model = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.normal_(std=0.3)
+    model = adapters(model, ["q_proj", "v_proj", "up_proj", "down_proj"], std=0.3)
     patch(model)
     assert_equal_to_unshared(model, trees.pack(FLAT))
 
@@ -251,8 +229,8 @@ def test_one_path_is_a_plain_row(answers, pad_to, window, monkeypatch):
 @older_refuse
 def test_one_path_has_no_ids_of_samples(monkeypatch):
     """The mixers of a hybrid compute it in one call, as a plain row."""
-    model, groups = hybrid("qwen3_next"), below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])])
-    batch = trees.pack(groups)
+    _, model = swept("qwen3_next")
+    batch = trees.pack(below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])]))
     trees.scores(model, batch)  # after a trial, which has branches
     monkeypatch.setattr(Tree, "scans", None)
     monkeypatch.setattr(Tree, "window", None)
@@ -338,14 +316,8 @@ def test_positions_of_images(model_type):
 
 def with_pixels(model_type):
     """A tiny model, what it takes beside tokens, and a tree whose prompt has images."""
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForConditionalGeneration")}
-    if model_type not in pairs:
-        pytest.skip(f"this transformers has no {model_type}")
-    model = cases.build(pairs[model_type])
-    liven(model)
-    model.set_attn_implementation("liger_multi")
-    patch(model)
-    whole = cases.inputs(pairs[model_type], model)
+    pair, model = swept(model_type, "ForConditionalGeneration")
+    whole = cases.inputs(pair, model)
     ids = whole["input_ids"]
     inputs = {n: v[: len(v) // len(ids)] for n, v in whole.items() if "pixel" in n or "grid" in n}
     answers = [[10 + token % 50 for token in tokens(count, count)] for count in (4, 1, 6)]
@@ -379,8 +351,7 @@ def test_no_other_branch_moves_by_a_bit(model_type):
             ids[0, start] += 1
             moved = model(**{**batch.inputs, "input_ids": ids}).logits[0]
             below = batch.tree.below(segment)
-            numbers = batch.tree.segments(ids.device)
-            inside = torch.isin(numbers, torch.tensor(below))
+            inside = torch.isin(batch.tree.segments(ids.device), torch.tensor(below))
             assert torch.equal(moved[~inside], plain[~inside])
             assert not torch.equal(moved[inside], plain[inside])
 

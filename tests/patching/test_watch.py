@@ -1,5 +1,4 @@
 """Which patched modules ran in a block and called their operator."""
-# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import re
 import threading
@@ -9,14 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
-
-import liger_multi
 from liger_multi.dispatch.op import Op
-from liger_multi.patching import patch, unpatch
+from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.report import Executed, serves
-from tests.models import Graphs, Holder, batch, build
+from tests.models import Graphs, Holder, adapters, batch, build, loss_of, transformers
 
 
 def paths(entries):
@@ -29,10 +24,16 @@ def watched():
     return model, patch(model)
 
 
+def observe(report, model, call):
+    """What ran in a call."""
+    with report.watch(model) as observed:
+        call(model)
+    return observed
+
+
 def test_step_with_all_operators(watched):
     model, report = watched
-    with report.watch(model) as observed:
-        model(**batch()).loss.backward()
+    observed = observe(report, model, lambda m: loss_of(m).backward())
     assert observed.served == [e for e in report.entries if e.op != "packing"]
     assert (observed.stock, observed.idle) == ([], [])
     row = next(line for line in str(observed).splitlines() if "mlp" in line)
@@ -44,18 +45,16 @@ def test_loss_module_serves_its_head():
         vocab_size=64, dim=16, hidden_dim=32, n_layers=1, n_heads=2
     )
     model, ids = transformers.DistilBertForMaskedLM(config), torch.randint(0, 64, (2, 5))
-    report = patch(model)
-    with report.watch(model) as watched:
-        model(input_ids=ids, labels=ids).loss.backward()
-    assert "vocab_projector" in paths(watched.served)
+    observed = observe(patch(model), model, lambda m: m(input_ids=ids, labels=ids).loss.backward())
+    assert "vocab_projector" in paths(observed.served)
 
 
 def test_unserved_and_idle_modules(watched):
     """A hook on an activation leaves its MLP to transformers; logits that are read need no loss."""
     model, report = watched
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: None)
-    with report.watch(model) as observed:
-        model(input_ids=batch()["input_ids"]).logits.sum().backward()
+    ids = batch()["input_ids"]
+    observed = observe(report, model, lambda m: m(input_ids=ids).logits.sum().backward())
     assert paths(observed.stock) == {"lm_head", "model.layers.1.mlp"}
     assert observed.idle == []
     with report.watch(model) as observed:
@@ -76,16 +75,12 @@ def test_loss_computed_after_the_model(watched):
 
 def test_adapters_computed_together():
     """Layers of an MLP do not run; k and v were computed when q was called."""
-    peft = pytest.importorskip("peft")
-    names = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=names))
+    model = adapters(build(), ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
     report = patch(model)
-    with report.watch(model) as watched:
-        model(**batch()).loss.backward()
-    assert watched.stock == watched.idle == []
-    with report.watch(model) as watched, model.disable_adapter():
-        model(**batch())
-    assert not [e for e in watched.served if e.op == "lora"]
+    observed = observe(report, model, lambda m: loss_of(m).backward())
+    assert observed.stock == observed.idle == []
+    with model.disable_adapter():
+        assert not [e for e in observe(report, model, loss_of).served if e.op == "lora"]
 
 
 def test_recomputed_layers_and_other_threads(watched):
@@ -125,28 +120,21 @@ def test_compiled_models_are_not_recorded(watched):
     model, report = watched
     graphs = Graphs()
     with report.watch(model) as observed:
-        compiled = torch.compile(model, backend=graphs, fullgraph=True)
-        loss = compiled(**batch(), use_cache=False).loss
+        loss = torch.compile(model, backend=graphs, fullgraph=True)(**batch(), use_cache=False).loss
     torch._dynamo.reset()
-    torch.testing.assert_close(loss, model(**batch()).loss, rtol=2e-5, atol=0)
-    assert graphs.count == 1
+    torch.testing.assert_close(loss, loss_of(model), rtol=2e-5, atol=0)
+    assert (graphs.count, observed.served) == (1, [])
     assert any("rms_norm" in target for target in graphs.targets)
-    assert observed.served == []
 
 
 def test_model_of_another_report(watched):
     model, report = watched
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* got a Linear without 'lm_head'"):
         report.watch(nn.Linear(2, 2)).__enter__()
-    of_type = liger_multi.patch("llama")
-    try:
-        with pytest.raises(ValueError, match="got that of models of type llama"):
-            of_type.watch(model).__enter__()
-    finally:
-        liger_multi.unpatch("llama")
-    with unpatch(model).watch(model) as observed:
-        model(**batch())
-    assert observed.served == []
+    said = "got that of models of type llama"
+    with patched("llama") as of_type, pytest.raises(ValueError, match=said):
+        of_type.watch(model).__enter__()
+    assert observe(unpatch(model), model, loss_of).served == []
 
 
 def test_a_rotation_is_no_other_operator_of_its_module():
@@ -166,11 +154,14 @@ def test_report_is_data_and_a_table():
     assert (head.path, head.stock, head.options) == ("lm_head", "Linear", {"chunk": 8})
     text = str(report)
     assert "4 x LlamaRMSNorm" not in text
-    assert re.search(r"2 x LlamaRMSNorm +rms_norm\[llama\]", text)
-    assert re.search(r"2 x LlamaAttention +rope\[half\]", text)
-    assert re.search(r"packing +1 x LlamaForCausalLM +a check that samples", text)
-    assert "model.layers.*.mlp" in text
-    assert "fused_linear_cross_entropy (chunk=8)" in text
+    for line in (
+        r"2 x LlamaRMSNorm +rms_norm\[llama\]",
+        r"2 x LlamaAttention +rope\[half\]",
+        r"packing +1 x LlamaForCausalLM +a check that samples",
+        r"model\.layers\.\*\.mlp",
+        r"fused_linear_cross_entropy \(chunk=8\)",
+    ):
+        assert re.search(line, text)
     assert "has no output embedding" in str(patch(Holder(nn.Linear(2, 2))))
 
 

@@ -16,35 +16,35 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).with_name("results.json")
-PACKED = RESULTS.with_name("packing.json")
-TREES = RESULTS.with_name("trees.json")
-SHARDS = RESULTS.with_name("shards.json")
 ELSEWHERE = RESULTS.with_name("elsewhere.json")
+JUDGED = {
+    "attention": "attn_implementation='liger_multi'",
+    "packing": "rows of several samples",
+    "trees": "shared prefixes",
+    "shards": "rows over two ranks",
+}
+"""What may be judged in place of a training step, each by a module of this folder."""
+FLAG, NUMBER = {"action": "store_true"}, {"type": int, "metavar": "N"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"--{what}": {**FLAG, "help": f"judge {text} instead"} for what, text in JUDGED.items()},
+    "--backend": {"help": "backend that serves the operators, e.g. cuda or triton"},
+    "--device": {"help": "device of the models; that of the backend by default"},
+    "--every": {**NUMBER, "default": 1, "help": "every Nth pair"},
+    "--first": {**NUMBER, "default": 0, "help": "begin with the Nth"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write the outcomes there"},
+    "--jobs": {"type": int, "default": 1, "help": "processes at a time"},
+    "--quiet": {**FLAG, "help": "only pairs that are not equal"},
+    "--write": {**FLAG, "help": "keep the results"},
+    "--generation": {**FLAG, "help": "keep counts as those of this transformers"},
+}
 
 
 def main() -> int:
     """Run, print one line a pair, and keep the results when asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of type/Class; all pairs by default")
-    parser.add_argument(
-        "--attention", action="store_true", help="judge attn_implementation='liger_multi' instead"
-    )
-    parser.add_argument(
-        "--packing", action="store_true", help="judge rows of several samples instead"
-    )
-    parser.add_argument("--trees", action="store_true", help="judge shared prefixes instead")
-    parser.add_argument("--shards", action="store_true", help="judge rows over two ranks instead")
-    parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
-    parser.add_argument("--device", help="device of the models; that of the backend by default")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the Nth")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--quiet", action="store_true", help="only pairs that are not equal")
-    parser.add_argument("--write", action="store_true", help="keep the results")
-    parser.add_argument(
-        "--generation", action="store_true", help="keep counts as those of this transformers"
-    )
+    for name, settings in OPTIONS.items():
+        parser.add_argument(name, **settings)
     options = parser.parse_args()
 
     import transformers
@@ -63,20 +63,15 @@ def main() -> int:
         device = options.device or backends()[options.backend].device_type or "cpu"
     pairs = [
         p for p in registered() if not options.names or any(n in p.name for n in options.names)
-    ]
-    if options.attention:
-        return judged(
-            "attention", pairs[options.first :: options.every], options.jobs, options.json
-        )
-    if options.packing:
-        file = PACKED if options.write else ELSEWHERE if options.generation else options.json
-        return judged("packing", pairs[options.first :: options.every], options.jobs, file)
-    for what, kept in (("trees", TREES), ("shards", SHARDS)):
+    ][options.first :: options.every]
+    for what in JUDGED:
         if getattr(options, what):
-            file = kept if options.write else options.json
-            return judged(what, pairs[options.first :: options.every], options.jobs, file)
+            file = ELSEWHERE if options.generation and what == "packing" else options.json
+            kept = RESULTS.with_name(f"{what}.json")
+            file = kept if options.write and what != "attention" else file
+            return judged(what, pairs, options.jobs, file)
     started, outcomes = time.monotonic(), []
-    for outcome in sweep(pairs[options.first :: options.every], options.jobs, str(device)):
+    for outcome in sweep(pairs, options.jobs, str(device)):
         outcomes.append(outcome)
         if outcome.status != "equal" or not options.quiet:
             print(
@@ -122,7 +117,7 @@ def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
         outcomes.append(verdict)
         print(f"{verdict.status:10} {pair.name} {verdict.why}", flush=True)
     print(dict(Counter(v.status for v in outcomes)))
-    if file in (PACKED, TREES, SHARDS):
+    if file == RESULTS.with_name(f"{what}.json"):
         import transformers
 
         lines = ",\n".join(json.dumps(vars(v)) for v in outcomes)
@@ -150,11 +145,9 @@ def keep_generation(fields: dict[str, Any]) -> None:
 
     kept = json.loads(ELSEWHERE.read_text())
     rows = {row["transformers"]: row for row in kept["generations"]}
-    version = transformers.__version__
-    today = time.strftime("%Y-%m-%d")
+    version, today = transformers.__version__, {"date": time.strftime("%Y-%m-%d")}
     whole = {"equal": 0, "different": 0, "not built": 0} if "others" in fields else {}
-    rows[version] = {**rows.get(version, {"transformers": version}), **whole, **fields}
-    rows[version]["date"] = today
+    rows[version] = {**rows.get(version, {"transformers": version}), **whole, **fields, **today}
     kept["generations"] = [rows[v] for v in sorted(rows, key=lambda v: [*map(int, v.split("."))])]
     ELSEWHERE.write_text(elsewhere_lines(kept))
 

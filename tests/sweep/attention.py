@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from tests.sweep import cases
 from tests.sweep.cases import Pair, configuration, inputs
-from tests.sweep.run import liven
+from tests.sweep.run import _said, liven
 
 OURS = "liger_multi"
 REFUSAL = f"attn_implementation={OURS!r} "
@@ -23,51 +22,39 @@ Batch = dict[str, Any]
 
 
 @dataclass
-class Verdict:
-    """What became of one pair.
+class Verdict(cases.Verdict):
+    """A status is "served"; "unused", served but never called; "refused"; or "wrong".
 
     Attributes:
-        kind: As in :class:`Pair`, like the next two.
-        type: Model type.
-        cls: Class.
-        status: "served"; "unused", as served but nothing calls our attention; "refused"; "wrong";
-            "not built", also without us.
-        why: The refusal, or what is wrong.
         causal: Whether eager attention is causal, so that ours was held to it.
     """
 
-    kind: str
-    type: str
-    cls: str
-    status: str = "not built"
-    why: str = ""
     causal: bool = False
 
 
 def judge(pair: Pair) -> Verdict:
     """Compare the ways to ask for our attention with eager, in this process."""
-    verdict = Verdict(pair.kind, pair.type, pair.cls)
+    verdict = Verdict(**vars(pair))
     for text in (True, False):
         try:
             eager = build(pair, "eager")
-            cases = batches(pair, eager, text)
-            expected = {name: logits(eager, batch) for name, batch in cases.items()}
+            every = batches(pair, eager, text)
+            expected = {name: logits(eager, batch) for name, batch in every.items()}
             break
         except Exception as error:
             verdict.why = _said(error)
     else:
         return verdict
-    verdict.why, call_counts = "", {}
+    verdict.why = ""
     for way in (constructed, switched, forced):
         with counted() as calls:
-            refusals, wrong = _compared(way, pair, eager, cases, expected, verdict)
-        why = wrong or next(iter(refusals), "")
+            refusals, wrong = _compared(way, pair, eager, every, expected, verdict)
         status = "wrong" if wrong else "refused" if refusals else "served" if calls else "unused"
-        call_counts[status, way.__name__] = why
-    for (status, way), why in sorted(call_counts.items(), key=lambda item: item[0][0] != "wrong")[
-        :1
-    ]:
-        verdict.status, verdict.why = status, f"{way}: {why}" if why else ""
+        if wrong or verdict.status == "not built":  # what is wrong counts, else the first way
+            why = wrong or next(iter(refusals), "")
+            verdict.status, verdict.why = status, f"{way.__name__}: {why}" if why else ""
+        if wrong:
+            break
     return verdict
 
 
@@ -119,14 +106,14 @@ def batches(pair: Pair, model: Any, text: bool) -> dict[str, Batch]:
     if getattr(model.config, "is_encoder_decoder", False) and "labels" in whole:
         spoken = whole.pop("labels").clamp(min=10) if ids is None else ids.clone()
         whole.setdefault("decoder_input_ids", spoken)
-    cases = {"no padding": whole}
+    every = {"no padding": whole}
     if ids is None or mask is None or mask.shape != ids.shape:
-        return cases
+        return every
     left = mask.clone()
     left[0, :3] = 0
     for side, padded in (("left", left), ("right", left.flip(-1))):
-        cases[f"padding {side}"] = {**whole, "attention_mask": padded}
-    return cases
+        every[f"padding {side}"] = {**whole, "attention_mask": padded}
+    return every
 
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
@@ -151,7 +138,7 @@ def _compared(
     way: Callable[[Pair, Any], Any],
     pair: Pair,
     eager: Any,
-    cases: dict[str, Batch],
+    every: dict[str, Batch],
     expected: dict[str, torch.Tensor],
     verdict: Verdict,
 ) -> tuple[list[str], str]:
@@ -161,7 +148,7 @@ def _compared(
         model = way(pair, eager)
     except Exception as error:
         return [str(error)], "" if REFUSAL in str(error) else _said(error)
-    for name, batch in cases.items():
+    for name, batch in every.items():
         try:
             got = logits(model, batch)
         except Exception as error:
@@ -246,8 +233,3 @@ def _sees_future(
     if not rows.numel() or float(rows.max()) <= MOVED:
         return ""
     return f"the last token moves earlier logits by {float(rows.max()):.2g}"
-
-
-def _said(error: BaseException) -> str:
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error)[:160]} ({os.path.basename(at.filename)})"

@@ -44,6 +44,25 @@ class Pair:
         return f"{self.type}/{self.cls}"
 
 
+@dataclass
+class Verdict:
+    """What became of one pair.
+
+    Attributes:
+        kind: As in :class:`Pair`, like the next two.
+        type: Model type.
+        cls: Class.
+        status: One of the words of what judges; "not built" where the pair has no step without us.
+        why: The reason of a refusal, or what is wrong.
+    """
+
+    kind: str
+    type: str
+    cls: str
+    status: str = "not built"
+    why: str = ""
+
+
 def registered() -> list[Pair]:
     """The pairs of the installed transformers, by kind and type."""
     from transformers.models.auto import modeling_auto
@@ -55,6 +74,16 @@ def registered() -> list[Pair]:
             for cls in (classes,) if isinstance(classes, str) else classes:
                 pairs.setdefault((model_type, cls), Pair(registry, model_type, cls))
     return list(pairs.values())
+
+
+def of_type(model_type: str, head: str | tuple[str, ...] = "ForCausalLM") -> Pair:
+    """The pair of a type whose class ends so; skips a test where this transformers has none."""
+    pairs = {pair.type: pair for pair in registered() if pair.cls.endswith(head)}
+    if model_type not in pairs:
+        import pytest
+
+        pytest.skip(f"this transformers has no {model_type}")
+    return pairs[model_type]
 
 
 def as_lines(result: dict[str, Any]) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from liger_multi.patching import patch, unpatch
 from tests import comparing
+from tests.sweep import cases
 from tests.sweep.cases import Pair, build
 from tests.sweep.run import _said, liven
 
@@ -31,34 +33,24 @@ TOLD: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Verdict:
+class Verdict(cases.Verdict):
     """What became of one pair.
 
+    A status is "apart", equal to its samples with positions that begin again and no cache; "other",
+    with other arguments, which the error named; "refused", with none; "wrong", let through and not
+    equal; "no positions".
+
     Attributes:
-        kind: As in :class:`Pair`, like the next two.
-        type: Model type.
-        cls: Class.
-        status: "apart", equal to its samples with positions that begin again and no cache; "other",
-            with other arguments, which the error named; "refused", with none; "wrong", let through
-            and not equal; "no positions"; "not built", also without us.
-        why: The arguments that the error named, the reason, or what is wrong.
         beside: The same with positions and one of :data:`TOLD`, as status and reason; "not taken"
             where the forward has no such argument, "unpatched" where it raises without us too.
     """
 
-    kind: str
-    type: str
-    cls: str
-    status: str = "not built"
-    why: str = ""
     beside: dict[str, list[str]] = field(default_factory=dict)
 
 
 def judge(pair: Pair) -> Verdict:
     """Compare a packed row with its samples, in this process."""
-    from liger_multi.patching import patch
-
-    verdict = Verdict(pair.kind, pair.type, pair.cls)
+    verdict = Verdict(**vars(pair))
     try:
         model = build(pair)
         liven(model)
@@ -111,8 +103,6 @@ def _takes(model: Any, names: Iterable[str]) -> bool:
 
 def _runs_unpatched(model: Any, batch: dict[str, Any]) -> bool:
     """Whether a model that was never patched takes a step with a batch."""
-    from liger_multi.patching import unpatch
-
     stock = copy.deepcopy(model)
     unpatch(stock)
     try:
@@ -127,10 +117,20 @@ def results(model: Any, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, di
     torch.manual_seed(7)
     model.zero_grad()
     logits = torch.cat([model(**batch, use_cache=False).logits for batch in batches], 1)
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits * weights).sum().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
+    return logits.detach(), weighted_gradients(model, logits)
+
+
+def weights_of(shape: torch.Size) -> torch.Tensor:
+    """Weights of logits, so that every one counts by itself."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def weighted_gradients(
+    model: Any, logits: torch.Tensor, weights: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The gradients of a weighted sum of logits."""
+    (logits * (weights_of(logits.shape) if weights is None else weights)).sum().backward()
+    return {n: g.clone() for n, g in comparing.gradients(model).items()}
 
 
 def unlike(got: Any, expected: Any, gradient: float = EQUAL) -> str:

@@ -93,11 +93,14 @@ def page() -> str:
         ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {registry.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
-    text += "## Packed rows\n\n" + "\n".join(_packed()) + "\n\n"
-    text += "## Norms of queries and keys\n\n" + "\n".join(_rotated(pairs)) + "\n\n"
-    text += "## Skipped modules\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
-    text += "## On devices\n\n" + "\n".join(_devices()) + "\n\n"
-    return text + "## Other versions of transformers\n\n" + "\n".join(_generations()) + "\n"
+    sections = {
+        "Packed rows": _packed(),
+        "Norms of queries and keys": _rotated(pairs),
+        "Skipped modules": _reasons(pairs),
+        "On devices": _devices(),
+        "Other versions of transformers": _generations(),
+    }
+    return text + "\n".join("\n".join([f"## {t}\n", *rows, ""]) for t, rows in sections.items())
 
 
 PACKED = {
@@ -249,8 +252,7 @@ def _generations() -> list[str]:
         "|---|---|" + "---|" * len(PACKED),
     ]
     lines = [""]
-    every = json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]
-    for run in every:
+    for run in json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]:
         counts = [run[s] for s in ("equal", "different", "not built")]
         cells = (*(run[k] for k in ("transformers", "torch", "date")), sum(counts), *counts)
         rows.append("| " + " | ".join(map(str, cells)) + " |")

@@ -23,7 +23,7 @@ from liger_multi.patching.options import ROTATED
 from liger_multi.patching.report import Executed, executed, serves
 from tests import comparing
 from tests.sweep import multimodal
-from tests.sweep.cases import Pair, build, inputs
+from tests.sweep.cases import Pair, Verdict, build, inputs
 
 # --- what a step executed ---
 
@@ -116,15 +116,10 @@ LOSS, GRADIENT, FLOOR = 2e-5, 1e-4, comparing.ULPS * torch.finfo(torch.float32).
 
 
 @dataclass
-class Outcome:
-    """What became of one pair.
+class Outcome(Verdict):
+    """What became of one pair: "equal", "different" or "not built".
 
     Attributes:
-        kind: As in :class:`Pair`, like the next two.
-        type: Model type.
-        cls: Class.
-        status: "equal", "different" or "not built".
-        why: What differs, or why there is no step.
         modules: Patched modules by operator.
         ran: Those of them whose forward ran in the step.
         served: Those of them whose forward called an operator.
@@ -138,11 +133,6 @@ class Outcome:
         seconds: For everything.
     """
 
-    kind: str
-    type: str
-    cls: str
-    status: str
-    why: str = ""
     modules: dict[str, int] = field(default_factory=dict)
     ran: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -160,7 +150,7 @@ def examine(pair: Pair, device: str = "cpu", **ops: Any) -> Outcome:
     """Compare stock and patched, in this process."""
     from liger_multi.patching import patch
 
-    verdict = Outcome(pair.kind, pair.type, pair.cls, "not built")
+    verdict = Outcome(**vars(pair))
     started = time.perf_counter()
     try:
         stock = build(pair)
@@ -258,8 +248,7 @@ def in_doubles(stock: Any, ours: Any, batch: dict[str, Any]) -> str:
     results = []
     for model in (stock, ours):
         model.double().zero_grad()
-        wide = {k: _wide(v) for k, v in batch.items()}
-        results.append(step(model, wide))
+        results.append(step(model, {k: _wide(v) for k, v in batch.items()}))
     return difference(results[0], results[1])
 
 
@@ -276,8 +265,7 @@ def sweep(pairs: list[Pair], jobs: int = 1, device: str = "cpu", **ops: Any) -> 
 
     for pair, seconds, outcome in forked(pairs, work, jobs):
         why = f"the process ended after {seconds:.0f} s without a result"
-        fields = outcome or {**asdict(pair), "status": "not built", "why": why}
-        yield Outcome(**fields)
+        yield Outcome(**outcome or {**asdict(pair), "status": "not built", "why": why})
 
 
 def forked(

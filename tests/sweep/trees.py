@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from liger_multi import trees
 from liger_multi.errors import PackingError
-from tests.sweep.cases import Pair, build
-from tests.sweep.packing import unlike
+from liger_multi.patching import patch, register_attention
+from tests.sweep.cases import Pair, Verdict, build
+from tests.sweep.packing import unlike, weighted_gradients
 from tests.sweep.run import _said, liven
 
 LENGTHS = [(11, [(3, [(5, []), (1, [(2, []), (4, [])])]), (1, []), (6, [])]), (7, [(2, [])])]
@@ -20,39 +21,15 @@ GRADIENT = 5e-4
 """Part of a gradient's largest entry that may differ: sums over branches have another order."""
 
 
-@dataclass
-class Verdict:
-    """What became of one pair.
-
-    Attributes:
-        kind: As in :class:`Pair`, like the next two.
-        type: Model type.
-        cls: Class.
-        status: "equal", logits and every gradient; "refused"; "wrong", let through and not equal;
-            "not built", also without us.
-        why: The reason, or what is wrong.
-    """
-
-    kind: str
-    type: str
-    cls: str
-    status: str = "not built"
-    why: str = ""
-
-
 def work(pair: Pair) -> dict[str, Any]:
     """The verdict of a fork, which registers our attention for itself."""
-    from liger_multi.patching import register_attention
-
     register_attention()
     return asdict(judge(pair))
 
 
 def judge(pair: Pair) -> Verdict:
-    """Compare a row of trees with its paths, in this process."""
-    from liger_multi.patching import patch
-
-    verdict = Verdict(pair.kind, pair.type, pair.cls)
+    """Compare a row of trees with its paths, in this process: "equal", "refused" or "wrong"."""
+    verdict = Verdict(**vars(pair))
     try:
         model = build(pair)
         liven(model)
@@ -83,16 +60,10 @@ def _filled(lengths: list[Any], generator: torch.Generator) -> list[Any]:
     return [(ids(count), _filled(below, generator)) for count, below in lengths]
 
 
-def _weights(shape: torch.Size) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
-
-
 def _gradients(model: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits ``(tokens, classes)``, and the gradients of a weighted sum of them."""
     model.zero_grad()
-    (logits * _weights(logits.shape)).sum().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
+    return logits.detach(), weighted_gradients(model, logits)
 
 
 def _paths(model: Any, batch: trees.Batch) -> tuple[torch.Tensor, dict[str, Any]]:

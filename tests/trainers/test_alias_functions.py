@@ -435,20 +435,26 @@ def test_cross_entropy_function_may_overwrite_logits():
     torch.testing.assert_close(x.grad, leaf.grad)
 
 
-def test_selected_token_ids_errors():
-    apply = function("LigerFusedLinearScaledCrossEntropyFunction").apply
-    args = R(6, 8), R(11, 8), TARGET, 1.0, -100, 1, False
-    with pytest.raises(ValueError, match=r"selected_token_ids must lie in \[0, 11\), got \[11\]"):
-        apply(*args, torch.tensor([11]))
-    with pytest.raises(ValueError, match=r"of shape \(K,\), got .*\(2, 1\)"):
-        apply(*args, torch.tensor([[1], [2]]))
+NARROW = [*CASES["LigerMHCCoeffsFunction"][0]]
+NARROW[6] = False  # allow_fp32
+SCALED = (R(6, 8), R(11, 8), TARGET, 1.0, -100, 1, False)
+ERRORS = [
+    (
+        *("LigerFusedLinearScaledCrossEntropyFunction", (*SCALED, torch.tensor([11]))),
+        *(ValueError, r"selected_token_ids must lie in \[0, 11\), got \[11\]"),
+    ),
+    (
+        *("LigerFusedLinearScaledCrossEntropyFunction", (*SCALED, torch.tensor([[1], [2]]))),
+        *(ValueError, r"of shape \(K,\), got .*\(2, 1\)"),
+    ),
+    ("LigerMHCCoeffsFunction", NARROW, AssertionError, "allow_fp32"),
+]
 
 
-def test_mhc_fp32_needs_allow_fp32():
-    args = list(CASES["LigerMHCCoeffsFunction"][0])
-    args[6] = False
-    with pytest.raises(AssertionError, match="allow_fp32"):
-        function("LigerMHCCoeffsFunction").apply(*args)
+@pytest.mark.parametrize(("name", "args", "error", "text"), ERRORS)
+def test_argument_errors(name, args, error, text):
+    with pytest.raises(error, match=text):
+        function(name).apply(*args)
 
 
 def test_tiled_mlp_equals_mlp():
@@ -572,17 +578,74 @@ def test_output_dtype_with_fp32_weights(name):
 # --- blocks, losses and rotary embeddings against their formulas ---
 
 
-def test_errors_and_warnings_of_blocks():
-    other = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu")
-    with pytest.raises(ValueError, match="Activation function gelu not supported"):
-        modules.LigerMLP(other)
-    with pytest.raises(AssertionError, match="allow_fp32=True takes it"):
-        modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8)(torch.randn(3, 2, 8))
+GELU = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu")
+WIDE_STREAMS = torch.randn(3, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: modules.LigerMLP(GELU),
+            *(ValueError, "Activation function gelu not supported"),
+        ),
+        (
+            lambda: modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8)(WIDE_STREAMS),
+            *(AssertionError, "allow_fp32=True takes it"),
+        ),
+        (
+            lambda: modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)(
+                torch.randn(2, 6, 8), torch.ones(2, 6)
+            ),
+            *(NotImplementedError, r"attention_mask is not served, got \(2, 6\)"),
+        ),
+        (
+            lambda: modules.LigerFusedNeighborhoodAttention(9, 2),
+            *(ValueError, "9.*divisible.*2"),
+        ),
+        (
+            lambda: modules.LigerFusedNeighborhoodAttention(8, 2, 4),
+            *(ValueError, "must be odd"),
+        ),
+        (
+            lambda: modules.LigerFusedNeighborhoodAttention(8, 2, 3, 0),
+            *(ValueError, "must be positive"),
+        ),
+        (
+            lambda: modules.LigerRMSNormForMuseGlimmer(),
+            *(TypeError, "dim must be an integer, got None"),
+        ),
+        (
+            lambda: modules.LigerRMSNorm(8, casting_mode="gama"),
+            *(ValueError, r"'llama' \(0\), .*got 'gama'"),
+        ),
+        (lambda: modules.LigerRMSNorm(8, init_fn="normal"), ValueError, "init_fn must be"),
+        (
+            lambda: modules.LigerVocabParallelCrossEntropy(reduction="mean"),
+            *(ValueError, "reduction 'mean'; known: none"),
+        ),
+        (
+            lambda: modules.LigerVocabParallelCrossEntropy(label_smoothing=1.0),
+            *(ValueError, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ),
+        (
+            lambda: modules.LigerVocabParallelCrossEntropy(label_smoothing_formula="q"),
+            *(ValueError, "label_smoothing_formula.*'q'"),
+        ),
+        (
+            lambda: modules.LigerVocabParallelCrossEntropy(label_smoothing_mode="q"),
+            *(ValueError, "label_smoothing_mode.*'q'"),
+        ),
+    ],
+)
+def test_errors_of_blocks_and_losses(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_many_streams_warn():
     with pytest.warns(UserWarning, match="hc=17 is large"):
         modules.LigerMHC(nn.Identity(), hc=17, c=8)
-    layer = modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)
-    with pytest.raises(NotImplementedError, match=r"attention_mask is not served, got \(2, 6\)"):
-        layer(torch.randn(2, 6, 8), torch.ones(2, 6))
 
 
 def test_norms_of_muse_glimmer():
@@ -592,15 +655,6 @@ def test_norms_of_muse_glimmer():
         torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), eps=1e-6))
     with pytest.raises(TypeError, match="dim must be an integer, got None"):
         modules.LigerRMSNormForMuseGlimmer()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [((9, 2), "9.*divisible.*2"), ((8, 2, 4), "must be odd"), ((8, 2, 3, 0), "must be positive")],
-)
-def test_neighborhood_attention_errors(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        modules.LigerFusedNeighborhoodAttention(*arguments)
 
 
 def test_embedding_padding_gets_no_gradient():
@@ -613,20 +667,6 @@ def test_embedding_padding_gets_no_gradient():
 
 LABELS = torch.tensor([1, 2, -100, 3])
 KEPT = LABELS != -100
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"reduction": "mean"}, "reduction 'mean'; known: none"),
-        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
-        ({"label_smoothing_formula": "q"}, "label_smoothing_formula.*'q'"),
-        ({"label_smoothing_mode": "q"}, "label_smoothing_mode.*'q'"),
-    ],
-)
-def test_vocab_parallel_option_errors(options, text):
-    with pytest.raises(ValueError, match=text):
-        modules.LigerVocabParallelCrossEntropy(**options)
 
 
 def test_expert_parameter_order():
@@ -828,15 +868,21 @@ def test_rope_odd_head_dim(width):
             torch.testing.assert_close(turned, expected)
 
 
-def test_retired_arguments_warn():
-    x, target = R(3, 4), torch.tensor([1, 2, 3])
-    with pytest.warns(DeprecationWarning, match="reduce=False change nothing"):
-        loss = functional.liger_cross_entropy(x, target, reduce=False)
-    assert torch.equal(loss, functional.liger_cross_entropy(x, target))
-    student, teacher = x.log_softmax(-1), R(3, 4).softmax(-1)
-    with pytest.warns(DeprecationWarning, match="size_average=False"):
-        loss = functional.liger_kl_div(student, teacher, size_average=False)
-    assert torch.equal(loss, functional.liger_kl_div(student, teacher))
+@pytest.mark.parametrize(
+    ("name", "inputs", "retired", "text"),
+    [
+        ("cross_entropy", (R(3, 4), IDS), {"reduce": False}, "reduce=False change nothing"),
+        (
+            *("kl_div", (log_probs(3, 4), log_probs(3, 4).exp())),
+            *({"size_average": False}, "size_average=False"),
+        ),
+    ],
+)
+def test_retired_arguments_warn(name, inputs, retired, text):
+    call = getattr(functional, f"liger_{name}")
+    with pytest.warns(DeprecationWarning, match=text):
+        loss = call(*inputs, **retired)
+    assert torch.equal(loss, call(*inputs))
 
 
 def test_selective_log_softmax_uses_last_ids():

@@ -10,7 +10,7 @@ from liger_multi.compat.liger_kernel.op_functions import LigerCrossEntropyFuncti
 from liger_multi.errors import DoubleBackwardError
 from liger_multi.losses import Logits, policy_loss
 from liger_multi.losses.policy import POLICY
-from tests.comparing import Operations
+from tests.comparing import Operations, recorded
 
 
 @pytest.fixture
@@ -109,13 +109,10 @@ def test_option_errors_when_constructed(loss, options, message, error):
 
 def test_preference_metrics_are_detached(pairs):
     b = pairs
-    _, aux = preference.LigerFusedLinearCPOLoss(compute_nll_loss=False)(
-        b.weight, b.hidden, b.target, b.bias
-    )
-    assert not any(x.requires_grad for x in aux)
-    assert aux[4] == 0
-    _, aux = preference.LigerFusedLinearCPOLoss()(b.weight, b.hidden, b.target, b.bias)
-    torch.testing.assert_close(aux[4], b.nll.detach())
+    for options, nll in (({"compute_nll_loss": False}, b.nll * 0), ({}, b.nll)):
+        _, aux = preference.LigerFusedLinearCPOLoss(**options)(b.weight, b.hidden, b.target, b.bias)
+        assert not any(x.requires_grad for x in aux)
+        torch.testing.assert_close(aux[4], nll.detach())
 
 
 def test_orpo_nll_target(pairs):
@@ -208,11 +205,7 @@ def test_cross_entropy_target_out_of_bounds(monkeypatch):
         for error in (AssertionError, IndexError):
             with pytest.raises(error, match="out of bounds"):
                 call(logits, target)
-    asked = []
-    stock = ops.cross_entropy
-    monkeypatch.setattr(
-        ops, "cross_entropy", lambda *a, **k: asked.append(k["validate"]) or stock(*a, **k)
-    )
+    asked = recorded(monkeypatch, ops, "cross_entropy", lambda *_, validate, **__: validate)
     functional.liger_cross_entropy(logits, target.clamp(max=10))
     assert asked == [True]  # what a device asks for its sync
 
@@ -406,12 +399,11 @@ def test_grpo_batch_loss_matches_policy_loss(inputs, loss_type, beta):
         level=None if loss_type == "vespo" else "token",
         **{k: v for k, v in named.items() if k in reads},
     )
-    torch.testing.assert_close(loss, expected, check_dtype=False, rtol=1e-5, atol=1e-6)
+    near = {"check_dtype": False, "rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(loss, expected, **near)
     assert len(metrics) == (2 if beta else 1)
     if beta:
-        torch.testing.assert_close(
-            metrics[0], expected_metrics.kl, check_dtype=False, rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(metrics[0], expected_metrics.kl, **near)
     actual, right = (torch.autograd.grad(x, inputs["logits"])[0] for x in (loss, expected))
     torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-6)
     assert actual[:, -1].count_nonzero() == 0, "the last logit is not read"
@@ -443,22 +435,17 @@ def test_grpo_empty_completions(inputs):
     assert inputs["logits"].grad.count_nonzero() == 0
 
 
-def test_grpo_argument_errors(inputs):
-    positional = [
-        inputs["logits"],
-        inputs["old_logp"],
-        None,
-        inputs["completion_ids"],
-        inputs["advantages"],
-        inputs["completion_mask"],
-        T,
-    ]
-    with pytest.raises(AssertionError, match="must be provided"):
-        policy.GrpoLossFunction.apply(*positional, 0.1, 0.2, 0.2, False)
-    with pytest.raises(ValueError, match="Unknown loss_type: nothing"):
-        policy.GrpoLossFunction.apply(*positional, 0.0, 0.2, 0.2, False, "nothing")
-    with pytest.raises(ValueError, match="max_completion_length"):
-        policy.GrpoLossFunction.apply(*positional, 0.0, 0.2, 0.2, False, "dr_grpo")
-    positional[0] = inputs["logits"][:, :-1]
-    with pytest.raises(ValueError, match=r"\(3, 5, 20\) and \(3, 5\)"):
-        policy.GrpoLossFunction.apply(*positional, 0.0, 0.2, 0.2, False)
+@pytest.mark.parametrize(
+    ("beta", "loss_type", "logits", "error", "message"),
+    [
+        (0.1, (), slice(None), AssertionError, "must be provided"),
+        (0.0, ("nothing",), slice(None), ValueError, "Unknown loss_type: nothing"),
+        (0.0, ("dr_grpo",), slice(None), ValueError, "max_completion_length"),
+        (0.0, (), slice(-1), ValueError, r"\(3, 5, 20\) and \(3, 5\)"),
+    ],
+)
+def test_grpo_argument_errors(inputs, beta, loss_type, logits, error, message):
+    names = ("completion_ids", "advantages", "completion_mask", "temperature")
+    before = inputs["logits"][:, logits], inputs["old_logp"], None, *(inputs[n] for n in names)
+    with pytest.raises(error, match=message):
+        policy.GrpoLossFunction.apply(*before, beta, 0.2, 0.2, False, *loss_type)

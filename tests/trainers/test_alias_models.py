@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from liger_multi import unpatch
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.patching.swap import Patched
 from tests.comparing import assert_same_gradients, gradients
+from tests.models import patched_ops
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,12 +43,10 @@ def installed():
 
 
 def served(path=""):
-    """A module below ``liger_kernel.transformers``."""
     return importlib.import_module(f"liger_kernel.transformers{path}")
 
 
 def build(family="Llama", **more):
-    """A tiny model, and its name in functions."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     return getattr(transformers, f"{family}ForCausalLM")(config).train()
@@ -106,6 +104,12 @@ def shifted(labels):
     return F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
 
 
+def assert_formula(loss, logits, **options):
+    """The loss is that of the formula, of logits for the labels."""
+    expected = formula(logits, shifted(LABELS), **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 OPTIONS = [
     {"label_smoothing": 0.1},
     {"lse_square_scale": 0.01},
@@ -134,10 +138,8 @@ def test_forward_options_reach_fused_loss(patch, options):
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite", "Cohere"])
 def test_model_scale_and_softcap_with_options(family):
     more = {"logits_scaling": 3.0} if family == "Granite" else {}
-    stock, model = build(family, **more), patched(family, **more)
-    expected = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.2)
-    actual = model(IDS, labels=LABELS, label_smoothing=0.2).loss
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    loss = patched(family, **more)(IDS, labels=LABELS, label_smoothing=0.2).loss
+    assert_formula(loss, build(family, **more)(IDS).logits, label_smoothing=0.2)
 
 
 @pytest.mark.parametrize("patch", [patched, assigned])
@@ -165,9 +167,8 @@ def test_moe_output_class_and_aux_loss():
     right, actual = stock(IDS, labels=LABELS), model(IDS, labels=LABELS, label_smoothing=0.1)
     assert type(actual) is served(".model.output_classes").LigerMoeCausalLMOutputWithPast
     torch.testing.assert_close(actual.aux_loss, right.aux_loss)
-    expected = formula(right.logits, shifted(LABELS), label_smoothing=0.1)
-    expected = expected + stock.router_aux_loss_coef * right.aux_loss
-    torch.testing.assert_close(actual.loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
+    own = actual.loss - stock.router_aux_loss_coef * right.aux_loss
+    assert_formula(own, right.logits, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -180,8 +181,7 @@ def test_shift_labels_without_labels(training):
     ):
         torch.testing.assert_close(model(IDS, **arguments).loss, right)
         asked = model(IDS, label_smoothing=0.1, skip_logits=True, **arguments).loss
-        expected = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.1)
-        torch.testing.assert_close(asked.double(), expected, rtol=1e-5, atol=1e-6)
+        assert_formula(asked, stock(IDS).logits, label_smoothing=0.1)
 
 
 def test_options_apply_in_training_or_skip_logits():
@@ -208,11 +208,9 @@ def test_options_with_materialized_logits(why):
     else:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    options = {"label_smoothing": 0.1, "ce_weight": WEIGHT, "return_token_accuracy": True}
-    actual = model(input_ids=IDS, labels=LABELS, **options)
-    options.pop("return_token_accuracy")
-    expected = formula(build()(IDS).logits, shifted(LABELS), **options)
-    torch.testing.assert_close(actual.loss.double(), expected, rtol=1e-5, atol=1e-6)
+    options = {"label_smoothing": 0.1, "ce_weight": WEIGHT}
+    actual = model(input_ids=IDS, labels=LABELS, return_token_accuracy=True, **options)
+    assert_formula(actual.loss, build()(IDS).logits, **options)
     assert actual.token_accuracy is not None
     with pytest.raises(NotImplementedError, match="loss_type='dft'"):
         model(input_ids=IDS, labels=LABELS, use_token_scaling=True)
@@ -253,7 +251,7 @@ def test_patched_model_copies_and_unpatches():
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 11)
     unpatch(model)
-    assert not any(isinstance(m, Patched) for m in model.modules())
+    assert not patched_ops(model)
     assert type(model) is transformers.LlamaForCausalLM
     assert type(model(IDS)) is transformers.modeling_outputs.CausalLMOutputWithPast
 
@@ -297,9 +295,8 @@ def test_options_with_checkpointing_and_compile(checkpointing):
 def test_lce_maybe_trainable_lm_head(patch):
     loss_of = served(".model.llama").lce_maybe_trainable_lm_head
     model, hidden = patch(), torch.randn(2, 9, 32, requires_grad=True)
-    expected = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
     loss = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_formula(loss, hidden @ build().lm_head.weight.T, label_smoothing=0.1)
     loss.backward()
     assert hidden.grad.abs().sum() > 0
     asked = loss_of(model, hidden, 32, None, shifted(LABELS), return_token_accuracy=True)
@@ -309,6 +306,5 @@ def test_lce_maybe_trainable_lm_head(patch):
     adapted = peft.get_peft_model(model, config).base_model.model
     with torch.no_grad():
         adapted.lm_head.modules_to_save["default"].weight.mul_(2)
-    expected = formula(hidden @ (2 * build().lm_head.weight).T, shifted(LABELS))
     loss = loss_of(adapted, hidden, 32, LABELS, None)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_formula(loss, hidden @ (2 * build().lm_head.weight).T)

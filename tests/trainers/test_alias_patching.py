@@ -25,6 +25,7 @@ from tests.models import (
     patched_ops,
     tokenizer,
     trainer,
+    with_words,
 )
 from tests.models import rows as data_of
 from tests.sweep import cases
@@ -38,7 +39,6 @@ def without(*ops):
 
 
 def trained(model):
-    """The loss of a model, and the norm of its gradients."""
     loss = model.train()(input_ids=IDS, labels=IDS).loss
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -64,8 +64,7 @@ def test_model_types_exist_in_transformers():
     """Where a function names several, one at least."""
     if parse(importlib.metadata.version("transformers")) < parse("5.23"):
         pytest.skip("some types are newer than this transformers")
-    lost = [name for name, (types_, _) in MODELS.items() if not {*types_} & {*CONFIG_MAPPING}]
-    assert lost == []
+    assert [name for name, (types_, _) in MODELS.items() if not {*types_} & {*CONFIG_MAPPING}] == []
 
 
 LOSS = "fused_linear_cross_entropy"
@@ -93,7 +92,6 @@ def test_flags_select_patches(liger, args, flags, expected):
 
 
 def flags_of(liger, name):
-    """The function of a name, and its flags."""
     function = getattr(liger, f"apply_liger_kernel_to_{name}")
     return function, [n for n in inspect.signature(function).parameters if n != "model"]
 
@@ -293,11 +291,10 @@ def test_liger_orpo_trainer(liger, tmp_path, monkeypatch):
     orpo = pytest.importorskip("trl.experimental.orpo")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     ours_class, words, curves = liger.trainer.LigerORPOTrainer, tokenizer(), []
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
     assert issubclass(ours_class, orpo.ORPOTrainer)
     for trainer_class in (orpo.ORPOTrainer, ours_class):
         config = orpo.ORPOConfig(**arguments(tmp_path, max_steps=3), beta=0.1, max_length=32)
-        model = build(vocab_size=len(words), **ids)
+        model = with_words(words)
         own = trainer_class(
             model=model, args=config, processing_class=words, train_dataset=data_of("pair")
         )

@@ -242,13 +242,10 @@ def test_set_impl_pytorch_configures_reference():
 
 
 def test_set_impl_keeps_user_configuration():
-    try:
-        liger_multi.configure({"default": "reference"})
-        op_functions.set_impl("triton")
-        op_functions.set_impl(None)
-        assert chosen_backend() == ("reference",)
-    finally:
-        liger_multi.configure(None)
+    liger_multi.configure({"default": "reference"})
+    op_functions.set_impl("triton")
+    op_functions.set_impl(None)
+    assert chosen_backend() == ("reference",)
 
 
 def test_impl_argument_scope(monkeypatch):
@@ -294,19 +291,38 @@ def test_absent_impl_precedence_and_fallback(monkeypatch, variable, argument, ch
         op_functions.softmax(LOGITS, impl=argument)
 
 
-def test_unknown_impl_errors():
-    with pytest.raises(op_functions.BackendNotAvailableError, match="No 'nope' implementation"):
-        op_functions.softmax(LOGITS, impl="nope")
-    with pytest.raises(op_functions.NoImplAvailableError, match=r"op 'nope'\. Operators: rms_norm"):
-        op_functions.dispatch("nope", LOGITS)
-    with pytest.raises(op_functions.ImplNotAvailableError, match=r"op 'nope'\. Registered: <none>"):
-        op_functions.dispatch("nope", LOGITS, impl="triton")
-    with pytest.raises(ValueError, match="mode must be 'default', got 'fast'"):
-        op_functions.softmax(LOGITS, mode="fast")
-    with pytest.raises(NotImplementedError, match="docs/extending"):
-        op_functions.register_impl("softmax", impl_name="mine")
-    with pytest.raises(NotImplementedError, match="docs/extending"):
-        op_functions.declare_op_locations("softmax", [])
+@pytest.mark.parametrize(
+    ("call", "args", "options", "error", "message"),
+    [
+        (
+            *(op_functions.softmax, (LOGITS,), {"impl": "nope"}),
+            *(op_functions.BackendNotAvailableError, "No 'nope' implementation"),
+        ),
+        (
+            *(op_functions.dispatch, ("nope", LOGITS), {}),
+            *(op_functions.NoImplAvailableError, r"op 'nope'\. Operators: rms_norm"),
+        ),
+        (
+            *(op_functions.dispatch, ("nope", LOGITS), {"impl": "triton"}),
+            *(op_functions.ImplNotAvailableError, r"op 'nope'\. Registered: <none>"),
+        ),
+        (
+            *(op_functions.softmax, (LOGITS,), {"mode": "fast"}),
+            *(ValueError, "mode must be 'default', got 'fast'"),
+        ),
+        (
+            *(op_functions.register_impl, ("softmax",), {"impl_name": "mine"}),
+            *(NotImplementedError, "docs/extending"),
+        ),
+        (
+            *(op_functions.declare_op_locations, ("softmax", []), {}),
+            *(NotImplementedError, "docs/extending"),
+        ),
+    ],
+)
+def test_unknown_impl_errors(call, args, options, error, message):
+    with pytest.raises(error, match=message):
+        call(*args, **options)
 
 
 X, W = torch.randn(4, 6), torch.rand(6)
@@ -385,8 +401,7 @@ def test_impl_variable_at_install(installed, monkeypatch):
 
 def test_helpers(capsys):
     device = helpers.infer_device()
-    expected = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-    assert helpers.infer_comm_backend() == expected[device]
+    assert helpers.infer_comm_backend() == {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]
     if device == "cpu":
         with pytest.raises(RuntimeError, match="Unsupported device: cpu"):
             helpers.get_total_gpu_memory()
@@ -427,9 +442,8 @@ def test_infer_device_arch(monkeypatch, arch, name):
 
 
 def test_launch_settings():
-    assert helpers.calculate_settings(1000) == (1024, 4)
-    assert helpers.calculate_settings(1025) == (2048, 8)
-    assert helpers.calculate_settings(8192) == (8192, 16)
+    settings = {1000: (1024, 4), 1025: (2048, 8), 8192: (8192, 16)}
+    assert {n: helpers.calculate_settings(n) for n in settings} == settings
     assert helpers.calculate_settings(65536)[0] == 65536
     with pytest.raises(RuntimeError, match="65537"):
         helpers.calculate_settings(65537)
@@ -465,8 +479,8 @@ def test_fsdp_forward_redirection():
         calls.append(wrapper.inside)
         return module.weight.sum() + x
 
-    run = helpers._FSDPForwardRedirection()
-    got = run(wrapper, method, wrapper.module, torch.tensor(1.0))
+    run, one = helpers._FSDPForwardRedirection(), torch.tensor(1.0)
+    got = run(wrapper, method, wrapper.module, one)
     torch.testing.assert_close(got, wrapper.module.weight.sum() + 1)
     assert calls == [True]
     assert "forward" not in vars(wrapper.module)
@@ -475,7 +489,7 @@ def test_fsdp_forward_redirection():
         raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):
-        run(wrapper, wrong, wrapper.module, torch.tensor(1.0))
+        run(wrapper, wrong, wrapper.module, one)
     assert "forward" not in vars(wrapper.module)
     assert isinstance(wrapper.module.forward, types.MethodType)
 
@@ -489,7 +503,6 @@ LAYER = SimpleNamespace(normalization="LayerNorm")
 
 @pytest.fixture
 def names():
-    """The module ``liger_kernel.megatron``."""
     alias.install(force=True)
     yield importlib.import_module("liger_kernel.megatron")
     alias.uninstall()

@@ -5,8 +5,6 @@ processes. This file as a program, ``RANK FILE DEVICE RESULTS CASE...``, is one 
 raises is written to RESULTS, and the other cases run all the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -28,13 +26,12 @@ from torch import nn
 
 from liger_multi import ops, trees
 from liger_multi.dispatch.torch_ops import Primitive
-from liger_multi.errors import PackingError
+from liger_multi.errors import PackingError, PatchError
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
-from liger_multi.patching import patch, register_attention
-from tests.comparing import assert_same_gradients
-from tests.models import build
+from liger_multi.patching import patch, register_attention, unpatch
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import adapters, build, in_mxfp4, with_lora_on_experts
 
-pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch is built without gloo", allow_module_level=True)
@@ -95,27 +92,22 @@ class Run:
         return stock, copy.deepcopy(stock)
 
     def batch(self, rows=4, length=12):
-        """Rows of which every one has another number of targets."""
-        g = torch.Generator().manual_seed(1)
-        ids = torch.randint(3, 223, (rows, length), generator=g)
+        ids = torch.randint(3, 223, (rows, length), generator=torch.Generator().manual_seed(1))
         labels = ids.clone()
         for row in range(rows):
             labels[row, : 1 + 2 * row] = -100
         return {"input_ids": ids.to(self.device), "labels": labels.to(self.device)}
 
     def mine(self, batch):
-        """Every rank has half of the rows."""
         return {k: v.chunk(WORLD)[self.rank] for k, v in batch.items()}
 
     def count(self, labels):
-        """Targets of a batch, after the shift."""
         return int((labels[:, 1:] != -100).sum())
 
     def mesh(self):
         return init_device_mesh(self.device.type, (WORLD,))
 
     def folder(self):
-        """An empty folder that both ranks know."""
         names = [tempfile.mkdtemp() if self.rank == 0 else None]
         dist.broadcast_object_list(names)
         return names[0]
@@ -124,9 +116,7 @@ class Run:
         """Loss and gradients of one process with the whole batch."""
         loss = stock(**(batch or self.batch()), **arguments).loss
         loss.backward()
-        return loss.detach(), {
-            n: p.grad.clone() for n, p in stock.named_parameters() if p.grad is not None
-        }
+        return loss.detach(), {n: g.clone() for n, g in gradients(stock).items()}
 
     def train(self, model, fused=1):
         """A step with this rank's rows: its share of the loss, times ranks as gradients average."""
@@ -135,9 +125,18 @@ class Run:
         loss = model(**self.mine(whole), num_items_in_batch=total).loss
         (loss * WORLD).backward()
         assert self.fused - before == fused, f"{self.fused - before} fused losses"
+        return self.summed(loss)
+
+    def summed(self, loss):
         loss = loss.detach().clone()
         dist.all_reduce(loss)
         return loss
+
+    def same_step(self, model, stock):
+        """A step with the whole batch, which every rank has, is that of one process."""
+        loss = model(**self.batch()).loss
+        loss.backward()
+        self.same(model, loss, self.right(stock))
 
     def close(self, got, expected):
         """Losses are equal but for the order of sums in fp32."""
@@ -145,11 +144,9 @@ class Run:
         torch.testing.assert_close(got, expected, rtol=3e-5, atol=0)
 
     def gradients(self, results, expected):
-        """Every gradient, gathered where it is sharded."""
         assert_same_gradients(results, expected, rtol=3e-5)
 
     def same(self, model, loss, expected, name=lambda n: n):
-        """The loss, and every gradient, gathered where it is sharded."""
         self.close(loss, expected[0])
         self.gradients({name(n): p.grad for n, p in model.named_parameters()}, expected[1])
 
@@ -158,15 +155,7 @@ class Run:
 
 
 def lora(model, targets="all-linear"):
-    import peft
-
-    torch.manual_seed(3)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return wrapped
+    return adapters(model, target_modules=targets)
 
 
 def sharded(run, model, *units, **options):
@@ -194,8 +183,7 @@ def trained_as_stock(run, wrap, adapters=False, checkpointed=False, patch_last=F
     for model in (stock, ours) if checkpointed else ():
         model.gradient_checkpointing_enable(CHECKPOINTED)
     wrapped = WRAPS[wrap](run, ours) if patch_last else ours
-    report = patch(ours, strict=True)
-    assert report.count("lora") == (10 if adapters else 0)
+    assert patch(ours, strict=True).count("lora") == (10 if adapters else 0)
     wrapped = wrapped if patch_last else WRAPS[wrap](run, ours)
     run.same(ours, run.train(wrapped), run.right(stock))
 
@@ -222,8 +210,7 @@ def in_four_bits(run, wrap):
         layer.weight = nn.Parameter(coded, requires_grad=False)
     stock = lora(base, FEW)
     ours = copy.deepcopy(stock)
-    report = patch(ours, strict=True)
-    assert report.count("lora") == 10
+    assert patch(ours, strict=True).count("lora") == 10
     wrapped = WRAPS[wrap](run, ours)
     codes = [
         sum(local.codes.numel() for local in locals_ if isinstance(local, ops.QuantizedWeight))
@@ -290,9 +277,7 @@ def fsdp2_with_packed_rows(run):
     total = run.count(whole["labels"])
     loss = ours(**run.mine(whole), use_cache=False, num_items_in_batch=total).loss
     (loss * WORLD).backward()
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    run.same(ours, loss, run.right(stock, whole, use_cache=False))
+    run.same(ours, run.summed(loss), run.right(stock, whole, use_cache=False))
     positions[2:, 7:] -= 7
     with pytest.raises(PackingError, match="use_cache=False"):
         ours(**run.mine(whole))
@@ -311,9 +296,7 @@ def fsdp2_with_a_loss_outside_of_the_model(run):
             losses.append(-log_p.gather(-1, rows[:, 1:, None]).sum())
         (losses[0] * WORLD).backward()
         losses[1].backward()
-        loss = losses[0].detach().clone()
-        dist.all_reduce(loss)
-        run.same(ours, loss, (losses[1], {n: p.grad for n, p in stock.named_parameters()}))
+        run.same(ours, run.summed(losses[0]), (losses[1], gradients(stock)))
 
 
 ROWS = {  # by the rank that has them, with a prompt of as many tokens: what its tree is
@@ -350,9 +333,7 @@ def shared_prefixes(run, wrap, rows, checkpointed=False):
         log_p = log_p.gather(-1, ids[:, 1:, None])[..., 0]
         expected = expected - log_p[(batch.rows >= 0)[:, 1:]].sum()
     expected.backward()
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    run.same(ours, loss, (expected, {n: p.grad for n, p in stock.named_parameters()}))
+    run.same(ours, run.summed(loss), (expected, gradients(stock)))
 
 
 CASES |= {
@@ -388,10 +369,10 @@ def in_float8(run, wrap, adapters=False, checkpointed=False):
     # of two layers forward and backward; under checkpointing forward is two steps
     calls_of_mlp = 0 if adapters else 2 if checkpointed else 4
     assert names.count("gated_mlp_float8") == calls_of_mlp
-    gradients = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
-    assert gradients.keys() == expected[1].keys() > set()
+    actual = gradients(ours)
+    assert actual.keys() == expected[1].keys() > set()
     apart = []
-    for name, gradient in gradients.items():
+    for name, gradient in actual.items():
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         scale = expected[1][name].norm()
         assert (whole - expected[1][name]).norm() < 0.01 * scale, name
@@ -502,8 +483,7 @@ def fsdp2_gathers_codes_of_adapters_on_a_frozen_base(run):
         assert part.codes.shape == (len(whole) // WORLD, whole.shape[1])
         assert part.codes.untyped_storage().nbytes() == part.codes.numel()
         assert torch.equal(part.original, whole.detach().chunk(WORLD)[run.rank].cpu())
-    late = sharded(run, lora(run.build()))
-    report = patch(late, linear_float8={**EIGHT, "frozen": True})
+    report = patch(sharded(run, lora(run.build())), linear_float8={**EIGHT, "frozen": True})
     reasons = {s.reason for s in report.skipped if s.op == "linear_float8" and "proj" in s.path}
     assert reasons == {"FSDP2 has sharded its weight in 16 bits or more: patch before sharding"}
 
@@ -591,8 +571,7 @@ def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
     results, stock = [], run.build()
     for options in ({}, {"gather": True}):
         ours = changed(run, copy.deepcopy(stock), options, mp_policy=policy)
-        loss = ours(**run.batch()).loss
-        loss.backward()
+        ours(**run.batch()).loss.backward()
         results.append({n: p.grad.full_tensor() for n, p in ours.named_parameters()})
     for name, expected in results[0].items():
         gradient = results[1][name]
@@ -670,9 +649,6 @@ def fsdp2_with_codes_of_a_model_without_numbers(run):
 
 @case()
 def fsdp2_with_codes_has_no_way_back(run):
-    from liger_multi.errors import PatchError
-    from liger_multi.patching import unpatch
-
     for options in ({"gather": True}, {"frozen": True}):
         ours = run.build().requires_grad_("frozen" not in options)
         changed(run, ours, options)
@@ -770,10 +746,8 @@ def tensor_parallel_layers(run):
         parallelize_module(layer, run.mesh(), plan)
     patch(ours)
     before = run.fused
-    loss = ours(**run.batch()).loss
-    loss.backward()
+    run.same_step(ours, stock)
     assert run.fused == before + 1
-    run.same(ours, loss, run.right(stock))
 
 
 @case()
@@ -790,9 +764,7 @@ def tensor_parallel_by_transformers(run):
         folder, tp_plan="auto", device_mesh=run.mesh()
     ).train()
     patch(ours)
-    loss = ours(**run.batch()).loss
-    loss.backward()
-    run.same(ours, loss, run.right(stock))
+    run.same_step(ours, stock)
 
 
 def gathered_attention(module, query, key, value, mask, scaling=None, **rest):
@@ -836,9 +808,7 @@ def context_parallel_with_shifted_labels(run):
     assert run.fused == before + 1
     for parameter in ours.parameters():
         dist.all_reduce(parameter.grad)
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    run.same(ours, loss, run.right(stock))
+    run.same(ours, run.summed(loss), run.right(stock))
 
 
 @case()
@@ -849,8 +819,7 @@ def pipeline_whose_first_stage_has_no_head(run):
         stage = ours.model
         del stage.layers[1:]
         stage.norm = nn.Identity()
-        report = patch(stage)
-        assert [s.op for s in report.skipped] == ["fused_linear_cross_entropy"]
+        assert [s.op for s in patch(stage).skipped] == ["fused_linear_cross_entropy"]
         hidden = stage(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
         dist.send(hidden.detach().contiguous(), 1)
         gradient = torch.empty_like(hidden)
@@ -901,9 +870,7 @@ def device_map(run):
             dispatch_model(ours, places)
         if not patch_first:
             patch(ours)
-        loss = ours(**run.batch()).loss
-        loss.backward()
-        run.same(ours, loss, run.right(stock))
+        run.same_step(ours, stock)
 
 
 # --- DeepSpeed ---
@@ -937,31 +904,31 @@ def stepped(run, model, options, rate=0.5):
     return loss.detach().clone(), results
 
 
-def alike(run, before, stock, ours):
-    """Losses, and how far parameters moved."""
-    (expected_loss, expected), (got, results) = stock, ours
+def alike(run, stock, ours, options):
+    """Losses, and how far parameters moved; calls of the fused loss in the step of ours."""
+    before = {n: p.detach().clone() for n, p in stock.named_parameters()}
+    options = {"stage3_param_persistence_threshold": 0, **options}
+    (expected_loss, expected), fused = stepped(run, stock, dict(options)), run.fused
+    got, results = stepped(run, ours, dict(options))
     run.close(got, expected_loss)
     for name, p in results.items():
         moved = (expected[name] - before[name].to(expected[name])).abs().max()
         off = (p - expected[name]).abs().max()
         assert off <= 1e-4 * moved + 1e-6, f"{name}: {off} of {moved}"
+    return run.fused - fused
 
 
 def zero(run, stage, offload=False, adapters=False):
-    """Ours against stock in an engine of the same settings."""
     stock, ours = run.pair()
     if adapters:
         stock, ours = lora(stock, FEW), lora(ours, FEW)
     patch(ours)
-    before = {n: p.detach().clone() for n, p in stock.named_parameters()}
-    options = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    options = {"stage": stage}
     if offload:
         options["offload_optimizer"] = {"device": "cpu"}
         options |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
-    expected, fused = stepped(run, stock, dict(options)), run.fused
-    results = stepped(run, ours, dict(options))
-    assert run.fused - fused == (stage < 3)  # ZeRO-3 detaches what the head returns
-    alike(run, before, expected, results)
+    # ZeRO-3 detaches what the head returns
+    assert alike(run, stock, ours, options) == (stage < 3)
 
 
 @case(slow=True)
@@ -971,19 +938,15 @@ def deepspeed_zero_3_on_nvme(run):
     place = {"device": "nvme", "nvme_path": folder, "buffer_count": 4}
     options = {
         "stage": 3,
-        "stage3_param_persistence_threshold": 0,
         "sub_group_size": 1 << 20,
         "offload_optimizer": place,
         "offload_param": {**place, "buffer_size": 1 << 20},
     }
     stock, ours = run.pair(vocab_size=1 << 15)
     patch(ours)
-    before = {n: p.detach().clone() for n, p in stock.named_parameters()}
-    expected = stepped(run, stock, dict(options))
-    results = stepped(run, ours, dict(options))
+    alike(run, stock, ours, options)
     swapped = {f.parent.parent.name for f in pathlib.Path(folder).rglob("*.swp")}
     assert len(swapped) == 2, swapped  # a folder of parameters, and the optimizer's
-    alike(run, before, expected, results)
 
 
 class OnHiddenStates(nn.Module):
@@ -1021,46 +984,24 @@ SLOW += ZERO
 def deepspeed_zero_3_of_hidden_states(run):
     """A loss that reaches the weight through the head's call finds it whole, and trains it."""
     stock, ours = (OnHiddenStates(m, i == 0) for i, m in enumerate(run.pair()))
-    before = {n: p.detach().clone() for n, p in stock.named_parameters()}
-    options = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    expected = stepped(run, stock, dict(options))
-    alike(run, before, expected, stepped(run, ours, dict(options)))
+    alike(run, stock, ours, {"stage": 3})
 
 
 def in_4_bits(run, wrap):
     """Gradients of adapters on experts in MXFP4, alone and over ranks that see the same batch."""
-    import peft
-
-    from liger_multi.integrations.mxfp4 import quantize_mxfp4
-
-    model = build("gpt_oss", hidden_size=64, intermediate_size=96, num_local_experts=5)
-    stacks = ("gate_up_proj", "down_proj")
-    for module in model.modules():
-        for name in stacks:
-            if name in module._parameters:
-                codes, scales = quantize_mxfp4(module._parameters[name].detach().mT)
-                weight = ops.QuantizedWeight(
-                    codes, scales, format="mxfp4", dtype=torch.float32, transposed=True
-                )
-                module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
-    torch.manual_seed(7)
-    targets = [f"mlp.experts.{name}" for name in stacks]
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets)
-    model = peft.get_peft_model(model.to(run.device), config)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+    model = with_lora_on_experts(in_mxfp4(build("gpt_oss", **sizes)).to(run.device))
     assert patch(model, strict=True).count("fused_moe") == 2
     ids = run.batch()["input_ids"]
 
-    def gradients():
-        model.zero_grad()
-        wrapped(input_ids=ids, labels=ids).loss.backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
-
-    wrapped = model
-    alone = {n: g.clone() for n, g in gradients().items()}
+    model(input_ids=ids, labels=ids).loss.backward()
+    alone = {n: g.clone() for n, g in gradients(model).items()}
     wrapped = wrap(model)
     for _ in range(2):  # what was gathered is filled again
-        for name, gradient in gradients().items():
+        model.zero_grad()
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        for name, gradient in gradients(model).items():
+            gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=1e-6)
     return [p for n, p in model.named_parameters() if n.endswith("base_layer.gate_up_proj")]
 
@@ -1074,8 +1015,6 @@ def ddp_of_adapters_on_experts_in_4_bits(run):
 def fsdp2_of_adapters_on_experts_in_4_bits(run):
     """A rank holds codes of its experts: three of five, or two."""
 
-    from torch.distributed.fsdp import fully_shard
-
     def wrap(model):
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)
@@ -1087,7 +1026,6 @@ def fsdp2_of_adapters_on_experts_in_4_bits(run):
 
 
 def rank_of_cases():
-    """One of the ranks."""
     rank, meeting, device_type, path, *names = sys.argv[1:]
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type]
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, int(rank))

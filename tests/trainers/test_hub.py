@@ -1,11 +1,12 @@
 """The mapping for the kernels library, with the library itself where it is installed."""
 
 import copy
+import importlib
 
 import pytest
 import torch
 
-from tests.models import Calls, Graphs, assert_same_training, batch, build
+from tests.models import Calls, Graphs, assert_same_compiled, assert_same_training, batch, build
 
 transformers = pytest.importorskip("transformers")
 kernels = pytest.importorskip("kernels")
@@ -60,7 +61,7 @@ def test_norms_and_mlps_train_as_before(monkeypatch, case):
             marked(monkeypatch, layer, name)
     ours = kernelized(copy.deepcopy(stock))
     calls = Calls(monkeypatch)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     assert calls["rms_norm"] == {"llama": 5, "olmo2": 9, "gemma": 5}[case]
     assert calls["gated_mlp"] == 2
     x = torch.randn(3, 32).bfloat16()
@@ -79,24 +80,19 @@ def test_a_module_of_no_known_kind_keeps_its_forward(monkeypatch):
             return hidden_states * self.weight + 3
 
     marked(monkeypatch, Odd, "RMSNorm")
-    stock = Odd()
+    stock, x = Odd(), torch.randn(2, 8)
     ours = kernelized(copy.deepcopy(stock))
     assert ours.forward.__func__ is hub.RMSNorm.forward
-    x = torch.randn(2, 8)
     assert torch.equal(ours(x), stock(x))
 
 
 @pytest.mark.parametrize("name", ["NewGELU", "FastGELU", "QuickGELU"])
 def test_activations(monkeypatch, name):
-    from transformers import activations
-
-    cls = getattr(activations, f"{name}Activation")
+    cls = getattr(transformers.activations, f"{name}Activation")
     marked(monkeypatch, cls, name)
-    stock, x = cls(), torch.linspace(-6, 6, 101).requires_grad_()
-    ours = kernelized(cls())
+    x, ours = torch.linspace(-6, 6, 101).requires_grad_(), kernelized(cls())
     assert ours.forward.__func__ is hub.LAYERS[name].forward
-    expected, got = stock(x), ours(x)
-    actual, right = ([y, *torch.autograd.grad(y.sum(), x)] for y in (got, expected))
+    actual, right = ([y, *torch.autograd.grad(y.sum(), x)] for y in (ours(x), cls()(x)))
     torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)
 
 
@@ -133,8 +129,6 @@ FUNCTIONS = {
 
 def mixing(name):
     """A function of a modeling file, and the same marked, held by a module and kernelized."""
-    import importlib
-
     place = f"transformers.models.{FUNCTIONS[name][0]}.modeling_{FUNCTIONS[name][0]}"
     function = getattr(importlib.import_module(place), hub.MIXING[name][0], None)
     if function is None:
@@ -185,9 +179,7 @@ def test_compiled_layers_of_a_settled_model(monkeypatch):
         marked(monkeypatch, layer, "RMSNorm")
     ours = kernelized(copy.deepcopy(stock))
     graphs = Graphs()
-    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
-    got, expected = compiled(**batch()).loss, stock(**batch()).loss
-    torch.testing.assert_close(got, expected)
+    assert_same_compiled(stock, ours, batch(), backend=graphs)
     assert graphs.count == 1
     assert any("rms_norm" in name for name in graphs.targets)
 
@@ -207,7 +199,7 @@ def test_set_use_kernels(monkeypatch):
     ours.load_state_dict(stock.state_dict())
     ours.set_use_kernels(True, hub.kernel_config())
     calls = Calls(monkeypatch)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     assert calls["rms_norm"] == 5
     assert calls["rope"] == 4, "the function is one object, so the other model has it too"
     ours.eval()
@@ -233,5 +225,5 @@ def test_router_and_experts(monkeypatch):
     stock = build("gpt_oss")
     ours = kernelized(copy.deepcopy(stock), layers=("MegaBlocksMoeMLP",))
     calls = Calls(monkeypatch)
-    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert_same_training(stock, ours)
     assert calls["fused_moe"] == 2

@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -99,8 +98,7 @@ def parallel(monkeypatch):
     """What accelerate says of ranks."""
 
     def of(config):
-        state = {"parallelism_config": config}
-        monkeypatch.setattr(AcceleratorState, "_shared_state", state)
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {"parallelism_config": config})
 
     return of
 

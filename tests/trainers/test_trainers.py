@@ -131,29 +131,28 @@ def test_resume_and_what_is_saved(tmp_path):
 @pytest.mark.slow
 def test_gradient_checkpointing_and_accumulation(tmp_path, fused):
     options = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 2}
-    stock, ours = pair()
-    expected = curve(trainer(stock, tmp_path, **options))
-    got = curve(trainer(ours, tmp_path, callbacks=[TrainerCallback()], **options))
-    assert got == pytest.approx(expected, rel=1e-5)
+    curves = [
+        curve(trainer(model, tmp_path, callbacks=callbacks, **options))
+        for model, callbacks in zip(pair(), ([], [TrainerCallback()]), strict=True)
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert fused.count == 4
 
 
-def test_two_ways_to_patch_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "arguments", "text"),
+    [
+        ({}, {"use_liger_kernel": True}, "use_liger_kernel=True lets the trainer patch"),
+        ({"rms_nrom": True}, {}, r"rms_nrom.*rms_norm"),
+        ({"strict": True, "geglu": True}, {}, "geglu"),
+    ],
+)
+def test_what_a_callback_refuses(options, arguments, text, tmp_path):
     looks = getattr(transformers.trainer, "is_liger_kernel_available", None)
-    if looks is not None and not looks():
+    if arguments and looks is not None and not looks():
         pytest.skip("this transformers looks for liger-kernel before callbacks start")
-    with pytest.raises(PatchError, match="use_liger_kernel=True lets the trainer patch"):
-        trainer(build(), tmp_path, callbacks=[TrainerCallback()], use_liger_kernel=True)
-
-
-def test_a_wrong_operator_is_refused_when_the_callback_is_made():
-    with pytest.raises(PatchError, match=r"rms_nrom.*rms_norm"):
-        TrainerCallback(rms_nrom=True)
-
-
-def test_strict_reaches_patch(tmp_path):
-    with pytest.raises(PatchError, match="geglu"):
-        trainer(build(), tmp_path, callbacks=[TrainerCallback(strict=True, geglu=True)])
+    with pytest.raises(PatchError, match=text):
+        trainer(build(), tmp_path, callbacks=[TrainerCallback(**options)], **arguments)
 
 
 def test_a_copied_callback_has_patched_nothing(tmp_path):

@@ -4,7 +4,6 @@ With a callback, and with their switch through the import names. With our losses
 same.
 """
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -12,23 +11,31 @@ import pytest
 import torch
 
 import liger_multi
-from liger_multi import losses, trees
-from liger_multi.compat import liger_kernel as alias
+from liger_multi import losses, ops, trees
 from liger_multi.errors import PatchError
 from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
 from tests.comparing import recorded
-from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer
+from tests.models import (
+    Calls,
+    arguments,
+    build,
+    in_mxfp4,
+    patched_ops,
+    rows,
+    tokenizer,
+    transformers,
+    with_lora_on_experts,
+    with_words,
+)
 
-transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    words, place = tokenizer(), tmp_path_factory.mktemp("model")
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
-    build(vocab_size=len(words), **ids).save_pretrained(place)
+    place = tmp_path_factory.mktemp("model")
+    with_words(tokenizer()).save_pretrained(place)
     return place
 
 
@@ -45,28 +52,27 @@ KINDS = {
         {"reward_funcs": reward},
     ),
 }
+KINDS["RLOO"] = KINDS["GRPO"]
+RUN = ("SFT", "DPO", "GRPO")
 
 
 def trained(trainer, place, config, data, count=8, patched=False, **more):
-    """Losses of the steps, the weights after the last, and the model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     if patched:
         liger_multi.patch(model)
-    made = trainer(
-        model,
-        args=config,
-        train_dataset=rows(data, count),
-        processing_class=tokenizer(),
-        **more,
-    )
+    words, data = tokenizer(), rows(data, count)
+    run = trainer(model, args=config, train_dataset=data, processing_class=words, **more)
+    return losses_of(run), torch.cat([p.detach().flatten() for p in model.parameters()]), model
+
+
+def losses_of(trainer):
+    """Losses of the steps, with the same random numbers each time."""
     torch.manual_seed(5)
-    made.train()
-    steps = [row["loss"] for row in made.state.log_history if "loss" in row]
-    return steps, torch.cat([p.detach().flatten() for p in model.parameters()]), model
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def assert_same(stock, ours, steps=4):
-    """Losses of every step, and the weights after the last."""
     assert len(stock[0]) == steps
     assert ours[0] == pytest.approx(stock[0], rel=1e-4, abs=1e-6)
     torch.testing.assert_close(ours[1], stock[1], rtol=1e-4, atol=1e-6)
@@ -97,7 +103,7 @@ def stock(saved, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", RUN)
 def test_callback(name, stock, saved, tmp_path, monkeypatch):
     expected, callback = stock(name), TrainerCallback()
     calls = Calls(monkeypatch)
@@ -107,21 +113,14 @@ def test_callback(name, stock, saved, tmp_path, monkeypatch):
     assert calls["rope"] >= 4
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_use_liger_kernel(name, stock, saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", RUN)
+def test_use_liger_kernel(name, stock, saved, tmp_path, monkeypatch, installed):
     """TRL has its own head, and turns ours off through the configuration."""
-    if importlib.util.find_spec("liger_kernel"):
-        pytest.skip("the real package is installed")
     expected = stock(name)
     calls = Calls(monkeypatch)
-    alias.install()
-    try:
-        with pytest.warns(FutureWarning, match="use_liger_kernel"):
-            got = run(
-                name, saved, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}
-            )
-    finally:
-        alias.uninstall()
+    options = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
+    with pytest.warns(FutureWarning, match="use_liger_kernel"):
+        got = run(name, saved, tmp_path, **options)
     assert_same(expected, got, 2)
     assert {*patched_ops(got[2])} == {"rms_norm", "swiglu"}
     assert calls["rms_norm"] >= 10
@@ -131,13 +130,6 @@ def test_use_liger_kernel(name, stock, saved, tmp_path, monkeypatch):
 # --- shared prefixes ---
 
 
-SHARED = {
-    "DPO": KINDS["DPO"],
-    "GRPO": KINDS["GRPO"],
-    "RLOO": KINDS["GRPO"],
-}
-
-
 @pytest.fixture
 def tree_tokens(monkeypatch):
     """Tokens of every row of trees, and of the rows that it stands for."""
@@ -145,16 +137,13 @@ def tree_tokens(monkeypatch):
     return recorded(monkeypatch, trees, "scores", note)
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", ["DPO", "GRPO", "RLOO"])
 @pytest.mark.parametrize("way", ["callback", "mixin"])
 def test_shared_prefixes(name, way, saved, tmp_path, tree_tokens, monkeypatch):
-    monkeypatch.setitem(KINDS, name, SHARED[name])
     expected = run(name, saved, tmp_path / "stock")
     assert not tree_tokens
-    callbacks = []
-    if way == "callback":
-        callbacks.append(TrainerCallback(shared_prefixes=True))
-    else:
+    callbacks = [TrainerCallback(shared_prefixes=True)] if way == "callback" else []
+    if way == "mixin":
         shared = type("Shared", (SharedPrefixes, getattr(trl, f"{name}Trainer")), {})
         monkeypatch.setattr(trl, f"{name}Trainer", shared)
     assert_same(expected, run(name, saved, tmp_path / "shared", callbacks), steps=2)
@@ -177,7 +166,6 @@ def states(model, input_ids, attention_mask):
 
 
 def scored(model, inputs, prefix=""):
-    """The source and targets of a padded batch."""
     ids, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
     hidden = states(model, ids, inputs[f"{prefix}attention_mask"])
     target = ids.masked_fill(mask == 0, -100)[:, 1:]
@@ -331,3 +319,51 @@ def test_grpo(tmp_path, saved, name, extra):
     )
     more = {"reward_funcs": reward}
     assert_same(*(trained(c, saved, config, "prompt", **more) for c in (trl.GRPOTrainer, Ours)))
+
+
+# Trainers on gpt-oss whose experts stay in MXFP4, with adapters on attention and experts.
+
+
+def losses_on_experts(name, model, tmp_path):
+    if name == "plain":
+        return plain_losses(model, tmp_path)
+    data, options, call = KINDS[name]
+    options = {**options, "max_steps": 3, "gradient_checkpointing": name == "SFT"}
+    config = getattr(trl, f"{name}Config")(**arguments(tmp_path, **options))
+    words, data = tokenizer(), rows(data, 8)
+    run = getattr(trl, f"{name}Trainer")
+    return losses_of(run(model, args=config, train_dataset=data, processing_class=words, **call))
+
+
+def plain_losses(model, tmp_path):
+    """Those of the Trainer of transformers, which saves the adapters and no codes."""
+    from safetensors.torch import load_file
+
+    words = torch.randint(3, 20, (8, 16), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in words]
+    options = transformers.TrainingArguments(**arguments(tmp_path, max_steps=3))
+    trainer = transformers.Trainer(model, options, train_dataset=data)
+    steps = losses_of(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert saved
+    assert all("lora_" in key for key in saved)
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SFT", "GRPO", "plain"])
+def test_experts_in_mxfp4(name, tmp_path):
+    """The losses of every step are those of the numbers, unpatched."""
+    from tests.patching.test_four_bits import dense
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    coded = in_mxfp4(with_words(tokenizer(), "gpt_oss", **sizes))
+    ours, stock = (with_lora_on_experts(model) for model in (coded, dense(coded)))
+    assert liger_multi.patch(ours).count("fused_moe") == 2
+    expected = losses_on_experts(name, stock, tmp_path / "stock")
+    assert losses_on_experts(name, ours, tmp_path / "ours") == pytest.approx(
+        expected, rel=1e-4, abs=1e-6
+    )
+    assert len(set(expected)) > 1
+    assert len([p for p in ours.parameters() if isinstance(p, ops.QuantizedWeight)]) == 4

@@ -511,8 +511,7 @@ class Generator:
         if self._take(self.random.choice(begin)):
             return None
         for _ in range(self.random.randint(3, 13)):
-            failed = self._take(*self._statement())
-            if failed and self.tracing:
+            if self._take(*self._statement()) and self.tracing:
                 return None  # a compiled function ends with its first error
         self.tracing = False
         self._finish()

@@ -64,8 +64,7 @@ class Program:
 
 def statements(text: str) -> tuple[str, ...]:
     """The top-level statements of a text."""
-    tree = ast.parse(text)
-    return tuple(ast.get_source_segment(text, node) or "" for node in tree.body)
+    return tuple(ast.get_source_segment(text, node) or "" for node in ast.parse(text).body)
 
 
 def names_of(step: str) -> tuple[set[str], set[str], set[str]]:

@@ -22,6 +22,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 
+from liger_multi.errors import PatchError
+from liger_multi.patching import patch, unpatch
+from tests.models import Holder
+
 PRELUDE = """
 import functools, math, random, types
 import torch
@@ -305,19 +309,22 @@ def _mlp(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
     if not packed:
         members += [f"self.{up} = nn.Linear(12, 16, bias={case.bias})"]
     members += [f"self.{down} = nn.Linear(16, 12, bias={case.bias})", f"self.act = {case.act}"]
-    forward = ["def forward(self, x):", *(f"    {line}" for line in at["x"])]
-    if case.form == "packed":
-        forward += [f"    gate, up = self.{gate}(x).chunk(2, -1)"]
-    elif case.form == "interleaved":
-        forward += [f"    gate, up = self.{gate}(x).unflatten(-1, (-1, 2)).unbind(-1)"]
-    elif case.form == "weights":
-        forward += [f"    gate, up = self.{gate}(x), F.linear(x, self.{up}.weight)"]
-    else:
-        forward += [f"    gate, up = self.{gate}(x), self.{up}(x)"]
-    forward += [f"    {line}" for line in at["gate"]]
-    forward += ["    h = self.act(gate) * up", *(f"    {line}" for line in at["h"])]
-    forward += [f"    y = self.{down}(h)", *(f"    {line}" for line in at["y"]), "    return y"]
-    return members, forward
+    projected = {
+        "plain": f"self.{gate}(x), self.{up}(x)",
+        "packed": f"self.{gate}(x).chunk(2, -1)",
+        "interleaved": f"self.{gate}(x).unflatten(-1, (-1, 2)).unbind(-1)",
+        "weights": f"self.{gate}(x), F.linear(x, self.{up}.weight)",
+    }
+    return members, [
+        *("def forward(self, x):", *_indented(at["x"])),
+        *(f"    gate, up = {projected[case.form]}", *_indented(at["gate"])),
+        *("    h = self.act(gate) * up", *_indented(at["h"])),
+        *(f"    y = self.{down}(h)", *_indented(at["y"]), "    return y"),
+    ]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 _NORMS = {
@@ -336,7 +343,7 @@ def _norm(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
         members += ["self.bias = nn.Parameter(torch.rand(12))"]
     elif case.bias and case.form != "bare":
         members += ["self.register_parameter('bias', None)"]
-    forward = ["def forward(self, x):", *(f"    {line}" for line in at["x"])]
+    forward = ["def forward(self, x):", *_indented(at["x"])]
     if case.form == "layer":
         shift = "self.bias" if case.bias else "None"
         forward += [f"    y = F.layer_norm(x, (12,), self.weight, {shift}, self.eps)"]
@@ -345,7 +352,7 @@ def _norm(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
         forward += [f"    y = {_NORMS[case.form]}"]
         if case.bias and case.form != "bare":
             forward += ["    if self.bias is not None: y = y + self.bias"]
-    return members, [*forward, *(f"    {line}" for line in at["y"]), "    return y"]
+    return members, [*forward, *_indented(at["y"]), "    return y"]
 
 
 def _attention(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
@@ -358,9 +365,9 @@ def _attention(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[st
     if case.form == "helper":
         forward = ["def turn(self, q, k, cos, sin):", f"    return {turn}", *forward]
         turn = "self.turn(q, k, cos, sin)"
-    forward += ["    x = x.reshape(-1, x.shape[-2] if x.ndim > 2 else 1, 12)"]
-    forward += [f"    {line}" for line in at["x"]]
     forward += [
+        "    x = x.reshape(-1, x.shape[-2] if x.ndim > 2 else 1, 12)",
+        *_indented(at["x"]),
         "    angles = torch.arange(x.shape[1] * 4.0).view(1, -1, 4)",
         "    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)",
         *(
@@ -372,7 +379,7 @@ def _attention(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[st
         "    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
         "    y = y.transpose(1, 2).flatten(-2)",
     ]
-    return projection, [*forward, *(f"    {line}" for line in at["y"]), "    return y"]
+    return projection, [*forward, *_indented(at["y"]), "    return y"]
 
 
 def _experts(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
@@ -382,12 +389,10 @@ def _experts(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]
         f"self.act = {case.act}",
         "self.experts, self.factor = 3, 1.0",
     ]
-    gate = ["def _apply_gate(self, x):", "    gate, up = x.chunk(2, -1)"]
-    gate += [f"    {line}" for line in at["gate"]]
-    gate += ["    h = self.act(gate) * up", *(f"    {line}" for line in at["h"]), "    return h"]
     factor = " * self.factor" if case.form == "scaled" else ""
     return members, [
-        *gate,
+        *("def _apply_gate(self, x):", "    gate, up = x.chunk(2, -1)", *_indented(at["gate"])),
+        *("    h = self.act(gate) * up", *_indented(at["h"]), "    return h"),
         "def forward(self, x, index, routing):",
         "    y = torch.zeros_like(x)",
         "    for e in range(self.experts):",
@@ -426,9 +431,7 @@ def generate(seed: int) -> Case:
         spots = [s for s in SPOTS[block] if s in FEATURES[name].spots or s == "q"]
         features.append((name, draw.choice(spots), own))
         offered += [a.format(n=own) for a in FEATURES[name].actions] * 3
-    offered += [*COMMON, *([] if block == "norm" else OF_NORMS[:0])]
-    if block == "norm":
-        offered += [*OF_NORMS] * 2
+    offered += [*COMMON, *OF_NORMS * (2 * (block == "norm"))]
     if block in ("mlp", "experts"):
         offered += OF_ACTIVATIONS
     if block == "experts":
@@ -456,17 +459,7 @@ def generate(seed: int) -> Case:
     )
 
 
-class Holder(nn.Module):
-    """A model of one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.inner = module
-
-
 def _patch(module: nn.Module) -> int:
-    from liger_multi.patching import patch
-
     report = patch(Holder(module), fused_linear_cross_entropy=False)
     return sum(entry.path == "inner" for entry in report.entries)
 
@@ -499,9 +492,6 @@ class Twin:
 
     def unpatch(self, module: nn.Module) -> None:
         """Give the stock class back, unless somebody put one of theirs on top."""
-        from liger_multi.errors import PatchError
-        from liger_multi.patching import unpatch
-
         if self.ours:
             with contextlib.suppress(PatchError):
                 unpatch(Holder(module))
@@ -557,8 +547,7 @@ def _every(module: nn.Module) -> None:
     kinds = (nn.SiLU, nn.GELU, nn.Linear)
 
     def hook(mod: nn.Module, args: Any, out: Any) -> Any:
-        named = type(mod).__name__ == "Scaled"
-        return out * 1.5 if named or isinstance(mod, kinds) else None
+        return out * 1.5 if isinstance(mod, kinds) or type(mod).__name__ == "Scaled" else None
 
     hooks_of_all.register_module_forward_hook(hook)
 

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 import fuzz_logits
 from fuzz_logits import LIMITS, Fuzzer, Generator, programs, report, run
 from fuzz_logits_run import Program, models, statements
+from fuzz_logits_steps import V
 
 from liger_multi._torch_private import function_apply_code
 from liger_multi.patching.head import storage
@@ -382,37 +383,12 @@ def test_plain_logits_are_equal():
     judge_all((program, Fuzzer().judge(program)) for program in actual)
 
 
-class Scaled(nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden) * 1.0003
+def forward(head, hidden):
+    return nn.Linear.forward(head, hidden)
 
 
-class Detached(nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden).detach()
-
-
-class Cut(nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden.detach())
-
-
-class Copied(nn.Linear):
-    """Logits that are a copy for whoever reads a part of them."""
-
-    def forward(self, hidden):
-        logits = super().forward(hidden)
-        return torch.cat([logits, logits], -1)[..., : logits.shape[-1]]
-
-
-class Narrow(nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden).bfloat16()
-
-
-class Refusing(nn.Linear):
-    def forward(self, hidden):
-        raise RuntimeError("not today")
+def refusing(head, hidden):
+    raise RuntimeError("not today")
 
 
 class Slack(torch.Tensor):
@@ -425,29 +401,32 @@ class Slack(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Slacking(nn.Linear):
-    def forward(self, hidden):
-        return super().forward(hidden).as_subclass(Slack)
-
-
-class Gentle(nn.Linear):
+def gentle(head, hidden):
     """No error where PyTorch raises one."""
-
-    def forward(self, hidden):
-        logits = super().forward(hidden)
-        return logits if torch.is_grad_enabled() else logits.requires_grad_()
+    logits = forward(head, hidden)
+    return logits if torch.is_grad_enabled() else logits.requires_grad_()
 
 
+READ = ["z = model(ids).logits"]
 PLANTED = {
-    "values": (Scaled, ["z = model(ids).logits", LOSS], "values"),
-    "gradients": (Cut, ["z = model(ids).logits", LOSS, "v1.backward()"], "of gradient"),
-    "history": (Detached, ["z = model(ids).logits", LOSS], "requires_grad"),
-    "strides": (Copied, ["z = model(ids).logits"], "strides"),
-    "dtype": (Narrow, ["z = model(ids).logits"], "dtype"),
-    "refusal": (Refusing, ["z = model(ids).logits"], "ours raises"),
-    "write": (Slacking, ["z = model(ids).logits", "z[..., :5] = 1.0", LOSS], "values"),
+    "values": (lambda head, x: forward(head, x) * 1.0003, [*READ, LOSS], "values"),
+    "gradients": (
+        lambda head, x: forward(head, x.detach()),
+        [*READ, LOSS, "v1.backward()"],
+        "of gradient",
+    ),
+    "history": (lambda head, x: forward(head, x).detach(), [*READ, LOSS], "requires_grad"),
+    # a copy for whoever reads a part of them
+    "strides": (lambda head, x: torch.cat([forward(head, x)] * 2, -1)[..., :V], READ, "strides"),
+    "dtype": (lambda head, x: forward(head, x).bfloat16(), READ, "dtype"),
+    "refusal": (refusing, READ, "ours raises"),
+    "write": (
+        lambda head, x: forward(head, x).as_subclass(Slack),
+        [*READ, "z[..., :5] = 1.0", LOSS],
+        "values",
+    ),
     "no error": (
-        Gentle,
+        gentle,
         ["with torch.no_grad():\n    z = model(ids).logits", LOSS, "v1.backward()"],
         "stock raises",
     ),
@@ -455,21 +434,20 @@ PLANTED = {
 
 
 @contextlib.contextmanager
-def planted(head):
+def planted(forward):
     """The small model with a head that does something else."""
-    ours = models("small").ours
-    before = ours.lm_head.__class__
-    ours.lm_head.__class__ = head
+    head = models("small").ours.lm_head
+    before, head.__class__ = head.__class__, type("Planted", (nn.Linear,), {"forward": forward})
     try:
         yield
     finally:
-        ours.lm_head.__class__ = before
+        head.__class__ = before
 
 
 @pytest.mark.parametrize(("head", "steps", "topic"), PLANTED.values(), ids=PLANTED)
 def test_planted_defects_are_found(head, steps, topic):
     program = Program("small", "eager", tuple(steps))
-    assert Fuzzer().judge(Program("small", "eager", tuple(steps))).outcome == "equal"
+    assert Fuzzer().judge(program).outcome == "equal"
     with planted(head):
         verdict = Fuzzer().judge(program)
     assert verdict.outcome == "failed"

@@ -1,4 +1,5 @@
 """``attn_implementation="liger_multi"`` equals eager attention or refuses, and sees no future."""
+
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
@@ -19,17 +20,26 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 import liger_multi
-from liger_multi.errors import ConfigurationError
+from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.attention import interface as attention
+from liger_multi.patching.attention import sparse
 from liger_multi.patching.attention import support as attention_support
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
 from tests.comparing import assert_same_gradients, gradients, recorded
-from tests.models import assert_same_training, build, continued
+from tests.models import (
+    Calls,
+    adapters,
+    assert_same_compiled,
+    assert_same_training,
+    build,
+    continued,
+    patched_copy,
+)
+from tests.sweep import cases
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
 
@@ -90,18 +100,21 @@ def verdict(model_type, cls):
     return judge(actual[0])
 
 
-@pytest.mark.parametrize("model_type", SERVED)
-def test_interface_models_equal_eager(model_type):
-    actual = verdict(model_type, SERVED[model_type])
-    assert actual.status in (("served",) if LATEST else ("served", "refused")), actual.why
-    assert not LATEST or actual.causal == (actual.kind != "masked")
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_models_with_attention_of_their_own_are_refused(model_type):
-    actual = verdict(model_type, REFUSED[model_type])
-    assert actual.status in (("refused",) if LATEST else ("served", "refused")), actual.why
-    assert actual.status == "served" or "'eager'" in actual.why
+@pytest.mark.parametrize(
+    ("model_type", "cls", "status"),
+    [
+        *((*served, "served") for served in SERVED.items()),
+        *((*refused, "refused") for refused in REFUSED.items()),
+    ],
+)
+def test_models_equal_eager_or_are_refused(model_type, cls, status):
+    """Models with attention of their own are refused."""
+    actual = verdict(model_type, cls)
+    assert actual.status in ((status,) if LATEST else ("served", "refused")), actual.why
+    if actual.status == "refused":
+        assert "'eager'" in actual.why
+    elif LATEST:
+        assert actual.causal == (actual.kind != "masked")
 
 
 @pytest.mark.slow
@@ -138,9 +151,8 @@ def test_all_model_types_equal_eager_or_are_refused(tmp_path):
 )
 def test_layers_outside_the_sweep(cls, options):
     config = getattr(transformers, f"{cls}Config")(**{**TINY, "num_hidden_layers": 3, **options})
-    eager = getattr(transformers, f"{cls}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    )
+    model_class = getattr(transformers, f"{cls}ForCausalLM")
+    eager = model_class._from_config(config, attn_implementation="eager")
     other = copy.deepcopy(eager.eval())
     other.set_attn_implementation(OURS)
     if other.config._attn_implementation != OURS:
@@ -160,8 +172,7 @@ def test_a_prompt_in_pieces_through_a_cache_equals_eager(case, padding):
     eager.config.output_router_logits = False  # their loss wants masks of one length
     other = copy.deepcopy(eager)
     other.set_attn_implementation(OURS)
-    mask = PADDED if padding else torch.ones_like(IDS)
-    results = []
+    mask, results = PADDED if padding else torch.ones_like(IDS), []
     for model in (eager, other):
         cache, parts = {}, []
         for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
@@ -378,9 +389,7 @@ def test_a_mask_is_complete(case):
             before, after = getattr(actual, name), getattr(other, name)
             assert (before is None and after is None) or torch.equal(before, after)
     q, v = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
-    expected = (
-        torch.ones(2, 1, 5, 5).tril().bool() if case != "all" else torch.ones(2, 1, 5, 5).bool()
-    )
+    expected = torch.ones(2, 1, 5, 5).tril(5 if case == "all" else 0).bool()
     if "attention_mask" in MASKS[case]:
         expected = expected & MASKS[case]["attention_mask"][:, None, None]
     reference = (
@@ -397,7 +406,6 @@ def test_compiled_model_reading_the_mask_raises(reader, fullgraph):
         def forward(self, scores):
             return READERS[reader](key_mask()), scores
 
-    torch._dynamo.reset()
     with pytest.raises(Exception, match="reads the attention mask itself"):
         torch.compile(Reader(), backend="eager", fullgraph=fullgraph)(SCORES)
 
@@ -409,7 +417,6 @@ def test_compiled_step_takes_earlier_mask():
     eager = build("llama").eval()
     other = copy.deepcopy(eager)
     other.set_attn_implementation(OURS)
-    torch._dynamo.reset()
     steps = CompileCounter()
     other.forward = torch.compile(other.forward, backend=steps, fullgraph=True)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -428,7 +435,6 @@ def test_a_compiled_model_with_checkpoints_and_padding():
     batch = {"input_ids": IDS, "attention_mask": PADDED, "labels": labels, "use_cache": False}
     expected = other(**batch).loss
     other.gradient_checkpointing_enable({"use_reentrant": False})
-    torch._dynamo.reset()
     loss = torch.compile(other, backend="aot_eager")(**batch).loss
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -520,7 +526,6 @@ def test_token_types_reach_a_compiled_model():
     other.set_attn_implementation(OURS)
     batch = {"input_ids": IDS, "use_cache": False}
     expected = other(**batch).logits
-    torch._dynamo.reset()
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     actual = compiled(**batch, token_type_ids=torch.zeros_like(IDS)).logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -545,40 +550,20 @@ KINDS = {
     "llama": {},
     "qwen3": {},
     "mistral": {"sliding_window": 3},
-    "gemma2": {"sliding_window": 3, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
-    "gpt_oss": {
-        "sliding_window": 3,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_scaling": None,
-    },
+    "gemma2": {"sliding_window": 3, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {"sliding_window": 3, "output_router_logits": False},
 }
-CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma2"}
 TOKENS = torch.arange(2 * 13).reshape(2, 13).mul(37).remainder(61)
 
 
 def pair(model_type, dtype=torch.float32, **config):
-    """An eager model and one with our attention, of the same weights."""
-    name = CLASSES.get(model_type, "GptOss")
-    configuration = getattr(transformers, f"{name}Config")(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        **{"attention_dropout": 0.0, **KINDS[model_type], **config},
-    )
-    configuration._attn_implementation = "eager"
-    torch.manual_seed(0)
-    eager = getattr(transformers, f"{name}ForCausalLM")(configuration).to(dtype)
+    config = {"attention_dropout": 0.0, **KINDS[model_type], **config}
+    eager = build(model_type, tied=False, attn_implementation="eager", **config).to(dtype)
     with torch.no_grad():  # scores far from 0, and sinks that matter
-        for parameter_name, parameter in eager.named_parameters():
-            if parameter_name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.mul_(8)
-            if parameter_name.endswith("sinks"):
+        for name, parameter in eager.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(3)
+            if name.endswith("sinks"):
                 parameter.normal_()
     other = copy.deepcopy(eager)
     other.set_attn_implementation("liger_multi")
@@ -586,7 +571,6 @@ def pair(model_type, dtype=torch.float32, **config):
 
 
 def holes(row, places):
-    """A mask of padding at some places of a row."""
     mask = torch.ones_like(TOKENS)
     mask[row, places] = 0
     return mask
@@ -653,7 +637,6 @@ def test_packed_rows_of_a_model_whose_masks_get_no_positions(compiled):
     liger_multi.patch(other)
     run = other
     if compiled:
-        torch._dynamo.reset()
         run = torch.compile(other, backend="aot_eager", fullgraph=True, dynamic=True)
     length = 6
     positions = torch.cat([torch.arange(length), torch.arange(13 - length)])[None]
@@ -714,7 +697,7 @@ def test_gradient_checkpointing_equals_eager(model_type):
     same(eager, other, **padded(LEFT))
 
 
-def test_dropout_and_unknown_changes_of_scores_are_refused():
+def test_dropout_is_refused():
     _, other = pair("llama", attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"no dropout of probabilities, got 0\.1"):
         other.train()(input_ids=TOKENS)
@@ -758,7 +741,6 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
 
     met = recorded(monkeypatch, kernels, "visible_keys")
     eager, other = pair("llama")
-    torch._dynamo.reset()
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for pads in (0, 4):
         met.clear()
@@ -774,10 +756,339 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
 
 @pytest.mark.slow
 def test_one_graph_with_padding():
-    eager, other = pair("mistral")
-    torch._dynamo.reset()
-    batch = {**padded(LEFT), "use_cache": False}
-    expected = eager(**batch).loss
-    loss = torch.compile(other, backend="aot_eager", fullgraph=True)(**batch).loss
+    assert_same_compiled(*pair("mistral"), {**padded(LEFT), "use_cache": False})
+
+
+# Layers whose indexer selects keys: patched and unpatched are equal, and single calls fall
+# back.
+
+
+FAST, SLOW = ("deepseek_v32", "glm_moe_dsa"), ("axk2", "dots3_note", "mistral_large4")
+TYPES = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
+CALLED = {"sparse_attention", "indexer_topk"}
+SITUATIONS = [pytest.param(n, marks=pytest.mark.slow) for n in ("padded", "packed", "liger_multi")]
+LENGTHS = (19, 1, 28)
+SPARSE_TOKENS = sum(LENGTHS)
+KEPT_KEYS = 5
+"""Keys that an indexer selects, of up to 48."""
+
+
+def built(model_type="deepseek_v32", **attributes):
+    pair = cases.of_type(model_type, "")
+    config = cases.configuration(pair)
+    for part in cases._within(config):
+        if hasattr(part, "index_topk"):
+            part.index_topk, part.index_n_heads = KEPT_KEYS, 24
+            for name, value in attributes.items():
+                setattr(part, name, value)
+    torch.manual_seed(0)
+    model = getattr(transformers, pair.cls)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.train()
+
+
+def batch(model, rows=2):
+    ids = torch.randint(10, 60, (rows, SPARSE_TOKENS), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if hasattr(model.config, "vision_config"):
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
+def step(model, inputs):
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = model(**inputs).loss
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    return gradients(model) | {"loss": loss.detach()}
+
+
+@pytest.fixture
+def equal(monkeypatch):
+    """Whether loss and gradients of two models agree; gives the operators that were called."""
+
+    def compared(stock, model, inputs):
+        expected = step(stock, inputs)
+        with monkeypatch.context() as patches:
+            calls = Calls(patches)
+            actual = step(model, inputs)
+        assert_same_gradients(actual, expected)
+        return CALLED & set(calls)
+
+    return compared
+
+
+@pytest.mark.parametrize("model_type", [*FAST, *SLOW])
+@pytest.mark.parametrize("situation", ["plain", *SITUATIONS])
+def test_equals_the_unpatched_model(model_type, situation, equal):
+    stock = built(model_type)
+    model, inputs = copy.deepcopy(stock), batch(stock)
+    report = liger_multi.patch(model)
+    indexers = [name for name, _ in model.named_modules() if name.endswith(".indexer")]
+    assert report.count("sparse_attention") == 2 * len(indexers) > 0
+    if situation == "padded":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, :9] = 0
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+        inputs["labels"][0, 9] = -100
+    if situation == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS]).expand(2, -1)
+    if situation == "liger_multi":
+        model.set_attn_implementation("liger_multi")
+    assert equal(stock, model, inputs) == CALLED
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_samples_of_a_row_are_apart(model_type):
+    model = built(model_type)
+    liger_multi.patch(model)
+    model.eval()
+    inputs = batch(model, rows=1)
+    inputs.pop("labels")
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    with torch.no_grad():
+        packed = model(**inputs, position_ids=positions).logits[0, -LENGTHS[-1] :]
+        last = {n: t[:, -LENGTHS[-1] :] if torch.is_tensor(t) else t for n, t in inputs.items()}
+        torch.testing.assert_close(packed, model(**last).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generates_the_same_tokens(model_type, cache, monkeypatch):
+    stock = built(model_type).eval()
+    model = patched_copy(stock)
+    prompt = batch(stock)["input_ids"][:, :20]
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    options |= {"eos_token_id": None, "disable_compile": True}
+    expected = stock.generate(prompt, **options)
+    calls = Calls(monkeypatch)
+    assert torch.equal(model.generate(prompt, **options), expected)
+    assert set(calls) >= CALLED
+
+
+def test_unpatch_is_exact():
+    model = built()
+    before = {n: (type(m), dict(vars(m))) for n, m in model.named_modules()}
+    for ops in ({}, {"rope": False}, {"sparse_attention": False}, {}):
+        liger_multi.patch(model, **ops)
+    liger_multi.unpatch(model)
+    for name, module in model.named_modules():
+        module_class, attributes = before[name]
+        assert type(module) is module_class
+        assert vars(module).keys() == attributes.keys()
+
+
+@pytest.mark.parametrize(
+    "ops", [{}, {"rope": False}, {"rope": False, "rms_norm": False}], ids=["all", "rope", "alone"]
+)
+def test_it_can_be_turned_on_and_off(ops):
+    """Beside other operators and alone; rotations stay patched where it goes."""
+    model = built()
+    first = {type(m) for m in model.modules()}
+    liger_multi.patch(model, **ops, sparse_attention=False)
+    off = {n: type(m) for n, m in model.named_modules()}
+    liger_multi.patch(model, **ops)
+    assert isinstance(model.model.layers[0].self_attn, sparse.SparseAttention)
+    again = liger_multi.patch(model, **ops)
+    assert {e.status for e in again.entries if e.op == "sparse_attention"} == {"already patched"}
+    liger_multi.patch(model, **ops, sparse_attention=False)
+    assert {n: type(m) for n, m in model.named_modules()} == off
+    liger_multi.unpatch(model)
+    assert {type(m) for m in model.modules()} == first
+
+
+def test_copies_and_pickles_are_patched(equal):
+    stock = built()
+    model, inputs = patched_copy(stock), batch(stock)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert equal(stock, copied, inputs) == CALLED
+
+
+def test_checkpointing_and_autocast(equal):
+    stock = built()
+    model, inputs = patched_copy(stock), batch(stock)
+    for one in (stock, model):
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+    assert equal(stock, model, inputs) == CALLED
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal, monkeypatch):
+    stock = built()
+    if reentrant is not None:
+        stock.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        stock.enable_input_require_grads()
+    model, inputs = patched_copy(stock), batch(stock)
+    observed = recorded(monkeypatch, sparse, "_run", lambda q, *_: q.shape[2])
+    assert equal(stock, model, inputs) == CALLED
+    whole = list(observed)
+    config = stock.config
+    each = config.qk_rope_head_dim + 2 * config.kv_lora_rank
+    rows, width = inputs["input_ids"].shape[0] * config.num_attention_heads, 4
+    monkeypatch.setattr(sparse, "ABSORBED_BYTES", 20 * each * rows * width)
+    observed.clear()
+    assert equal(stock, model, inputs) == CALLED
+    assert set(whole) == {SPARSE_TOKENS}
+    assert set(observed) == {20, SPARSE_TOKENS % 20}
+    with torch.no_grad():
+        actual = model.eval()(**inputs).loss
+    torch.testing.assert_close(actual, stock.eval()(**inputs).loss)
+
+
+def test_adapters_on_latent_expansion(equal):
+    """It runs by itself then: its weight alone no longer says what it computes."""
+    stock = adapters(built(), ["kv_b_proj", "o_proj"])
+    assert equal(stock, patched_copy(stock), batch(stock)) == CALLED
+
+
+def test_the_backend_can_be_named():
+    model = built()
+    liger_multi.patch(model, sparse_attention="reference")
+    assert model(**batch(model)).loss.isfinite()
+    with pytest.raises(PatchError, match="sparse_attention must be True, False"):
+        liger_multi.patch(model, sparse_attention=3)
+
+
+@pytest.mark.parametrize("reason", ["eager", "dropout", "holes"])
+def test_other_calls_are_left_to_the_module(reason, equal):
+    """The operators are not called, and results are equal."""
+    stock = built()
+    model, inputs = patched_copy(stock), batch(stock)
+    for one in (stock, model):
+        if reason == "eager":
+            one.set_attn_implementation("eager")
+        for layer in one.model.layers if reason == "dropout" else ():
+            layer.self_attn.attention_dropout = 1e-9  # its random numbers are drawn, in any case
+    if reason == "holes":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, 20:25] = 0
+    assert not equal(stock, model, inputs)
+
+
+@pytest.mark.slow
+def test_compiled_graphs_run_the_module():
+    stock = built().eval()
+    model, inputs = patched_copy(stock, fused_linear_cross_entropy=False), batch(stock)
+    with torch.no_grad():
+        actual = torch.compile(model, backend="eager")(**inputs).loss
+        torch.testing.assert_close(actual, stock(**inputs).loss)
+
+
+def test_sinks_are_refused():
+    report = liger_multi.patch(built("hy_v4"))
+    reasons = {s.reason for s in report.skipped if s.op == "sparse_attention"}
+    assert reasons == {"HYV4Attention has attention sinks, which sparse_attention does not know"}
+    assert not report.count("sparse_attention")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp", "minimax_m3_vl", "glm5_next"])
+def test_other_ways_to_select_are_said(model_type):
+    pair = cases.of_type(model_type, "")
+    config = cases.configuration(pair)
+    for part in cases._within(config):
+        if model_type == "minimax_m3_vl" and hasattr(part, "layer_types"):
+            part.layer_types = ["full_attention", "minimax_m3_sparse"]
+    model = getattr(transformers, pair.cls)(config)
+    report = liger_multi.patch(model)
+    owners = {n.rpartition(".")[0] for n, _ in model.named_modules() if n.endswith(".indexer")}
+    said = {s.path: s.reason for s in report.skipped if s.op == "sparse_attention"}
+    assert owners
+    assert {p for p in owners if p in said} == owners
+    assert not report.count("sparse_attention")
+    report = liger_multi.patch(model, sparse_attention=False)
+    assert not [s for s in report.skipped if s.op == "sparse_attention"]
+
+
+def indexer_of(base, change):
+    """An indexer of another class, with its own way to score."""
+
+    class Other(base):
+        def forward(
+            self,
+            hidden_states,
+            q_resid,
+            position_embeddings,
+            attention_mask,
+            position_ids,
+            past_key_values=None,
+        ):
+            q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, -1))
+            k = self.wk(hidden_states)
+            if past_key_values is not None:
+                k = past_key_values.update_indexer(k, self.layer_idx)
+            else:
+                k = change.get("alone", lambda x: x)(k)
+            keys = k.transpose(-1, -2).float().unsqueeze(1)
+            scores = torch.relu(torch.matmul(q.float(), keys))
+            weights = self.weights_proj(hidden_states).unsqueeze(-2)
+            scores = change.get("scores", lambda x: x)(torch.matmul(weights, scores).squeeze(-2))
+            scores = scores.masked_fill(~attention_mask, float("-inf"))
+            count = min(self.index_topk, scores.shape[-1])
+            return scores.topk(count, dim=-1).indices.to(torch.int32)
+
+    return Other
+
+
+CHANGES_OF_INDEXERS = {
+    "nothing": ({}, None),
+    "keys": ({"alone": lambda k: -k}, "Other computes something else than SparseIndexer"),
+    "scores": ({"scores": lambda s: -s}, "Other cannot be tried: TypeError: bad operand type"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_INDEXERS)
+def test_classes_are_recognized_by_numbers(name):
+    change, reason = CHANGES_OF_INDEXERS[name]
+    model = built()
+    for layer in model.model.layers:
+        layer.self_attn.indexer.__class__ = indexer_of(type(layer.self_attn.indexer), change)
+    report = liger_multi.patch(model)
+    said = [s.reason for s in report.skipped if s.op == "sparse_attention"]
+    if reason is None:
+        assert not said
+        assert report.count("sparse_attention") == 4
+    else:
+        assert len(said) == 2
+        assert all(reason in text for text in said)
+        assert not report.count("sparse_attention")
+
+
+# --- what stands for masks and scores of a forward ---
+
+
+def test_recorders_refuse_unknown_operations():
+    keys = sparse.IndexKeys(torch.ones(1, 5, 4), lambda *args: None)
+    queries, weights = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 1, 2)
+    scores = torch.matmul(queries, keys.transpose(-1, -2).float().unsqueeze(1))
+    sums = torch.matmul(weights, torch.nn.functional.relu(scores)).squeeze(-2)
+    assert sums.shape == (1, 3, 5)
+    mask = sparse.RangeMask(torch.zeros(1, 3, 2, dtype=torch.int32))
+    for operation, message in (
+        (lambda: torch.matmul(queries, keys), "matmul of keys after nothing"),
+        (lambda: scores * -1, r"scores \* int -1"),
+        (lambda: torch.matmul(weights, scores), "matmul of scores"),
+        (lambda: torch.softmax(scores, -1), "softmax"),
+        (lambda: scores.sum(), r"\.sum"),
+        (lambda: sums.topk(2), "without a mask"),
+        (lambda: sums.masked_fill(~mask, 0.0), r"masked_fill\(.*, 0.0\)"),
+        (lambda: mask[1], r"mask\[1\]"),
+        (
+            lambda: sparse.attend(torch.nn.Identity(), None, None, None, None, 1.0),
+            "serves sparse layers of patched models alone",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            operation()
+
+
+def test_without_a_patch_the_masks_of_our_attention_still_raise():
+    model = built()
+    model.set_attn_implementation("liger_multi")
+    with pytest.raises(MaskReadError):
+        model(**batch(model))

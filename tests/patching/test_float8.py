@@ -15,15 +15,17 @@ from torch import nn
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.float8 import linear as float8
 from liger_multi.patching.float8.linear import Float8Linear
 from liger_multi.patching.float8.weight import Float8Weight, GatheredWeight
+from liger_multi.reference.float8 import frozen as frozen_rows
 from liger_multi.reference.float8.rows import PLAIN, dequantized
-from tests.comparing import Operations, gradients
-from tests.models import VOCABULARY, build
+from tests.comparing import Operations, assert_equal, gradients, saved, storage_bytes
+from tests.models import VOCABULARY, adapters, build
 
 ALL = {"smallest": 0}
 FROZEN = {"smallest": 0, "frozen": True}
@@ -114,9 +116,14 @@ def test_layers_multiply_in_float8_and_unpatch_is_exact():
     assert equal(step(llama), before)
 
 
+def refusals(model, **options):
+    """Reasons of layers that stay in 16 bits, by path."""
+    report = patch(model, linear_float8=options or True)
+    return {s.path: s.reason for s in report.skipped if s.op == "linear_float8"}
+
+
 def test_small_layers_and_heads_stay_and_the_report_says_why():
-    report = patch(model(), linear_float8=True)
-    reasons = {s.path: s.reason for s in report.skipped if s.op == "linear_float8"}
+    reasons = refusals(model())
     assert len(reasons) == 15
     assert "it is small" in reasons["model.layers.0.self_attn.q_proj"]
     assert "smallest=4,194,305" in reasons["model.layers.0.self_attn.q_proj"]
@@ -129,25 +136,14 @@ def test_other_layers_stay():
         def forward(self, x):
             return super().forward(x) * 2
 
-    holder = nn.Sequential(Doubled(32, 48), nn.MultiheadAttention(32, 4))
-    report = patch(holder, linear_float8=ALL)
-    reasons = {s.path: s.reason for s in report.skipped if s.op == "linear_float8"}
+    reasons = refusals(nn.Sequential(Doubled(32, 48), nn.MultiheadAttention(32, 4)), **ALL)
     assert "forward of its own" in reasons["0"]
     assert "nn.MultiheadAttention" in reasons["1.out_proj"]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_gives_the_same_bits(reentrant):
-    llama = model(float8=ALL)
-    before = step(llama)
-    checkpointed(llama, reentrant)
-    assert equal(step(llama), before)
-
-
 def test_weights_written_past_the_version_counter_are_seen():
     """Optimizers in C and ``p.data`` write so; codes of a weight live no longer than a GEMM."""
-    llama = model(float8=ALL)
-    fresh = model(float8=ALL)
+    llama, fresh = model(float8=ALL), model(float8=ALL)
     step(llama)
     for a, b in zip(llama.parameters(), fresh.parameters(), strict=True):
         version = a._version
@@ -182,10 +178,9 @@ def weights_rounded():
     def spy(prim, *args):
         inputs = dict(zip(prim.params, args, strict=True))
         for name, t in inputs.items():
-            if "float8" in prim.op.name and prim.direction == "forward" and name.endswith("weight"):
-                scale = inputs.get(f"{name}_scale", ...)
-                if scale is None and isinstance(t, torch.Tensor):
-                    observed["within" if t.numel() else "apart"] += 1
+            coded = name.endswith("weight") and inputs.get(f"{name}_scale", ...) is None
+            if coded and "float8" in prim.op.name and prim.direction == "forward":
+                observed["within" if t.numel() else "apart"] += isinstance(t, torch.Tensor)
         return call(prim, *args)
 
     with mock.patch.object(Primitive, "call", spy):
@@ -269,15 +264,14 @@ def test_manual_loop_after_an_optimizer():
     llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)
     repeated(lambda: step(llama), 2 * float8.USES)
-    waiting = float8._followed()[-1].weights.values()
-    assert max(len(w.uses) for w in waiting) < float8.USES
+    assert max(len(w.uses) for w in float8._followed()[-1].weights.values()) < float8.USES
 
     def train():
         step(llama)
         for p in llama.parameters():
             p.data.add_(p.grad, alpha=-0.05)
 
-    with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
+    with pytest.raises(PatchError, match=LEAVE_OUT):
         repeated(train, 2 * float8.USES)
     step(llama)
     optimizer.step()
@@ -288,14 +282,17 @@ def repeated(function, times):
         function()
 
 
+LEAVE_OUT = "leave cache=True of linear_float8 out"
+
+
 def test_uncounted_writes_raise_before_the_step():
     llama, optimizer = cached()
     weight = linears(llama)[3].weight
     weight.data[5, 7] += 1e-6 + weight.data[5, 7].abs()
     before = copy.deepcopy(llama.state_dict())
-    with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
+    with pytest.raises(PatchError, match=LEAVE_OUT):
         optimizer.step()
-    assert all(torch.equal(before[n], t) for n, t in llama.state_dict().items())
+    assert_equal(llama.state_dict().values(), before.values())
     patch(llama, linear_float8=ALL)
     step(llama)
     optimizer.step()
@@ -304,16 +301,21 @@ def test_uncounted_writes_raise_before_the_step():
 def test_uncounted_writes_raise_where_they_are_undone():
     """Methods that take a gradient elsewhere write through ``.data``, and back before the step."""
     llama, optimizer = cached()
-    own = [p.detach().clone() for p in llama.parameters()]
+    own = copy.deepcopy(llama.state_dict())
     for p in llama.parameters():
         p.data.mul_(1.5)
     step(llama)
-    for p, value in zip(llama.parameters(), own, strict=True):
-        p.data.copy_(value)
-    with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
+    restore(llama, own)
+    with pytest.raises(PatchError, match=LEAVE_OUT):
         optimizer.step()
     step(llama)
     optimizer.step()
+
+
+def restore(llama, state):
+    """Write weights back through ``.data``, which no version counts."""
+    for name, p in llama.named_parameters():
+        p.data.copy_(state[name])
 
 
 def test_passes_without_gradients_do_not_read_kept_codes():
@@ -321,14 +323,13 @@ def test_passes_without_gradients_do_not_read_kept_codes():
     llama, other = cached_and_fresh()
     optimizer = optimizer_of(llama)
     expected = step(llama)
-    own = [p.detach().clone() for p in llama.parameters()]
+    own = copy.deepcopy(llama.state_dict())
     with torch.no_grad():
         for p, q in zip(llama.parameters(), other.parameters(), strict=True):
             p.data.mul_(0.5)
             q.data.copy_(p)
         assert torch.equal(llama(input_ids=ids()).logits + 0, other(input_ids=ids()).logits + 0)
-        for p, value in zip(llama.parameters(), own, strict=True):
-            p.data.copy_(value)
+        restore(llama, own)
     assert equal(step(llama), expected)
     optimizer.step()
 
@@ -385,15 +386,13 @@ def test_codes_of_an_input_serve_its_layers_and_go(monkeypatch):
 
 
 def test_autocast_and_accumulation():
-    llama = model(float8=ALL)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = llama(input_ids=ids(), labels=ids()).loss
-    loss.backward()
-    once = {n: p.grad.clone() for n, p in llama.named_parameters()}
-    assert all(g.dtype == torch.float32 for g in once.values())
-    with torch.autocast("cpu", torch.bfloat16):
-        llama(input_ids=ids(), labels=ids()).loss.backward()
-    assert all(torch.equal(p.grad, 2 * once[n]) for n, p in llama.named_parameters())
+    llama, grads = model(float8=ALL), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            llama(input_ids=ids(), labels=ids()).loss.backward()
+        grads.append([p.grad.clone() for p in llama.parameters()])
+    assert all(g.dtype == torch.float32 for g in grads[0])
+    assert_equal(grads[1], [2 * g for g in grads[0]])
 
 
 def test_a_block_ends_and_nothing_stays():
@@ -404,11 +403,8 @@ def test_a_block_ends_and_nothing_stays():
         with patched(llama, linear_float8=ALL):
             assert not any(isinstance(m.weight, Float8Weight) for m in linears(llama))
         assert all(isinstance(m.weight, Float8Weight) for m in linears(llama))
-    assert all(type(m) is nn.Linear for m in linears(llama))
-    assert all(
-        torch.equal(m.weight, w) and type(m.weight) is nn.Parameter
-        for m, w in zip(linears(llama), weights, strict=True)
-    )
+    assert all(type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in linears(llama))
+    assert_equal([m.weight.detach() for m in linears(llama)], weights)
     assert equal(step(llama), before)
 
 
@@ -428,6 +424,11 @@ def recorded(*names):
 
     with mock.patch.object(Primitive, "call", spy):
         yield observed
+
+
+def recorded_step(llama, *names):
+    with recorded(*names) as observed:
+        return step(llama), observed
 
 
 def apart(a, b):
@@ -462,7 +463,6 @@ def test_gathered_weights_train_eager_and_compiled():
     for layer in (block[0], block[2]):
         rows = PLAIN.rows(layer.weight.detach(), None, torch.float8_e4m3fn)
         layer._parameters["weight"] = nn.Parameter(GatheredWeight(*rows, torch.float32))
-    torch._dynamo.reset()
     options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
     compiled = [(torch.compile(owner, **options), owner) for owner in (block, plain)]
     for rows in (6, 9):
@@ -505,8 +505,7 @@ def test_models_of_torchao_keep_its_layers_and_get_our_norms(scaling):
     reasons = {s.reason for s in report.skipped if s.op == "linear_float8" and s.path != "lm_head"}
     assert reasons == {"it has a forward of its own (Float8Linear)"}
     assert [type(m) for m in linears(llama)] == kinds
-    with recorded("rms_norm", "swiglu", "rms_norm_quantized") as recorded_calls:
-        after = step(llama)
+    after, recorded_calls = recorded_step(llama, "rms_norm", "swiglu", "rms_norm_quantized")
     assert [len(calls) for calls in recorded_calls.values()] == [5, 2, 0]
     assert abs(after[0] - before[0]) < 1e-5 * before[0]
     assert apart(after[1], before[1]) < 1e-2
@@ -565,8 +564,8 @@ def test_memory_is_codes_and_scales(originals):
         assert (weight.codes.shape, weight.scale.shape) == (shape, shape[:1])
         assert (weight.original is not None) == originals
     unpatch(llama)
-    pairs = zip(linears(llama), expected, strict=True)
-    assert originals or all(torch.equal(m.weight, w) for m, w in pairs)
+    if not originals:
+        assert_equal([m.weight.detach() for m in linears(llama)], expected)
 
 
 def test_checkpoints_hold_the_original_weights_and_load():
@@ -667,37 +666,416 @@ def test_replaced_weight_is_quantized_again():
     assert all(isinstance(m.weight, Float8Weight) for m in linears(llama))
 
 
-def test_codes_cannot_be_trained():
-    llama = model(frozen=True, float8=FROZEN)
-    linears(llama)[0].weight.requires_grad_(True)
-    with pytest.raises(PatchError, match="cannot be trained"):
-        step(llama)
-
-
-def test_trained_weights_are_skipped():
+def test_trained_weights_are_skipped_and_codes_cannot_be_trained():
     llama = model(frozen=True)
     linears(llama)[0].weight.requires_grad_(True)
     report = patch(llama, linear_float8=FROZEN)
     (path,) = [s.path for s in report.skipped if "requires a gradient" in s.reason]
     assert path.endswith("q_proj")
     assert report.count("linear_float8") == 13
+    linears(llama)[1].weight.requires_grad_(True)
+    with pytest.raises(PatchError, match="cannot be trained"):
+        step(llama)
 
 
 def test_a_step_dequantizes_no_frozen_weight(monkeypatch):
     """Codes go into GEMMs as they are; the CPU has none, so another function takes its place."""
     llama = model(frozen=True, hidden_size=64, intermediate_size=256, vocab_size=31, float8=FROZEN)
-    shapes = []
+    dtypes = []
 
-    def recorded(a, b, dtype, fast=False):
-        shapes.append((a.codes.dtype, b.codes.dtype))
+    def product(a, b, dtype, fast=False):
+        dtypes.extend((a.codes.dtype, b.codes.dtype))
         return a.scale.new_zeros(len(a.scale), len(b.scale), dtype=dtype)
 
-    from liger_multi.reference.float8 import frozen
-
-    monkeypatch.setattr(frozen, "product", recorded)
+    monkeypatch.setattr(frozen_rows, "product", product)
     with Operations() as operations:
         step(llama, ids(1, 4) % 31)
-    assert {type_name for pair in shapes for type_name in pair} == {torch.float8_e4m3fn}
-    assert len(shapes) == 2 * 14
-    sizes = [t.nbytes for t in operations.tensors() if t.itemsize > 1]
-    assert max(sizes) < 64 * 256 * 2
+    assert dtypes == [torch.float8_e4m3fn] * 2 * 2 * 14
+    assert max(t.nbytes for t in operations.tensors() if t.itemsize > 1) < 64 * 256 * 2
+
+
+# Codes that norms and activations hand to layers in FP8, and MLPs of such layers.
+
+
+def roundings(calls):
+    """How many layers, or MLPs of them, rounded their input, of how many."""
+    actual = [
+        args[OPS[name].fwd.params.index("codes")] is None
+        for name in ("linear_float8", "gated_mlp_float8")
+        for args in calls.get(name, [])
+    ]
+    return sum(actual), len(actual)
+
+
+CODED = ("rms_norm_quantized", "swiglu_quantized", "linear_float8", "gated_mlp_float8")
+IN_LAYERS = {"swiglu": {"whole": False}}
+
+
+@pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
+def test_norms_and_activations_write_codes(options):
+    """From the second step on; of the layers of a block only o_proj rounds, and no bit differs."""
+    llama = model(torch.bfloat16, frozen=options is FROZEN)
+    patch(llama, linear_float8=options, **IN_LAYERS)
+    first, calls = recorded_step(llama, *CODED)
+    assert not calls["rms_norm_quantized"]
+    assert not calls["swiglu_quantized"]
+    assert roundings(calls) == (8, 14)
+    for _ in range(2):
+        again, calls = recorded_step(llama, *CODED)
+        assert equal(again, first)
+        assert len(calls["rms_norm_quantized"]) == 4
+        assert len(calls["swiglu_quantized"]) == 2
+        assert roundings(calls) == (2, 14)
+
+
+# --- a whole MLP of layers in FP8 ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
+def test_a_whole_mlp_has_the_bits_of_its_layers(options, dtype):
+    """Also where the norm before it hands out codes, from the second step on."""
+    frozen = options is FROZEN
+    llama, layers = model(dtype, frozen), model(dtype, frozen)
+    report = patch(llama, linear_float8=options)
+    assert {e.replaced_by for e in report.entries if e.op == "swiglu"} == {"gated_mlp_float8[silu]"}
+    patch(layers, linear_float8=options, **IN_LAYERS)
+    for rounding in (True, False):
+        actual, calls = recorded_step(llama, *CODED)
+        assert equal(actual, step(layers))
+        assert roundings(calls) == ((6, 10) if rounding else (2, 10))
+        assert not calls["swiglu_quantized"]
+
+
+def kept_bytes(llama):
+    loss, tensors = saved(lambda: llama(input_ids=ids(), labels=ids()).loss, but=llama.parameters())
+    loss.backward()
+    return storage_bytes(tensors)
+
+
+def test_a_whole_mlp_keeps_one_activation_less():
+    whole, layers = model(torch.bfloat16), model(torch.bfloat16)
+    patch(whole, linear_float8=ALL)
+    patch(layers, linear_float8=ALL, **IN_LAYERS)
+    inner = ids().numel() * whole.config.intermediate_size * 2
+    assert kept_bytes(layers) - kept_bytes(whole) == whole.config.num_hidden_layers * inner
+
+
+@pytest.mark.parametrize("case", ["trained", "adapters"])
+def test_the_last_gemm_of_an_mlp_is_not_computed_again(case):
+    """Nor is the product before it; bits are those of a model that keeps all."""
+    make, float8 = (adapted, FROZEN) if case == "adapters" else (model, ALL)
+    llama, reference = make(torch.bfloat16, float8=float8), make(torch.bfloat16, float8=float8)
+    checkpointed(llama, False)
+    names = ("linear_float8", "lora_qkv", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
+    actual, calls = recorded_step(llama, *names)
+    assert equal(actual, step(reference))
+    # of a layer twice: q, k and v, o, gate and up; once: the product and down
+    layers, fused = llama.config.num_hidden_layers, case == "adapters"
+    expected = (2, 2 + 2 + 1, 1, 0, 0) if fused else (2 * 6 + 1, 0, 1, 0, 0)
+    assert [len(calls[n]) for n in names] == [count * layers for count in expected]
+
+
+def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
+    llama, layers = model(torch.bfloat16, float8=ALL), model(torch.bfloat16)
+    patch(layers, linear_float8=ALL, **IN_LAYERS)
+    for each in (llama, layers):
+        for _ in range(2):
+            loss = each(input_ids=ids(), labels=ids()).loss
+            loss.backward(retain_graph=True)
+        loss.backward()
+    pairs = zip(llama.parameters(), layers.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_a_whole_mlp_compiled_equals_eager():
+    llama = model(float8=ALL)
+    mlp = llama.model.layers[0].mlp
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (6, 9):
+        x = torch.randn(2, rows, llama.config.hidden_size, requires_grad=True)
+        inputs = [x, *mlp.parameters()]
+        actual = [[y, *torch.autograd.grad(y.sum(), inputs)] for y in (compiled(x), mlp(x))]
+        assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
+
+
+@pytest.mark.parametrize("what", ["a hook", "a small layer", "a backend"])
+def test_an_mlp_of_other_layers_runs_them(what):
+    """A hook is called, a layer in 16 bits multiplies in them, and a named backend serves all."""
+    llama, expected = model(), model()
+    for each, how in ((llama, {}), (expected, IN_LAYERS)):
+        eight = dict(ALL, **({"backend": "reference"} if what == "a backend" else {}))
+        patch(each, linear_float8=eight, **how)
+        for layer in each.model.layers:
+            if what == "a hook":
+                layer.mlp.up_proj.register_forward_hook(lambda m, a, y: 2 * y)
+            elif what == "a small layer":
+                unpatch(layer.mlp.up_proj)
+    actual, calls = recorded_step(llama, *CODED)
+    assert not calls["gated_mlp_float8"]
+    assert equal(actual, step(expected))
+
+
+def test_models_without_such_layers_hand_out_nothing():
+    llama, other = model(float8=ALL), model(patching={})
+    for _ in range(2):
+        step(llama)
+    with recorded(*CODED) as calls:
+        for _ in range(2):
+            step(other)
+    assert not any(calls.values())
+    patch(llama)  # layers as they were: the first call finds its codes unread, and is the last
+    _, calls = recorded_step(llama, *CODED)
+    assert len(calls["rms_norm_quantized"]) == 4
+    _, calls = recorded_step(llama, *CODED)
+    assert not any(calls.values())
+
+
+class Block(nn.Module):
+    """A norm and a layer, with whatever is done between them."""
+
+    def __init__(self, norm, between=lambda h: h):
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm, self.layer, self.between = norm, nn.Linear(32, 48), between
+
+    def forward(self, x):
+        return self.layer(self.between(self.norm(x)))
+
+
+def learned(block, x):
+    """The block once its norm hands out codes."""
+    patch(block, linear_float8=ALL)
+    between, block.between = block.between, lambda h: h
+    block(x)
+    block.between = between
+    return block
+
+
+NORMS = {"rms_norm": nn.RMSNorm, "layer_norm": nn.LayerNorm}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_other_norms_do_it_too(name):
+    block = learned(Block(NORMS[name](32, eps=1e-5)), torch.randn(4, 32))
+    x = torch.randn(4, 32, requires_grad=True)
+    with recorded(f"{name}_quantized", "linear_float8") as calls:
+        y = block(x)
+    assert len(calls[f"{name}_quantized"]) == 1
+    assert roundings(calls) == (0, 1)
+    expected = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (y, expected)))
+
+
+BETWEEN = {
+    "written to": lambda h: h.mul_(-3.0),
+    "a view written to": lambda h: (h[:2].zero_(), h)[1],
+    "another tensor": lambda h: h * -3.0,
+    "detached": lambda h: h.detach(),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_other_result_is_rounded(what):
+    block = learned(Block(nn.RMSNorm(32, eps=1e-5), BETWEEN[what]), torch.randn(4, 32))
+    x = torch.randn(4, 32)
+    with torch.no_grad(), recorded("rms_norm_quantized", "linear_float8") as calls:
+        y = block(x)
+        expected = nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
+        expected = ops.linear_float8(BETWEEN[what](expected), block.layer.weight, block.layer.bias)
+    assert len(calls["rms_norm_quantized"]) == 1
+    assert roundings(calls)[0] == 2
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("where", ["norm", "layer", "all modules"])
+def test_hooks_writing_past_the_version_counter(where):
+    """No version counts what a hook writes through ``.data``, so codes are not handed past it."""
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+
+    def after(module, args, y):
+        if module is block.norm:
+            y.data.mul_(-3.0)
+
+    def before(module, args):
+        args[0].data.mul_(-3.0)
+
+    hook = {
+        "norm": lambda: block.norm.register_forward_hook(after),
+        "layer": lambda: block.layer.register_forward_pre_hook(before),
+        "all modules": lambda: nn.modules.module.register_module_forward_hook(after),
+    }[where]()
+    with torch.no_grad():
+        y = block(x)
+        hook.remove()
+        expected = -3.0 * nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
+        expected = ops.linear_float8(expected, block.layer.weight, block.layer.bias)
+    torch.testing.assert_close(y, expected)
+
+
+def test_autocast_decides_whether_codes_fit():
+    """A layer rounds what autocast makes of a result: of the same dtype, that is the result."""
+    block = Block(nn.RMSNorm(32, eps=1e-5))
+    learned(block, torch.randn(4, 32))
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            with recorded("linear_float8") as calls:
+                y = block(x)
+            assert roundings(calls) == (1, 1)
+        expected = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
+    assert torch.equal(y, expected)
+    block.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x.bfloat16())
+        with recorded("linear_float8") as calls:
+            block(x.bfloat16())
+    assert roundings(calls) == (0, 1)
+
+
+def test_a_pinned_backend_runs_its_own_norm():
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+    with recorded("rms_norm_quantized", "linear_float8") as calls:
+        with liger_multi.use(rms_norm="reference"):
+            block(x)
+        assert not calls["rms_norm_quantized"]
+    assert roundings(calls) == (1, 1)
+
+
+def test_dispatch_modes_see_the_calls_of_the_first_step():
+    """Selective checkpointing looks operations up by name when it computes again."""
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+    with recorded("rms_norm_quantized") as calls, Operations():
+        block(x)
+    assert not calls["rms_norm_quantized"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_after_codes_are_handed_out(reentrant):
+    """Also where forward has plain norms and the recomputation has codes."""
+    llama = model(float8=ALL)
+    expected = step(llama)
+    assert equal(step(llama), expected)
+    other = checkpointed(model(float8=ALL), reentrant)
+    assert all(equal(step(other), expected) for _ in range(2))
+
+
+# --- adapters ---
+
+
+def adapted(dtype=torch.float32, float8=None, **settings):
+    llama = adapters(model(dtype), LAYERS, seed=1, std=0.05, **settings)
+    if float8 is not None:
+        patch(llama, linear_float8=float8)
+    return llama
+
+
+# Adapters on layers in FP8.
+
+
+def test_adapters_on_a_frozen_base():
+    """The loss equals that on a base that is rounded at every use, layer by layer.
+
+    Gradients of x are sums of several layers in another order, and almost always round alike.
+    """
+    llama, other = adapted(), adapted()
+    report = patch(llama, linear_float8=FROZEN)
+    assert report.count("linear_float8") == report.count("lora") == 14
+    assert not any("lora_A" in e.path or "lora_B" in e.path for e in report.entries)
+    patch(other, linear_float8=ALL)
+    actual, expected = step(llama), step(other)
+    assert actual[0] == expected[0]
+    assert apart(actual[1], expected[1]) < 1e-5
+
+
+def test_fused_adapters_are_as_exact_as_layers():
+    """In bf16, other roundings of 16 bits lead to other codes; errors are as large."""
+    _, exact = step(adapted())
+    results = []
+    for options in (FROZEN, ALL):
+        loss, gradients = step(adapted(torch.bfloat16, float8=options))
+        wrong = sum((g.float() - exact[n]).square().sum() for n, g in gradients.items())
+        results.append((loss, wrong.sqrt().item()))
+    (fused_loss, fused), (loss, layers) = results
+    assert fused_loss == loss
+    assert fused < 1.1 * layers
+
+
+FUSED = ("lora_qkv", "lora_mlp", "linear_float8", "rms_norm_quantized")
+
+
+def argument_of(calls, name):
+    """Whether calls of an operator were given codes of their input."""
+    place = OPS[name].fwd.params.index("codes")
+    return [args[place] is not None for args in calls[name]]
+
+
+def test_fused_adapters_take_weights_and_codes_in_float8():
+    llama = adapted()
+    report = patch(llama, linear_float8=FROZEN)
+    assert any(e.replaced_by == "lora_mlp[silu]" for e in report.entries)
+    first, calls = recorded_step(llama, *FUSED)
+    assert argument_of(calls, "lora_qkv") == argument_of(calls, "lora_mlp") == [False, False]
+    assert len(calls["linear_float8"]) == 2  # o_proj
+    again, calls = recorded_step(llama, *FUSED)
+    assert equal(again, first)
+    assert argument_of(calls, "lora_qkv") == argument_of(calls, "lora_mlp") == [True, True]
+    assert len(calls["rms_norm_quantized"]) == 4
+
+
+def test_adapters_on_some_layers_of_a_frozen_base():
+    """q and v are fused; k runs over codes as a layer, and the MLP as a whole."""
+    peft = pytest.importorskip("peft")
+    results = []
+    for options in (FROZEN, ALL):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        llama = peft.get_peft_model(model(), config)
+        patch(llama, linear_float8=options)
+        step(llama)
+        with recorded(*FUSED, "gated_mlp_float8") as calls:
+            results.append(step(llama))
+        if options is FROZEN:
+            assert argument_of(calls, "lora_qkv") == [True, True]
+            assert roundings(calls) == (2, 6)  # of k, o and the MLP, o
+    assert results[0][0] == results[1][0]
+    assert apart(results[0][1], results[1][1]) < 1e-5
+
+
+def test_small_layers_of_fused_adapters_stay_in_16_bits():
+    llama = adapted(float8={**FROZEN, "smallest": 32 * 32})
+    layers = llama.base_model.model.model.layers[0].self_attn
+    weights = [layers.get_submodule(f"{n}_proj").base_layer.weight for n in "qkv"]
+    assert [isinstance(w, Float8Weight) for w in weights] == [True, False, False]
+    _, calls = recorded_step(llama, *FUSED)
+    place = OPS["lora_qkv"].fwd.params.index("q_weight_scale")
+    every = [[t is not None for t in args[place : place + 3]] for args in calls["lora_qkv"]]
+    assert every == [[True, False, False]] * 2
+
+
+def test_compiled_fused_adapters_equal_eager():
+    mlp = adapted(float8=FROZEN).base_model.model.model.layers[0].mlp
+    x = torch.randn(5, 32, requires_grad=True)
+    eager = mlp(x)
+    torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), eager)
+
+
+def test_adapters_added_saved_and_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    llama = model().requires_grad_(False)
+    patch(llama, linear_float8=FROZEN)
+    wrapped = peft.get_peft_model(llama, peft.LoraConfig(r=4, target_modules=list(LAYERS)))
+    patch(wrapped, linear_float8=FROZEN)
+    assert patch(wrapped, linear_float8=FROZEN).count("lora") == 14
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        losses.append(step(wrapped)[0])
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(PatchError, match="unpatch the model first"):
+        wrapped.merge_adapter()
+    unpatch(wrapped)
+    assert wrapped.merge_and_unload()(input_ids=ids(), labels=ids()).loss < losses[0]
