@@ -411,7 +411,7 @@ def in_mxfp4(model: Any) -> Any:
     from liger_multi.integrations.mxfp4 import quantize_mxfp4
     from liger_multi.ops import QuantizedWeight
 
-    options = {"format": "mxfp4", "dtype": torch.float32, "turned": True}
+    options = {"format": "mxfp4", "dtype": torch.float32, "transposed": True}
     for module in model.modules():
         for name in module._parameters.keys() & STACKS:
             codes = quantize_mxfp4(module._parameters[name].detach().mT)
