@@ -1,15 +1,12 @@
-"""What operators of hybrid models start on an NPU, beside the reference: launches, bytes, memory.
+"""What operators of hybrid models start on an NPU: launches by name, for the tests.
 
-``python -m ci.npu.launches`` runs forward and backward of both on FakeTensors of the device
-``npu``, at sizes of models, and counts. A launch is an operator of PyTorch that writes memory, or
-an Ascend kernel. Its bytes are those of its tensors, each read or written once. The peak is of all
-tensors that a direction makes, gradients and results included, arguments not. Nothing is computed,
-and no time follows from this.
+Forward and backward run on FakeTensors of the device ``npu``, at sizes of models. A launch is an
+operator of PyTorch that writes memory, or an Ascend kernel. Nothing is computed, and no time
+follows from this.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import sys
@@ -21,14 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.backends.npu.common import launching
-from liger_multi.dispatch.registry import module, operators
+from liger_multi.dispatch.registry import module
 
-TOKENS = 1024
 NOT_STARTED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NPU = torch.device("npu", 0)
 
@@ -90,50 +85,21 @@ CASES = {
 }
 
 
-def _memory(t: Tensor) -> int:
-    """Bytes of a tensor; what is expanded counts once."""
-    return (
-        t.element_size()
-        * torch.Size(s for s, step in zip(t.shape, t.stride(), strict=True) if step).numel()
-    )
-
-
 class Count(TorchDispatchMode):
-    """Launches by name, with overloads, their bytes, and the peak of what they made."""
+    """Launches by name, with overloads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
-        self.bytes = self.peak = 0
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def add(self, name: str, tensors: list[Tensor]) -> None:
-        """One launch."""
-        self.launches[name] += 1
-        self.bytes += sum(_memory(t) for t in tensors)
-
-    def allocated(self, tensors: list[Tensor]) -> None:
-        """Track the memory of results, which may be new."""
-        self.alive = {
-            k: reference for k, reference in self.alive.items() if not reference[0].expired()
-        }
-        for t in tensors:
-            weak = StorageWeakRef(t.untyped_storage())
-            self.alive[weak.cdata] = (weak, t.untyped_storage().nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator on FakeTensors."""
         out = func(*args, **(kwargs or {}))
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if func.is_view or not results:
-            return out
-        if func.overloadpacket.__name__ not in NOT_STARTED:
-            self.add(func.name(), [*inputs.values(), *(t for t in results if id(t) not in inputs)])
-        self.allocated([t for t in results if id(t) not in inputs])
+        writes = not func.is_view and any(isinstance(t, Tensor) for t in tree_leaves(out))
+        if writes and func.overloadpacket.__name__ not in NOT_STARTED:
+            self.launches[func.name()] += 1
         return out
 
 
@@ -143,7 +109,7 @@ def counted() -> Iterator[Count]:
     count, original = Count(), launching.start
 
     def start(kernel: Any, pieces: int, /, *args: Any, **more: Any) -> None:
-        count.add(kernel.__name__, [t for t in (*args, *more.values()) if isinstance(t, Tensor)])
+        count.launches[kernel.__name__] += 1
 
     with contextlib.ExitStack() as stack:
         for loaded in list(sys.modules.values()):
@@ -179,28 +145,3 @@ def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
             counts[way] = count
             del output
     return counts
-
-
-def main() -> None:
-    """Print a line for every operator, direction and implementation."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", default=list(CASES), help="operators, all by default")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    options = parser.parse_args()
-    operators()
-    for op in options.ops:
-        for backend in ("reference", "npu"):
-            counts = run(op, backend, options.tokens)
-            for way, count in counts.items():
-                print(
-                    f"{op} {way} {backend}, {options.tokens} tokens: {count.launches.total()} "
-                    f"launches, {count.bytes / 2**30:.2f} GiB, peak {count.peak / 2**30:.2f} GiB",
-                    flush=True,
-                )
-            launches = sum(count.launches.total() for count in counts.values())
-            moved = sum(count.bytes for count in counts.values())
-            print(f"{op} both {backend}: {launches} launches, {moved / 2**30:.2f} GiB", flush=True)
-
-
-if __name__ == "__main__":
-    main()
