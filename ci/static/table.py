@@ -54,7 +54,6 @@ ROOT = Path(__file__).parent.parent.parent
 CACHE = ROOT / ".cache" / "static"
 # beside one launch of every kernel on every target, what the committed table has
 SUITE_VARIANTS = {"gfx942": Variant(large=True), "gfx1100": Variant(aligned=False, large=True)}
-# NVIDIA, and AMD with waves of 64 and of 32
 # NVIDIA, CDNA and RDNA by turns
 TURNS = ("sm90", "gfx942", "sm80", "gfx1100", "sm100", "gfx90a", "gfx1201", "gfx950")
 CHUNK = 8  # rows that a process takes at a time
