@@ -65,6 +65,14 @@ def selected_device(config: pytest.Config) -> torch.device:
     return device or torch.device("cpu")
 
 
+def place_of(backend: str) -> torch.device:
+    """The device of a backend; a test that needs it is skipped where it cannot run."""
+    reason, device = refusal(backend), device_of(backend)
+    if reason is not None or device is None:
+        pytest.skip(reason or f"{backend} has no device here")
+    return device
+
+
 def needs_memory(device: torch.device, gib: int) -> None:
     """Skip where no device has so many GiB free, as tensors of 2^31 elements take."""
     module = None if device.type == "cpu" else torch.get_device_module(device.type)

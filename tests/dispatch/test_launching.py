@@ -287,8 +287,8 @@ def test_interpreted_kernel_launch(monkeypatch):
 
 
 @pytest.mark.slow
-def test_host_time_of_operators_and_steps():
-    command = [sys.executable, "-m", "benchmarks.models", "host-time", "tiny:1x16", "--steps", "1"]
+def test_host_time_of_operators():
+    command = [sys.executable, "-m", "benchmarks.models", "host-time"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -297,8 +297,6 @@ def test_host_time_of_operators_and_steps():
         assert any(re.match(rf"{name} +forward [ \d.]+ backward [ \d.]+ us", x) for x in lines), (
             name
         )
-    for name in bench_models.HOST_VARIANTS:
-        assert any(re.match(rf"tiny:1x16 +{name} +forward", line) for line in lines), name
 
 
 def test_grids_of_the_tuner():

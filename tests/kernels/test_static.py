@@ -36,7 +36,6 @@ from ci.static.descriptors import misread
 from ci.static.patterns import TRANSPOSED, chained_dots, problems, problems_of
 from ci.static.table import (
     TURNS,
-    Ask,
     Row,
     block,
     failures,
@@ -158,12 +157,6 @@ def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
     assert set(static_table.known("gfx942")) == {"one", "two"}
     code = static_table._to_code(json.loads(json.dumps(static_table.known("gfx942")["two"])))
     assert code == GOOD
-
-
-def test_parts_are_the_whole():
-    whole = [(case.identity, v) for case, v in static_table.requested(Ask("gfx942", "suite"))]
-    parts = [static_table.requested(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
-    assert sorted(map(repr, whole)) == sorted(repr((c.identity, v)) for p in parts for c, v in p)
 
 
 def test_what_does_not_compile_is_a_failure():

@@ -32,26 +32,35 @@ def kib(count):
     return torch.empty(count * KIB // 4)
 
 
-def test_live_bytes_rise_and_fall():
+def rising_and_falling():
+    a, b = kib(100), kib(50)
+    del b
+    return a, kib(20)
+
+
+def views_of_one_storage():
+    a = kib(100)
+    view = a.view(2, -1)[1].t()
+    del a
+    gc.collect()
+    return view, kib(10)
+
+
+REGIONS = {
+    "rising and falling": (rising_and_falling, (0, 150, 120)),
+    "views of one storage": (views_of_one_storage, (0, 110, 110)),
+    "a resized storage": (lambda: kib(10).resize_(40 * KIB // 4), (0, 40, 40)),
+}
+
+
+@pytest.mark.parametrize(("region", "sizes"), REGIONS.values(), ids=REGIONS)
+def test_live_bytes_of_a_region(region, sizes):
     with measure("cpu") as peak:
-        a = kib(100)
-        b = kib(50)
-        del b
-        c = kib(20)
-    assert (peak.start_bytes, peak.peak_bytes, peak.end_bytes) == (0, 150 * KIB, 120 * KIB)
+        result = region()
+    outside = kib(100)
+    assert (peak.start_bytes, peak.peak_bytes, peak.end_bytes) == tuple(n * KIB for n in sizes)
     assert peak.method == "live tensors"
-    del a, c
-
-
-def test_views_share_one_storage_and_keep_it_alive():
-    with measure("cpu") as peak:
-        a = kib(100)
-        view = a.view(2, -1)[1].t()
-        del a
-        gc.collect()
-        b = kib(10)
-    assert (peak.peak_bytes, peak.end_bytes) == (110 * KIB, 110 * KIB)
-    del view, b
+    del result, outside
 
 
 def test_older_tensors_count_once_touched():
@@ -68,13 +77,6 @@ def test_older_tensors_count_once_touched():
     del c, untouched
 
 
-def test_known_tensors_count_untouched():
-    old = kib(100)
-    with measure("cpu", known=[old, old.view(2, -1)]) as peak:
-        pass
-    assert (peak.start_bytes, peak.peak_bytes) == (100 * KIB, 100 * KIB)
-
-
 def test_older_tensor_freed_in_region():
     old = kib(100)
     with measure("cpu") as peak:
@@ -85,11 +87,11 @@ def test_older_tensor_freed_in_region():
     del b
 
 
-def test_resized_storage():
-    with measure("cpu") as peak:
-        a = kib(10)
-        a.resize_(40 * KIB // 4)
-    assert (peak.peak_bytes, peak.end_bytes) == (40 * KIB, 40 * KIB)
+def test_known_tensors_count_untouched():
+    old = kib(100)
+    with measure("cpu", known=[old, old.view(2, -1)]) as peak:
+        pass
+    assert (peak.start_bytes, peak.peak_bytes) == (100 * KIB, 100 * KIB)
 
 
 class WithTemporaries(torch.autograd.Function):
@@ -129,14 +131,6 @@ def test_region_that_raises():
         region()
     assert peak.peak_bytes == 10 * KIB
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_region_end():
-    with measure("cpu") as peak:
-        a = kib(10)
-    b = kib(100)
-    del a, b
-    assert (peak.peak_bytes, peak.end_bytes) == (10 * KIB, 10 * KIB)
 
 
 def test_widest():

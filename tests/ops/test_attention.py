@@ -22,6 +22,7 @@ from liger_multi.reference.residuals import attention_residuals as depth_referen
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
+from tests.comparing import Operations, recorded
 
 
 def heads(length=12, batch=1, count=2, size=8, seed=0, **options):
@@ -66,11 +67,9 @@ def test_ranges_say_all_that_options_say():
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (33, 64), (150, 65)])
 @pytest.mark.parametrize("sets", [1, 2])
 def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
-    pytest.importorskip("triton")
+    device = harness.place_of("triton")
     from liger_multi.backends.triton.attention.attention import tile_bounds
 
-    if (device := harness.device_of("triton")) is None:
-        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     generator = torch.Generator().manual_seed(keys)
     shape = (3, queries, 2 * sets)
     ranges = torch.randint(-2, keys + 3, shape, generator=generator, dtype=torch.int32)
@@ -108,14 +107,12 @@ TREES = {  # roots with their branches, tokens of the row, least pairs of a bloc
 )
 def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, monkeypatch):
     """Calls without ranges and their sum are what the ranges say."""
-    pytest.importorskip("triton")
+    device = harness.place_of("triton")
     from liger_multi.backends.triton.attention import attention as kernels
     from liger_multi.backends.triton.attention import blocks
     from liger_multi.patching.packing import tree as plan
     from liger_multi.patching.packing.tree import planted
 
-    if (device := harness.device_of("triton")) is None:
-        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     monkeypatch.setattr(plan, "LEAST_PAIRS", least)
     tree, _ = planted(roots, tokens)
     ranges = plan.causal_ranges(tree, device)
@@ -152,18 +149,12 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_programs_share_a_long_walk(parts, monkeypatch):
-    pytest.importorskip("triton")
+    device = harness.place_of("triton")
     from liger_multi.backends.triton.attention import attention as kernels
-    from liger_multi.backends.triton.attention.attention import AttentionConfig
 
-    if (device := harness.device_of("triton")) is None:
-        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
-    config = AttentionConfig(16, 16, 1, 4, parts)
+    config = kernels.AttentionConfig(16, 16, 1, 4, parts)
     monkeypatch.setattr(kernels, "launch_config", lambda *_, **__: config)
-    launched, real = [], kernels.launch
-    monkeypatch.setattr(
-        kernels, "launch", lambda kernel, *args: (launched.append(kernel), real(kernel, *args))
-    )
+    launched = recorded(monkeypatch, kernels, "launch", lambda kernel, *args: kernel)
     q, dy = (x.to(device) for x in heads(100, count=2)[:2])
     k, v = (x.to(device) for x in heads(100, count=1, seed=1)[:2])
     ranges = key_ranges(
@@ -204,9 +195,7 @@ def test_compiled_for_any_number_of_ranges():
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_many_ranges(backend, softcap, count):
     """Kernels take two at a time, and add up the parts."""
-    device = "cpu" if backend == "reference" else harness.device_of(backend)
-    if device is None:
-        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    device = harness.place_of(backend)
     dtype = torch.float64 if backend == "reference" else torch.float32
     leaves = [*heads(45, dtype=dtype), torch.randn(2, dtype=dtype)]
     leaves = [x.to(device).requires_grad_() for x in leaves]
@@ -244,21 +233,14 @@ def test_blocks_do_not_change_the_result(monkeypatch):
 
 
 def test_no_array_is_of_length_squared(monkeypatch):
-    largest = []
-    real = reference.scores
-
-    def spy(*args):
-        output = real(*args)
-        largest.append(output.numel())
-        return output
-
-    monkeypatch.setattr(reference, "scores", spy)
+    blocks = recorded(monkeypatch, reference, "scores")
     q, k, v = (x.requires_grad_() for x in heads(4096, count=1, size=4))
     for window, most in ((None, 16), (64, 8)):  # blocks a half
-        largest.clear()
-        ops.attention(q, k, v, causal=True, window=window).sum().backward()
-        assert max(largest) <= 1024 * 1024
-        assert len(largest) <= 2 * most
+        blocks.clear()
+        with Operations() as operations:
+            ops.attention(q, k, v, causal=True, window=window).sum().backward()
+        assert max(x.numel() for x in operations.tensors()) <= 1024 * 1024
+        assert len(blocks) <= 2 * most
 
 
 def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
@@ -283,7 +265,6 @@ def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
 
 def test_routes_take_what_they_can(monkeypatch):
     from liger_multi.backends.cuda import attention as routes
-    from liger_multi.reference.attention.attention import looked_at
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     q, k, v = heads(16, dtype=torch.bfloat16)
@@ -297,7 +278,7 @@ def test_routes_take_what_they_can(monkeypatch):
         assert routes.route(q, k, v, None, True, 0.0, backward=True) == "triton"
         assert routes.route(*wide, None, True, 0.0, backward=True) == "flash"
     ends = torch.arange(1, 17, dtype=torch.int32)
-    marked = looked_at(torch.stack([torch.zeros_like(ends), ends], -1)[None], 16)
+    marked = reference.looked_at(torch.stack([torch.zeros_like(ends), ends], -1)[None], 16)
     assert routes.route(q, k, v, marked, False, 0.0) == "cudnn"
     assert routes.route(q[:, :, :5], k, v, None, False, 0.0) == "cudnn"
     for call in (
@@ -411,11 +392,9 @@ def depth_given(shape, device, seed=0):
 
 
 def kernels():
-    pytest.importorskip("triton")
+    device = harness.place_of("triton")
     from liger_multi.backends.triton.residuals import attention_residuals as attn_res
 
-    if (device := harness.device_of("triton")) is None:
-        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     return attn_res, device
 
 
@@ -475,17 +454,6 @@ def test_scores_far_apart(first):
     y, p, rstd = attn_res.forward(blocks, query, None, 1e-6)
     depth_near((y, p, rstd), depth_exact(blocks, query, None))
     assert (p[first] == 1).all()
-
-
-def test_past_two_to_the_31_elements(device):
-    """Offsets of blocks and of tokens need 64 bits; the last tokens' results are theirs alone."""
-    harness.needs_memory(device, 24)
-    rows, size = 2**31 // 3 // 2048 + 9, 2048
-    blocks = torch.randn(3, rows, size, device=device, dtype=torch.bfloat16)
-    query = torch.randn(size, device=device, dtype=torch.bfloat16) / size**0.5
-    harness.assert_last_rows_are_theirs_alone(
-        lambda x: ops.attention_residuals(x, query), blocks, axis=1
-    )
 
 
 # --- attention over lists of keys, and indexers ---

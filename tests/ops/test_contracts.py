@@ -15,6 +15,7 @@ from liger_multi.testing import samples
 from liger_multi.testing.checks import call, grads, outputs
 from liger_multi.testing.tolerance import excess
 from tests import harness
+from tests.comparing import saved
 
 SECTIONS = ("Math:", "Shapes:", "Dtypes:", "Memory:", "Raises:", "Source:")
 IDS = [(op, s) for op in operators() for s in samples.of(op) if s.size == "small"]
@@ -76,6 +77,23 @@ def test_outputs_may_be_written_to(device, op):
     for y in result.values():
         expected = y.detach() * 2
         assert torch.equal(y.mul_(2).detach(), expected)
+
+
+KEPT = {
+    "causal_conv1d": ("x", "weight"),
+    "gated_short_conv": ("x", "weight"),
+    "rope": ("cos", "sin"),
+    "embedding": ("index",),
+}
+"""What backward reads of the first sample's tensors."""
+
+
+@pytest.mark.parametrize("op", KEPT)
+def test_only_what_backward_reads_is_kept(device, op):
+    sample = samples.of(op)[0]
+    tensors = sample.make(device, torch.float32)
+    _, kept = saved(lambda: samples.call(op, **tensors, **sample.options))
+    assert {t.data_ptr() for t in kept} == {tensors[n].data_ptr() for n in KEPT[op]}
 
 
 @every_small_sample

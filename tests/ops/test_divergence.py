@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import ops
-from liger_multi.memory import measure
-from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -244,14 +242,6 @@ def test_autocast(device):
 # --- memory and the host ---
 
 
-@every
-def test_logits_of_all_rows_never_exist(name):
-    x, w, y, v, t = heads(200, 1001)
-    with measure("cpu", width=1001, known=(x, w, y, v, t)) as peak:
-        torch.autograd.grad(fused(name, x, w, y, v, t, chunk=8), (x, w))
-    assert peak.widest_shape in ((8, 1001), (1001, 16), (1001, 24))
-
-
 def test_a_budget_is_for_both_logits():
     x, w, y, v, _ = heads(4000, 501, ignored=0.0)
     with Operations() as operations:
@@ -260,28 +250,6 @@ def test_a_budget_is_for_both_logits():
     sizes = [t.nbytes for t in buffers if t.shape[-1:] == (501,)]
     assert len(sizes) >= 2
     assert 4 * 2**20 < sum(sizes[:2]) <= 5 * 2**20
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_the_host_waits_for_nothing(device, compact, monkeypatch):
-    monkeypatch.setattr(fused_linear, "THIN", 0)  # so few rows are not counted on a device
-    x, w, y, v, t = heads(device=device)
-    with Operations() as operations, torch.autograd.set_multithreading_enabled(False):
-        for reduction in ("mean", "none"):
-            options = {"chunk": 16, "compact": compact, "reduction": reduction}
-            torch.autograd.grad(ops.fused_linear_jsd(x, w, y, v, t, **options).sum(), (x, w))
-        torch.autograd.grad(ops.jsd(x @ w.mT, y @ v.mT, t, **LOGITS), x)
-    assert len(operations.reads()) == (3 if compact else 0), operations.reads()
-
-
-def test_past_two_to_the_31_elements(device):
-    """Offsets of rows need 64 bits: the last row's result is that of the row alone."""
-    harness.needs_memory(device, 16)
-    rows, classes = 2**31 // 128000 + 8, 128000
-    x, y = (torch.randn(rows, classes, device=device, dtype=torch.bfloat16) for _ in range(2))
-    harness.assert_last_rows_are_theirs_alone(
-        lambda z: ops.jsd(z, y[-len(z) :], **LOGITS, reduction="none"), x
-    )
 
 
 # --- bad input ---

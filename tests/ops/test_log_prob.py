@@ -10,8 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
-from liger_multi.memory import measure
-from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.token_log_prob import implement_token_log_prob
@@ -52,55 +50,6 @@ def compare(ours, right, dtype, limit=1.0):
     for a, b in zip(ours, right, strict=True):
         assert a.isfinite().all()
         assert excess(a, b.detach(), dtype) <= limit
-
-
-# --- losses on top ---
-
-
-def policy_loss(out, old, reference, advantage, valid, extras=True):
-    """PPO's clipped objective with a k3 penalty; extras: an entropy bonus and a z-loss."""
-    ratio = torch.exp(out.log_prob - old)
-    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    gap = reference - out.log_prob
-    each = 0.04 * (gap.exp() - gap - 1) - gain
-    if extras:
-        each = each - 0.01 * out.entropy + 1e-3 * out.lse.square()
-    return (each * valid).sum() / valid.sum()
-
-
-@pytest.mark.parametrize("chunk", [7, "auto"])
-@pytest.mark.parametrize("dtype", LOW[:2])
-def test_policy_gradient(device, dtype, chunk):
-    """A loss in plain PyTorch on all three outputs has the gradients of eager fp64."""
-    x, w, t, b = head(dtype=dtype, device=device)
-    options = {"temperature": 0.8, "softcap": 5.0, "logit_scale": 1.3}
-    valid = t != -100
-    # away from the edges of the clip, log 0.8 and log 1.2, which a rounding would cross
-    gaps = torch.tensor([-0.6, -0.1, 0.1, 0.6], device=device)
-    others = [gaps[torch.randint(4, (40,))] for _ in range(2)]
-    xw, ww, bw = wide(x, w, b)
-    exact = FORMULAS["fused_linear_log_prob"](xw, ww, t, bw, **options)
-    old, reference = (exact.log_prob.detach() + d for d in others)
-    advantage = torch.randn(40, device=device)
-    right = policy_loss(exact, old, reference, advantage, valid)
-    out = log_prob(x, w, t, b, chunk=chunk, **options)
-    loss = policy_loss(out, old.float(), reference.float(), advantage, valid)
-    assert excess(loss.detach(), right.detach(), dtype) <= 1
-    ours, exact = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(right, (xw, ww, bw))
-    compare(ours, exact, dtype)
-
-
-def test_pairs_of_sequences(device):
-    """DPO's sums over a sequence: an upstream gradient of one number a sequence."""
-    x, w, t, _ = head(24, device=device)
-    x3, t3 = x.view(4, 6, 16), t.view(4, 6)
-    xw, ww = wide(x, w)
-    sums = log_prob(x3, w, t3, outputs=("log_prob",)).log_prob.sum(-1)
-    exact = FORMULAS["fused_linear_log_prob"](xw.view(4, 6, 16), ww, t3).log_prob.sum(-1)
-    losses = [-torch.nn.functional.logsigmoid(0.1 * (s[:2] - s[2:])).mean() for s in (sums, exact)]
-    compare(
-        torch.autograd.grad(losses[0], (x, w)), torch.autograd.grad(losses[1], (xw, ww)), x.dtype
-    )
 
 
 # --- outputs ---
@@ -323,29 +272,6 @@ def test_targets_that_reach_no_class(device, compact, monkeypatch):
 # --- memory, the host, compilation ---
 
 
-def test_logits_of_all_rows_never_exist():
-    shapes, peaks = [], []
-    x, w, t, b = head(200, 16, 1001, ignored=0.1)
-    for chunk in (8, 200):
-        with measure("cpu", width=1001, known=(x, w, t, b)) as peak:
-            out = log_prob(x, w, t, b, chunk=chunk)
-            grads = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
-        shapes.append(peak.widest_shape)
-        peaks.append(peak.added_bytes - sum(g.nbytes for g in grads))
-        del out, grads
-    assert shapes[0] in ((8, 1001), (1001, 16))  # the weight's gradient is as large
-    assert shapes[1][1] == 1001
-    assert shapes[1][0] > 150
-    assert peaks[0] < 200 * 1001 * 4 / 2 < peaks[1]
-
-
-def test_what_is_kept_for_backward():
-    """Inputs and numbers of rows: two of lse, and entropy; nothing of V numbers but the weight."""
-    x, w, t, b = head(64, 16, 1001)
-    _, tensors = saved(lambda: log_prob(x, w, t, b), but=(x, w, t, b))
-    assert storage_bytes(tensors) == 3 * 4 * 64
-
-
 @pytest.mark.parametrize("needs", ["hidden", "weight", "bias"])
 def test_frozen_inputs_cost_nothing(needs):
     """No room for the gradient of an input that needs none."""
@@ -375,21 +301,6 @@ def test_outputs_that_nobody_asked_for_cost_nothing():
             log_prob(x, w, t, b, outputs=outputs)
         assert ("mul_" in operations.names()) == ("entropy" in outputs)
         assert ("argmax" in operations.names()) == ("argmax" in outputs)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_host_waits_for_nothing(device, dtype, compact, monkeypatch):
-    """Without compaction nothing is read back, forward or backward; with it, one count each."""
-    x, w, t, b = head(dtype=dtype, device=device)
-    monkeypatch.setattr(fused_linear, "THIN", 0)  # so few rows are not counted on a device
-    monkeypatch.setattr(loop, "check_targets", lambda *_: None)  # a CPU looks at once
-    monkeypatch.setattr(rows_of, "known_zero", lambda _: False)  # likewise
-    # a mode watches this thread only, and a device's backward has its own
-    with Operations() as operations, torch.autograd.set_multithreading_enabled(False):
-        out = log_prob(x, w, t, b, chunk=16, compact=compact)
-        torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
-    assert len(operations.reads()) == (2 if compact else 0), operations.reads()
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["adjacent columns", "columns apart"])

@@ -16,7 +16,7 @@ from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
-from tests.comparing import assert_equal, saved, storage_bytes
+from tests.comparing import recorded, saved, storage_bytes
 
 # --- norms ---
 
@@ -64,11 +64,9 @@ FAMILIES = {
 @pytest.fixture(params=["reference", "triton"])
 def place(request):
     """The device of a backend, which the norms are bound to."""
-    reason = harness.refusal(request.param)
-    if reason is not None:
-        pytest.skip(reason)
+    device = harness.place_of(request.param)
     with liger_multi.use(**dict.fromkeys(KINDS, request.param)):
-        yield harness.device_of(request.param)
+        yield device
 
 
 # --- the classes they stand for ---
@@ -178,15 +176,10 @@ def test_what_norms_keep_for_backward():
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
 def test_frozen_parameters_have_no_partial_sums(monkeypatch, frozen):
-    reason, place = harness.refusal("triton"), harness.device_of("triton")
-    if reason is not None:
-        pytest.skip(reason)
+    place = harness.place_of("triton")
     from liger_multi.backends.triton.norms import layer_norm
 
-    sets, original = [], layer_norm.sum_all_partials
-    monkeypatch.setattr(
-        layer_norm, "sum_all_partials", lambda p, *d: sets.append(p.shape[0]) or original(p, *d)
-    )
+    sets = recorded(monkeypatch, layer_norm, "sum_all_partials", lambda p, *d: p.shape[0])
     x = torch.randn(6, 16, device=place, requires_grad=True)
     weight, bias = (
         torch.randn(16, device=place, requires_grad=frozen not in (name, "both"))
@@ -220,20 +213,16 @@ def test_rows_longer_than_kernels_take_for_granted_are_refused():
     from liger_multi.backends.triton.norms import row_config
 
     info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)
-    for cols in (LONGEST_ROW.value, LONGEST_ROW.value + 1):
-        calls = [
-            lambda cols=cols: row_config.forward_config(info, 4, cols),
-            lambda cols=cols: row_config.backward_config(info, 4, cols, 4),
-            lambda cols=cols: cross_entropy.row_config(info, 4, cols, 1),
-            lambda cols=cols: scale_config(info, 4, cols),
-            lambda cols=cols: gated.tile_config(info, 4, cols),
-        ]
-        for call in calls:
-            if cols == LONGEST_ROW.value:
-                call()
-            else:
-                with pytest.raises(ValueError, match=f"got {cols}"):
-                    call()
+    for call in (
+        lambda cols: row_config.forward_config(info, 4, cols),
+        lambda cols: row_config.backward_config(info, 4, cols, 4),
+        lambda cols: cross_entropy.row_config(info, 4, cols, 1),
+        lambda cols: scale_config(info, 4, cols),
+        lambda cols: gated.tile_config(info, 4, cols),
+    ):
+        call(LONGEST_ROW.value)
+        with pytest.raises(ValueError, match=f"got {LONGEST_ROW.value + 1}"):
+            call(LONGEST_ROW.value + 1)
 
 
 @pytest.mark.parametrize("sums", [1, 2])
@@ -427,29 +416,6 @@ def test_powers_are_taken_in_fp32(place):
     assert max(against_fp64("poly_norm", tensors)) <= 1
 
 
-REPEATED = {
-    "dyt": lambda: {"alpha": torch.randn(1), "weight": torch.randn(32), "bias": torch.randn(32)},
-    "gated_rms_norm": lambda: {"gate": torch.randn(600, 32), "weight": torch.randn(32)},
-    "modulated_rms_norm": lambda: {"scale": torch.randn(2, 32), "shift": torch.randn(2, 32)},
-    "poly_norm": lambda: {"weight": torch.randn(3), "bias": torch.randn(1)},
-    "group_norm": lambda: {"weight": torch.randn(32), "bias": torch.randn(32)},
-}
-
-
-@pytest.mark.parametrize("op", REPEATED)
-def test_gradients_of_parameters_are_the_same_every_time(place, op):
-    """Sums over rows are made of partial ones in a fixed order, never by atomic additions."""
-    options = {"num_groups": 4} if op == "group_norm" else {}
-    tensors = {"x": torch.randn(600, 32), **REPEATED[op]()}
-    tensors = {n: t.to(place, HALF).requires_grad_() for n, t in tensors.items()}
-    upstream = torch.randn(600, 32).to(place, HALF)
-    runs = []
-    for _ in range(2):
-        y = getattr(ops, op)(**tensors, **options)
-        runs.append(torch.autograd.grad(y, list(tensors.values()), upstream))
-    assert_equal(*runs)
-
-
 @pytest.mark.parametrize("limit", [1.0, 7.0])
 def test_gradient_of_a_clamp_and_at_its_edge(place, limit):
     """At the edge, that of PyTorch's own clamp, which 2.14 changed."""
@@ -474,9 +440,7 @@ def test_what_is_no_number_stays_none(place):
 
 def test_a_length_compiles_nothing(monkeypatch):
     """Rows of a modulation, and multipliers, are run-time numbers of the kernels."""
-    reason, device = harness.refusal("triton"), harness.device_of("triton")
-    if reason is not None:
-        pytest.skip(reason)
+    device = harness.place_of("triton")
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.norms import modulated_rms_norm
 

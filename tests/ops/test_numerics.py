@@ -20,7 +20,9 @@ from liger_multi.dispatch.op import OPS
 from liger_multi.ops import LoRA, lora_mlp, lora_moe, lora_qkv, lora_update
 from liger_multi.reference.adapters import low_rank as low_rank_reference
 from liger_multi.reference.common.chunking import add_product_, chunk_rows
-from liger_multi.reference.cross_entropy import fused_linear
+from liger_multi.reference.cross_entropy import fused_linear, reduction
+from liger_multi.reference.cross_entropy import fused_linear_log_prob as log_probs
+from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -166,12 +168,44 @@ def test_reference_geglu_is_bit_exact_to_transformers(dtype, approximate):
 # --- memory ---
 
 
-def test_logits_of_all_rows_never_exist():
+def of_teacher(op):
+    return lambda x, w, t, **options: op(x, w, x.detach() * 0.9, w.detach(), t, **options)
+
+
+HEADS = {
+    "fused_linear_cross_entropy": ops.fused_linear_cross_entropy,
+    "fused_linear_log_prob": lambda *head, **options: sum(
+        ops.fused_linear_log_prob(*head, **options)[:2]
+    ).sum(),
+    "fused_linear_kl_div": of_teacher(ops.fused_linear_kl_div),
+    "fused_linear_jsd": of_teacher(ops.fused_linear_jsd),
+    "fused_linear_tvd": of_teacher(ops.fused_linear_tvd),
+}
+
+
+@pytest.mark.parametrize("op", HEADS)
+def test_logits_of_all_rows_never_exist(op):
     x, w, t = head(400, 16, 1001)
     with Operations() as operations:
-        ops.fused_linear_cross_entropy(x, w, t, chunk=32).backward()
+        HEADS[op](x, w, t, chunk=32).backward()
     sizes = [y.numel() for y in operations.tensors() if y.shape[-1:] == (1001,)]
     assert 0 < max(sizes) <= 32 * 1001
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("op", HEADS)
+def test_the_host_waits_for_nothing(device, op, compact, monkeypatch):
+    """Without compaction nothing is read back, forward or backward; with it, counts of rows."""
+    monkeypatch.setattr(fused_linear, "THIN", 0)  # so few rows are not counted on a device
+    for module in (reduction, log_probs):
+        monkeypatch.setattr(module, "check_targets", lambda *_: None)  # a CPU looks at once
+    monkeypatch.setattr(rows_of, "known_zero", lambda _: False)  # likewise
+    x, w, t = head(40, device=device)
+    # a mode watches this thread only, and a device's backward has its own
+    with Operations() as operations, torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(HEADS[op](x, w, t, chunk=16, compact=compact), (x, w))
+    counts = 2 if op == "fused_linear_log_prob" else 1
+    assert len(operations.reads()) == counts * compact, operations.reads()
 
 
 def test_the_chunk_comes_from_a_budget():
@@ -215,6 +249,34 @@ def test_blocked_product_is_an_fp32_product(device, dtype):
     add_product_(total, a, b, first=True)
     add_product_(total, a, b, first=False)
     assert excess(total, 2 * (a.double() @ b.double()), torch.float32) <= 1
+
+
+# --- sizes ---
+
+VOCABULARY, MANY = 128000, 2**31 // 128000 + 8
+LOGITS = {"form": "logits", "teacher_form": "logits", "reduction": "none"}
+
+
+@pytest.mark.parametrize("op", ["softmax", "sparsemax", "selective_log_softmax", "jsd"])
+def test_rows_past_two_to_the_31_elements(device, op):
+    """Offsets of rows need 64 bits: the last rows' results are those of the rows alone."""
+    harness.needs_memory(device, 24)
+    x = torch.randn(MANY, VOCABULARY, device=device, dtype=torch.bfloat16)
+    others = {"jsd": torch.randn_like, "selective_log_softmax": lambda x: x[:, 0].abs().long()}
+    rest, options = [make(x) for n, make in others.items() if n == op], {"jsd": LOGITS}.get(op, {})
+    harness.assert_last_rows_are_theirs_alone(
+        lambda z: getattr(ops, op)(z, *(r[-len(z) :] for r in rest), **options), x
+    )
+
+
+def test_blocks_past_two_to_the_31_elements(device):
+    """Offsets of blocks and of tokens need 64 bits."""
+    harness.needs_memory(device, 24)
+    blocks = torch.randn(3, 2**31 // 3 // 2048 + 9, 2048, device=device, dtype=torch.bfloat16)
+    query = torch.randn(2048, device=device, dtype=torch.bfloat16) / 2048**0.5
+    harness.assert_last_rows_are_theirs_alone(
+        lambda x: ops.attention_residuals(x, query), blocks, axis=1
+    )
 
 
 # --- devices ---
@@ -297,6 +359,7 @@ def test_graphs_of_a_stream_replay_with_new_data(device, compact):
 # --- bad input ---
 
 x, w, t = torch.randn(4, 8), torch.randn(9, 8), torch.tensor([0, 1, 2, -100])
+learned = torch.rand(8, requires_grad=True)
 BAD = [
     (
         lambda: ops.rms_norm(x.long()),
@@ -378,6 +441,24 @@ BAD = [
         r"bias must have shape \(9,\)",
     ),
     (lambda: ops.fused_linear_cross_entropy(x, w, t + 200), IndexError, "target 200 at row 0"),
+    *(
+        (
+            lambda to=to: ops.fused_linear_cross_entropy(x, w, t, accumulate=to),
+            (TypeError, ValueError),
+            "accumulate must be",
+        )
+        for to in (torch.int32, None, "float32")
+    ),
+    *(
+        (lambda n=n: ops.cross_entropy(x, t, ignore_index=n), TypeError, "ignore_index must be an")
+        for n in (0.5, None, "a")
+    ),
+    (lambda: ops.cross_entropy(x, t, learned), (RuntimeError, ValueError), "weight"),
+    (
+        lambda: ops.fused_linear_cross_entropy(x, w[:8], t, class_weight=learned),
+        (RuntimeError, ValueError),
+        "weight",
+    ),
     (lambda: ops.token_log_prob(x, t[:2]), ValueError, r"target must have shape \(4,\)"),
     (lambda: ops.token_log_prob(x.long(), t), TypeError, "token_log_prob: logits must be"),
     (lambda: ops.token_log_prob(x[0, 0], t), ValueError, r"logits must have shape \(\.\.\., V\)"),
@@ -741,21 +822,27 @@ def torch_cross_entropy(z, target):
     return F.cross_entropy(z, target, reduction="none")
 
 
+def compared(name, z, target, device):
+    """Ours, PyTorch's and exact gradients, after the losses were compared."""
+    loss, grad = (x.cpu() for x in gradients(LOSSES[name], z.to(device), target.to(device)))
+    each = EACH if loss.ndim else torch.ones(ROWS)
+    torchs, exact = gradients(torch_cross_entropy, z.float(), target, each), right(z, target, each)
+    if not loss.ndim:
+        torchs, exact = ((a.sum(), b) for a, b in (torchs, exact))
+    check(loss, torchs[0], exact[0], "loss")
+    return grad, torchs[1], exact[1]
+
+
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_offset_and_gap(name, offset, device):
     z, target = make(offset)
-    loss, grad = (x.cpu() for x in gradients(LOSSES[name], z.to(device), target.to(device)))
-    each = EACH if loss.ndim else torch.ones(ROWS)
-    torchs, exact = gradients(torch_cross_entropy, z, target, each), right(z, target, each)
-    if not loss.ndim:
-        torchs, exact = ((a.sum(), b) for a, b in (torchs, exact))
-    check(loss, torchs[0], exact[0], "loss")
-    check(grad, torchs[1], exact[1], "gradient")
-    own, peers, true = (g[range(ROWS), target] for g in (grad, torchs[1], exact[1]))
+    grad, torchs, exact = compared(name, z, target, device)
+    check(grad, torchs, exact, "gradient")
+    own, peers, true = (g[range(ROWS), target] for g in (grad, torchs, exact))
     check(own, peers, true, "gradient of the target")
     assert (own != 0).all()
-    assert (grad.double().sum(-1).abs() <= 1e-6 * exact[1].abs().amax(-1)).all()
+    assert (grad.double().sum(-1).abs() <= 1e-6 * exact.abs().amax(-1)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -763,16 +850,11 @@ def test_offset_and_gap(name, offset, device):
 def test_gap_in_16_bits(name, dtype, device):
     """The loss has the digits of fp32; every entry of a gradient is off by a unit of its own."""
     z, target = make(0.0, dtype)
-    loss, grad = (x.cpu() for x in gradients(LOSSES[name], z.to(device), target.to(device)))
-    each = EACH if loss.ndim else torch.ones(ROWS)
-    torchs, exact = gradients(torch_cross_entropy, z.float(), target, each), right(z, target, each)
-    if not loss.ndim:
-        torchs, exact = ((a.sum(), b) for a, b in (torchs, exact))
-    check(loss, torchs[0], exact[0], "loss")
+    grad, torchs, exact = compared(name, z, target, device)
     limits = torch.finfo(dtype)
-    unit = limits.eps * exact[1].abs() + limits.smallest_normal * limits.eps
-    peer = (torchs[1].to(dtype).double() - exact[1]).abs()
-    assert ((grad.double() - exact[1]).abs() <= torch.maximum(unit, peer)).all()
+    unit = limits.eps * exact.abs() + limits.smallest_normal * limits.eps
+    peer = (torchs.to(dtype).double() - exact).abs()
+    assert ((grad.double() - exact).abs() <= torch.maximum(unit, peer)).all()
 
 
 # --- divergences ---
