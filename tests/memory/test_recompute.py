@@ -101,7 +101,6 @@ def test_patched_as_under_the_models_own_checkpointing(policy):
 def test_dropout_is_drawn_again(policy):
     config = case().config()
     config.attention_dropout = 0.3
-    torch.manual_seed(0)
     model = type(case().build("cpu"))(config).train()
     for layer in model.model.layers:  # draws after those of attention
         layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.3))
@@ -656,7 +655,6 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_writes_to_what_stays_raise(keep, saved, asynchronous, monkeypatch):
     """As without hooks: PyTorch does not compare versions of what hooks have packed."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.ModuleList(Overwriting(saved) for _ in range(2)))
     model.forward = lambda x: model[0][1](model[0][0](x))
     monkeypatch.setattr(_Plain, "asynchronous", asynchronous)

@@ -80,12 +80,12 @@ def test_outputs_may_be_written_to(device, op):
 
 
 KEPT = {
-    "causal_conv1d": ("x", "weight"),
-    "gated_short_conv": ("x", "weight"),
+    "causal_conv1d": None,
+    "gated_short_conv": None,
     "rope": ("cos", "sin"),
     "embedding": ("index",),
 }
-"""What backward reads of the first sample's tensors."""
+"""What backward reads of the first sample's tensors; convolutions are computed again of all."""
 
 
 @pytest.mark.parametrize("op", KEPT)
@@ -93,7 +93,7 @@ def test_only_what_backward_reads_is_kept(device, op):
     sample = samples.of(op)[0]
     tensors = sample.make(device, torch.float32)
     _, kept = saved(lambda: samples.call(op, **tensors, **sample.options))
-    assert {t.data_ptr() for t in kept} == {tensors[n].data_ptr() for n in KEPT[op]}
+    assert {t.data_ptr() for t in kept} == {tensors[n].data_ptr() for n in KEPT[op] or tensors}
 
 
 @every_small_sample

@@ -145,7 +145,6 @@ def checkpointed(run, x):
 def test_the_bits_of_the_dequantized_weight(backend, name, wrapped):
     if harness.device_of(backend).type != "cpu":
         pytest.skip("tensors of this test are on the CPU")
-    torch.manual_seed(4)
     call, shapes = CALLS[name]
     weights = [quantized("mxfp4", *shape) for shape in shapes]
     numbers = [w.dequantized() for w in weights]
@@ -155,7 +154,6 @@ def test_the_bits_of_the_dequantized_weight(backend, name, wrapped):
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_of_16_bits_is_kept(name):
     """Autograd keeps codes: of no saved tensor the storage is as large as a weight."""
-    torch.manual_seed(4)
     call, shapes = CALLS[name]
     weights = [quantized("nf4", *shape) for shape in shapes]
     owned = {t.data_ptr() for w in weights for t in (w.codes, w.scales)}
@@ -180,7 +178,6 @@ def test_nothing_of_16_bits_is_kept(name):
 
 @pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4", "int4"])
 def test_views_of_a_stack(format):
-    torch.manual_seed(5)
     weight = quantized(format, EXPERTS, INNER, HIDDEN)
     numbers = weight.dequantized()
     assert weight.shape == numbers.shape == (EXPERTS, INNER, HIDDEN)
@@ -207,7 +204,6 @@ def nested():
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("make", ["nf4", "mxfp4", "nvfp4", "int4", nested])
 def test_pieces_are_the_weight(make, turned, monkeypatch):
-    torch.manual_seed(5)
     weight = make() if callable(make) else quantized(make, 3, 96, 256)
     weight = weight.mT if turned else weight
     assert len(weight.pieces()) == 1
@@ -224,7 +220,6 @@ def test_pieces_are_the_weight(make, turned, monkeypatch):
 def test_by_pieces(backend, name, monkeypatch):
     if harness.device_of(backend).type != "cpu":
         pytest.skip("tensors of this test are on the CPU")
-    torch.manual_seed(4)
     call, shapes = CALLS[name]
     weights = [quantized("mxfp4", *shape) for shape in shapes]
     expected = step(call, weights, backend)
@@ -238,7 +233,6 @@ def test_by_pieces(backend, name, monkeypatch):
 @pytest.mark.parametrize("name", ["linear", "lora_mlp", "lora_qkv"])
 def test_float8(name):
     """The rounding of FP8 rows, 2^-4 of a number, in results and gradients; not that of bf16."""
-    torch.manual_seed(4)
     call, shapes = CALLS[name]
     weights = [quantized("mxfp4", *shape) for shape in shapes]
     expected = step(call, weights, REFERENCE)
@@ -257,7 +251,6 @@ def test_float8(name):
 @pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4", "int4"])
 def test_rows_of_a_table(format):
     """Only rows that are read become numbers, with the bits of the whole table."""
-    torch.manual_seed(4)
     weight, index = quantized(format, INNER, HIDDEN), torch.tensor([[3, 1], [INNER - 1, 3]])
     expected = ops.embedding(index, weight.dequantized(), 3, scale=0.5)
     assert same_bits(ops.embedding(index, weight, 3, scale=0.5), expected)
@@ -427,7 +420,6 @@ OWNERS = {
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_the_bits_of_the_owner(backend, owner, dtype):
-    torch.manual_seed(7)
     tensors, options, expected = OWNERS[owner](dtype)
     if owner.startswith("compressed"):
         dtype = expected.dtype  # that of its scales, or bf16
