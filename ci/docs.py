@@ -32,7 +32,7 @@ from benchmarks.tables import (
     performance,
     traces,
 )
-from ci import verification, verified
+from ci import verification
 from ci.npu import levels
 from tests.sweep import page as coverage
 from tests.trainers import runs
@@ -440,8 +440,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "loss-families": families,
         "trees-types": coverage.shared_prefixes,
         "shards-types": coverage.sharded_rows,
-        "support": verified.support,
-        "verified": verified.rows,
+        "support": verification.support,
+        "verified": verification.rows,
     }
     builders: dict[str, Callable[[], str]] = {
         **float8.BLOCKS,

@@ -1,11 +1,14 @@
-"""The page of verification: what ran where, of the results that the repository keeps."""
+"""What ran where: the page of verification, and tables of the reports of `liger-multi verify`.
+
+The page is made of the results of the suite that the repository keeps.
+"""
 
 from __future__ import annotations
 
-import ast
 import importlib
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +16,45 @@ import yaml
 
 from ci import results
 from ci.results import Result
+from liger_multi.testing.verify.run import FINDINGS
 
-# --- verification ---
+# --- the page ---
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "**not run on hardware**"
-CODE_GENERATORS = {"cuda": "_nvidia", "rocm": "_amd"}
 HEAD = """\
 # Verification
 
 What ran where, from the newest results of the test suite (`benchmarks/results/suites.json`). See
-[runners](runners.md) to run the suite on your device and add the result.
-
-## On devices
-
-The newest run of each backend on its own device; the reference runs on a CPU. Where the newest run
-failed, the newest run that passed follows it.
-
-"""
-WITHOUT = """
-## Without a device
-
-| check | what it covers |
-|---|---|
-| interpreted | the kernels' source, executed on a CPU, against fp64 |
-| npu-simulated, npu-simulated-ops | kernels, operators: simulated NPU, see [Ascend](ascend.md) |
-| compiled | limits on threads, memory and registers, and 16-byte loads; no results, no speed |
+[runners](runners.md) to run the suite on your device and add the result. Parts named `interpreted`
+execute kernels on a CPU, against fp64; those named `cross-compiled` hold code against the limits of
+cards; [Ascend](ascend.md) is simulated.
 
 """
 PARTS = """
-## Content of the backends
+## Backends
 
 A call that a backend lacks or refuses goes to the next backend of its chain.
 
 """
+COLUMNS = ("backend", "on its device", "operators", "launch tables", "next in its chain")
 
 
 def page() -> str:
     """The page."""
-    found = results.kept()
-    records = _records()
-    columns = ("backend", "status", *COUNTED)
-    devices = [row for name, record in records.items() for row in _native(name, record, found)]
-    checks = [row for name in records for row in _beside(name, found)]
-    contents = [(name, *_own(name)) for name in records]
-    text = HEAD + _table(columns, devices)
-    text += "\n".join(failed(found)) + WITHOUT
-    text += _table(("check", "backend", *COUNTED), checks) + PARTS
-    text += _table(
-        ("backend", "operators", "launch tables", "next in its chain", "known failures"), contents
-    )
-    notes = [f"- {o.part}, {o.date[:10]}: {o.note.rstrip('.')}." for o in found if o.note]
-    for one in found:
+    kept = results.kept()
+    contents = [(n, ran(n, record, kept), *_own(n)) for n, record in _records().items()]
+    notes = [f"- {o.part}, {o.date[:10]}: {o.note.rstrip('.')}." for o in kept if o.note]
+    for one in kept:
         notes += [f"- {one.part}, {one.date[:10]}, {k}: {v}." for k, v in one.settings.items()]
-    kept = ["", "## All kept runs", "", results.table(found), ""]
-    return text + "\n".join([*kept, *notes, *[""] * bool(notes)])
+    text = HEAD + results.table(kept) + "\n" + "\n".join([*failed(kept), "", *notes])
+    return text + "\n" + PARTS + _table((*COLUMNS, "known failures"), contents)
+
+
+def ran(name: str, record: Any, kept: Iterable[Result]) -> str:
+    """The device of the newest run of a backend, or that there is none; "-" without a device."""
+    devices = [one.device.get("name", "") for one in kept if one.ran and one.part == name]
+    return next(iter(devices), NOT_RUN) if record.device_type not in (None, "cpu") else "-"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -99,83 +86,6 @@ def _records() -> dict[str, Any]:
     records = {n: importlib.import_module(f"liger_multi.backends.{n}").BACKEND for n in names}
     first = {"reference": importlib.import_module("liger_multi.reference").BACKEND}
     return {**first, **dict(sorted(records.items(), key=lambda item: item[1].device_type or ""))}
-
-
-COUNTED = ("device", "PyTorch", "passed", "failed", "skipped", "date", "commit")
-SIMULATED = ("interpreted", "npu-simulated", "npu-simulated-ops")  # parts without a device
-NOTHING = ("-",) * len(COUNTED)
-
-
-def _counted(one: Result) -> tuple[str, ...]:
-    """The cells of a run."""
-    device = one.device.get("name", one.device["device"])
-    red = sum(one.counts.get(n, 0) for n in ("failed", "error", "xpassed"))
-    counts = (one.counts.get("passed", 0), red, one.counts.get("skipped", 0))
-    passed, failing, skipped = (f"{count:,}" for count in counts)
-    failing = failing if one.green else f"**{failing}**"
-    return (device, one.versions["torch"], passed, failing, skipped, one.date[:10], one.commit[:7])
-
-
-def _native(name: str, record: Any, results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Rows of the newest run on a device of the backend's, and of the newest green one.
-
-    The reference runs on a CPU, and so does a layer that no backend inherits: tests pin it.
-    """
-    shared = record.device_type is None and name != "reference"
-    heirs = _heirs(name) if shared else []
-    on_cpu = record.device_type == "cpu" or not (record.device_type or heirs)
-    names = {name, *heirs, *(["native"] if on_cpu else [])}
-    runs = [
-        one
-        for one in results
-        if one.ran and one.part in names and (one.device["device"] == "cpu") == on_cpu
-    ]
-    if not runs:
-        return [(name, NOT_RUN, *NOTHING)]
-    by = f", by {runs[0].part}" if shared else ""
-    if runs[0].green:
-        return [(name, f"passed{by}", *_counted(runs[0]))]
-    rows = [(name, f"**failed**{by}, see [what failed](#what-failed)", *_counted(runs[0]))]
-    green = next((one for one in runs if one.green), None)
-    return rows if green is None else [*rows, ("", f"passed{by}", *_counted(green))]
-
-
-def _heirs(name: str) -> list[str]:
-    return [n for n, record in _records().items() if name in record.parents]
-
-
-def _beside(name: str, results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Rows of the newest runs that need no device of the backend's."""
-    rows = []
-    for part in SIMULATED if name != "reference" else ():
-        newest = next((o for o in results if o.part == part and name in o.backends), None)
-        rows += [(part, name, *_counted(newest))] if newest is not None else []
-    compiled = next(
-        (o for o in results if o.part == "cross-compiled" and o.green and judged(o)), None
-    )
-    if compiled is not None and name in CODE_GENERATORS:
-        _, *counts = _counted(compiled)
-        rows.append(("compiled", name, ", ".join(architectures(name)), *counts))
-    return rows
-
-
-def judged(one: Result) -> bool:
-    """Whether a run's Triton is one whose code is judged, and not an older one."""
-    text = (ROOT / "ci" / "static" / "__init__.py").read_text(encoding="utf-8")
-    (floor,) = re.findall(r"^JUDGED = \((\d+), (\d+)\)$", text, re.MULTILINE)
-    return results.numbers(one.versions.get("triton", "0")) >= tuple(map(int, floor))
-
-
-def architectures(backend: str) -> list[str]:
-    """What kernels are compiled for, of one vendor; read as text, as Triton may be absent."""
-    architectures = []
-    for node in ast.walk(
-        ast.parse((ROOT / "ci" / "static" / "__init__.py").read_text(encoding="utf-8"))
-    ):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == CODE_GENERATORS[backend]:
-            first = ast.literal_eval(node.args[0])
-            architectures.append(first if isinstance(first, str) else f"sm{first}")
-    return architectures
 
 
 # how entries of launch tables begin whose numbers nobody measured, and what they are
@@ -210,3 +120,87 @@ def _own(name: str) -> tuple[str, ...]:
     lines = xfails.read_text(encoding="utf-8").splitlines() if xfails.exists() else []
     known = sum(bool(line.partition("#")[0].strip()) for line in lines)
     return str(len(own)), said or "-", ", ".join([*record.parents, *floor]) or "-", str(known)
+
+
+# --- reports of `liger-multi verify` ---
+
+REPORTS = ROOT / "benchmarks" / "results" / "verify"
+COMPILED = "compiled and statically checked for {}"
+HEADER = (
+    "| Device | Backend | torch | Triton | ptxas | Driver | Right | Findings | Level | Date | By |"
+)
+ABSENT = {"rocm": "not run on AMD hardware", "npu": "not run on an NPU"}
+"""Backends that nobody has run on a device: drop one when a report of its device comes."""
+VENDORS = (
+    ("NVIDIA", "cuda", "sm", "", "the whole suite ran on an H100 and an H200"),
+    ("AMD", "rocm", "gfx", "[ROCm](docs/rocm.md)", ""),
+    (
+        "Ascend",
+        "npu",
+        "-",
+        "[Ascend](docs/ascend.md)",
+        "compiled by the vendor's compiler, run on a simulated device",
+    ),
+    ("CPU", "cpu", "-", "", "the reference runs natively, Triton kernels in their interpreter"),
+)
+"""Of README's table: name, backend, prefix of compiled architectures, page, what else ran."""
+
+
+def reports() -> list[dict[str, Any]]:
+    """The committed reports, the newest of each device and versions."""
+    paths = sorted(REPORTS.glob("*.json"))
+    loaded = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return sorted(loaded, key=lambda r: (r["device"]["type"] == "cpu", r["device"]["name"]))
+
+
+def name_of(report: Mapping[str, Any]) -> str:
+    """What a report was made on; a simulated device says so."""
+    return str(report["label"] or report["device"]["name"])
+
+
+def rows() -> list[str]:
+    """One row for each device, versions and backend; findings are named."""
+    lines = [HEADER, "|---" * (HEADER.count("|") - 1) + "|"]
+    for report in reports():
+        known = report["versions"]
+        for target, operators in report["operators"].items():
+            verdicts = [entry["verdict"] for entry in operators.values()]
+            wrong = sorted(op for op, e in operators.items() if e["verdict"] in FINDINGS)
+            versions = [known.get(k, "-") for k in ("torch", "triton", "ptxas", "driver")]
+            cells = [name_of(report), target, *versions]
+            cells += [f"{verdicts.count('right')} of {len(verdicts)}"]
+            cells += [", ".join(f"`{op}`" for op in wrong) or "none"]
+            cells += [report["level"], report["date"], report["by"] or "-"]
+            lines.append(f"| {' | '.join(cells)} |")
+    amd = ", ".join(_compiled("gfx"))
+    lines.append(f"| AMD {amd} | rocm | - | - | - | - | - | compiled, {NOT_RUN} | - | - | - |")
+    return lines
+
+
+def support() -> list[str]:
+    """README's table of accelerators."""
+    lines = ["| Accelerator | Status |", "|---|---|"]
+    for vendor, backend, prefix, page, also in VENDORS:
+        mine = [r for r in reports() if backend in r["operators"]]
+        if backend == "cpu":
+            mine = [r for r in reports() if r["device"]["type"] == "cpu"]
+        verified = dict.fromkeys(
+            f"{name_of(r)} (torch {_short(r, 'torch')}, Triton {_short(r, 'triton')})" for r in mine
+        )
+        archs = _compiled(prefix)
+        parts = [also] if also else []
+        parts += [f"[verified](docs/verified.md) on {', '.join(verified)}"] if verified else []
+        parts += [COMPILED.format(", ".join(archs))] if archs else []
+        parts += [f"**{ABSENT[backend]}**"] if backend in ABSENT else []
+        lines.append(f"| {vendor} | {'; '.join(parts)}{f' ({page})' if page else ''} |")
+    return lines
+
+
+def _compiled(prefix: str) -> list[str]:
+    """Architectures of the static baseline, in its order."""
+    text = (ROOT / "ci" / "baseline.txt").read_text(encoding="utf-8")
+    return list(dict.fromkeys(re.findall(rf"^  ({prefix}\w+) ", text, re.MULTILINE)))
+
+
+def _short(report: Mapping[str, Any], package: str) -> str:
+    return ".".join(str(report["versions"].get(package, "-")).split("+")[0].split(".")[:2])

@@ -11,7 +11,6 @@ import copy
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,48 +105,14 @@ def run_on(device, part, failed=0, date="2026-05-01"):
     )
 
 
-def row(name, stored, monkeypatch):
-    monkeypatch.setattr(results, "kept", lambda: sorted(stored, key=lambda r: r.date, reverse=True))
-    lines = [line for line in docs_status.page().splitlines() if line.startswith(f"| {name} ")]
-    return lines[0]
-
-
 def test_a_backend_that_nobody_ran_says_so(monkeypatch):
-    stored = [run_on("cpu", "native"), run_on("npu:0", "npu")]
-    for name in ("cuda", "rocm", "triton"):
-        assert docs_status.NOT_RUN in row(name, stored, monkeypatch)
-    assert "passed | a npu machine | 2.13.0 | 7 | 0 | 0 | 2026-05" in row(
-        "npu", stored, monkeypatch
-    )
-    assert docs_status.NOT_RUN not in row("reference", stored, monkeypatch)
-
-
-def test_a_red_compilation_claims_nothing(monkeypatch):
-    def said(one):
-        monkeypatch.setattr(results, "kept", lambda: [one])
-        return "| compiled | rocm | gfx90a, " in docs_status.page()
-
-    green = run_on("cpu", "cross-compiled")
-    assert said(green)
-    assert not said(run_on("cpu", "cross-compiled", failed=1))
-    # an older Triton, whose code nobody judges
-    assert not said(replace(green, versions={**green.versions, "triton": "3.6.0"}))
-
-
-@pytest.mark.parametrize("part", docs_status.SIMULATED)
-def test_runs_without_a_device_are_shown_and_are_no_run_on_one(part, monkeypatch):
-    name = "triton" if part == "interpreted" else "npu"
-    stored = [replace(run_on("cpu", part, failed=1), backends=[name, "reference"])]
-    assert docs_status.NOT_RUN in row(name, stored, monkeypatch)
-    assert f"| {part} | {name} | a {part} machine | 2.13.0 | 7 | **1** |" in docs_status.page()
-
-
-def test_architectures_are_those_that_are_compiled_for():
-    pytest.importorskip("triton")
-    from ci.static import TARGETS
-
-    text = [a for vendor in docs_status.CODE_GENERATORS for a in docs_status.architectures(vendor)]
-    assert text == list(TARGETS)
+    stored = [run_on("cpu", "native"), run_on("npu:0", "npu"), run_on("cpu", "interpreted", 1)]
+    monkeypatch.setattr(results, "kept", lambda: stored)
+    page = docs_status.page()
+    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if " | " in line}
+    assert all(docs_status.NOT_RUN in rows[name] for name in ("cuda", "rocm"))
+    assert "| npu | a npu machine | " in rows["npu"]
+    assert "- interpreted, 2026-05-01, abcdef0: `test_a`." in page
 
 
 # --- the store ---
