@@ -30,6 +30,7 @@ from liger_multi.bench import command, report
 from liger_multi.bench.cases import Case, differentiable, reference
 from liger_multi.bench.runner import BenchConfig, run_plan
 from liger_multi.dispatch.registry import unavailable
+from liger_multi.documents import plain
 from liger_multi.testing import FORMULAS
 
 ROOT = Path(__file__).parent.parent
@@ -121,7 +122,7 @@ def main(
     plan = replace(plan, facts={**plan.facts, "suite": checked})
 
     def keep(run: Mapping[str, Any]) -> list[Path]:
-        return store.keep({"kind": "operators", **report.plain(run)}, options)
+        return store.keep({"kind": "operators", **plain(run)}, options)
 
     result = run_plan(plan, console, keep)
     report.show(console, result)
