@@ -67,9 +67,7 @@ class Divergence(NamedTuple):
     @property
     def of_rows(self) -> Callable[..., Tensor]:
         """What compares two rows."""
-        return (  # type: ignore[no-any-return]
-            self.rows if callable(self.rows) else getattr(ops, self.rows)
-        )
+        return self.rows if callable(self.rows) else getattr(ops, self.rows)
 
 
 def cosine(student: Tensor, teacher: Tensor) -> Tensor:

@@ -370,7 +370,7 @@ class _Step:
             tensors = parked.fetched
         flat = parked.restore(tensors or ())
         parked.fetched = None  # codes are not needed any more
-        return flat.as_strided(packed.size, packed.stride)  # type: ignore[no-any-return]
+        return flat.as_strided(packed.size, packed.stride)
 
     def _fetch(self, parked: _Parked) -> None:
         if parked.source is None and parked.fetched is None and parked.flat is None:

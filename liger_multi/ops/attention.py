@@ -261,7 +261,8 @@ def _visible(
     if ranges is not None:
         first, last = ranges.unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
         key = torch.arange(k.shape[2], device=k.device)
-        return ((key >= first) & (key < last)).any(-2)[:, None]
+        inside: Tensor = (key >= first) & (key < last)
+        return inside.any(-2)[:, None]
     i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
     j = torch.arange(k.shape[2], device=q.device)
     left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)

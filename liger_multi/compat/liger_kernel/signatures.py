@@ -87,7 +87,7 @@ class _Traced(type(torch.autograd.Function)):  # type: ignore[misc]
 def function_class(name: str, call: Call) -> type[torch.autograd.Function]:
     """A class whose ``apply`` is a function; autograd is that of the operator."""
     names = {"apply": staticmethod(call), "__doc__": call.__doc__, "__module__": call.__module__}
-    return _Traced(name, (torch.autograd.Function,), names)  # type: ignore[no-any-return]
+    return _Traced(name, (torch.autograd.Function,), names)
 
 
 # --- what losses and models return besides a loss, and the errors of losses ---

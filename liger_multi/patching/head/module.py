@@ -187,7 +187,7 @@ class LazyAdaptedHead(LazyHead):
         if (
             not plain
             or adapted_head_refusal(self)
-            or not all(fits(args[0], one) for one in adapters(self))
+            or not all(fits(args[0], one) for one in cast(Any, adapters(self)))
         ):
             return original(module_class)(self, *args, **kwargs)
         return LazyHead.forward(self, args[0])

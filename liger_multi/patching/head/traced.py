@@ -175,7 +175,7 @@ class TracedLogits:
             and isinstance(first, TracedLogits)
             and not first.shared.real
         ):
-            return first._step(func, *args[1:], **kwargs)  # type: ignore[union-attr]
+            return first._step(func, *args[1:], **kwargs)
         exchanged = func is Tensor.matmul and not isinstance(first, TracedLogits)
         if exchanged and torch.compiler.is_compiling():  # logits @ w looks as w @ logits does
             raise RuntimeError(PRODUCT)

@@ -19,7 +19,7 @@ from liger_multi.patching.attention.interface import KeyMask
 def rows_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """The ids or embeddings of a call, ``(B, T, ...)``."""
     tokens = arguments.get("input_ids")
-    return arguments.get("inputs_embeds") if tokens is None else tokens  # type: ignore[no-any-return]
+    return arguments.get("inputs_embeds") if tokens is None else tokens
 
 
 # --- masks ---

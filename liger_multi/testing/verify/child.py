@@ -20,7 +20,6 @@ from liger_multi.dispatch import launch
 from liger_multi.dispatch.config import Configuration, parse, within
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.errors import BackendUnavailableError, summary
-from liger_multi.reference.cross_entropy.float8 import unsupported
 from liger_multi.testing import bitwise, checks, samples
 from liger_multi.testing.checks import WrongResultError, poison_empty
 from liger_multi.testing.verify.cases import Case
@@ -44,8 +43,8 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
             order = list(dict.fromkeys((forward, backward, REFERENCE)))
             bitwise.check_promises(case.op, sample, dtype, device, order)
         else:
-            if case.check == "float8 head" and (reason := unsupported(device, EVEN)):
-                raise BackendUnavailableError(reason)
+            if case.check == "float8 head":
+                _needs_8_bits(device)
             both = [(forward, backward)]
             pairs = itertools.product(heads.items(), orders.get(case.check, both))
             for (products, used), (first, second) in pairs:
@@ -64,6 +63,13 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
         return {"verdict": "out of memory", "text": _short(error)}
     except Exception as error:
         return {"verdict": "crashed", "text": summary(error)[:MOST_TEXT]}
+
+
+def _needs_8_bits(device: torch.device) -> None:
+    from liger_multi.reference.cross_entropy.float8 import unsupported
+
+    if reason := unsupported(device, EVEN):
+        raise BackendUnavailableError(reason)
 
 
 def _short(error: BaseException) -> str:
