@@ -395,10 +395,15 @@ def _slice(
     stop: int | None = None,
     step: int = 1,
 ) -> QuantizedWeight | None:
-    if dim or step != 1 or not _by_members(weight):
+    if dim or step != 1:
         return None
     first, last, _ = slice(start, stop).indices(weight.shape[0])
-    return _range(weight, first, last)
+    if _by_members(weight):
+        return _range(weight, first, last)
+    matrix = weight.ndim == 2 and not weight.turned and weight.codes.ndim == 2
+    if not matrix or 2 * weight.codes.shape[-1] % weight.block:
+        return None
+    return weight._with_own_scales()._rows(first, max(first, last))
 
 
 def _split(weight: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWeight] | None:
