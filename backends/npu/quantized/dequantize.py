@@ -67,7 +67,7 @@ def _block_scale(raw, global_ptr, FORMAT: tl.constexpr, DIVIDES: tl.constexpr):
 
 
 @jitted
-def _dequantize_forward_kernel(
+def _dequantize_kernel(
     codes_ptr,
     scales_ptr,
     global_ptr,
@@ -79,27 +79,27 @@ def _dequantize_forward_kernel(
     FORMAT: tl.constexpr,
     DIVIDES: tl.constexpr,
     HIGH_FIRST: tl.constexpr,
-    HALF: tl.constexpr,
+    GROUP_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Decode codes, piece by piece.
 
-    Program: every num_programs-th piece of BLOCK bytes of ``total``, which are BLOCK / HALF blocks.
-    Reads them, their scales and zeros, and writes two numbers a byte.
+    Program: every num_programs-th piece of BLOCK bytes of ``total``, which are whole blocks. Reads
+    them, their scales and zeros, and writes two numbers a byte.
     """
-    BLOCKS: tl.constexpr = BLOCK // HALF
+    BLOCKS: tl.constexpr = BLOCK // GROUP_BYTES
     at, out, row = tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK), tl.arange(0, BLOCKS)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         first = tl.cast(piece, tl.int64) * BLOCKS
-        left = total - first * HALF
-        some = row < (left + HALF - 1) // HALF
-        raw = tl.load(codes_ptr + first * HALF + at, mask=at < left, other=0)
+        left = total - first * GROUP_BYTES
+        some = row < (left + GROUP_BYTES - 1) // GROUP_BYTES
+        raw = tl.load(codes_ptr + first * GROUP_BYTES + at, mask=at < left, other=0)
         scale = tl.load(scales_ptr + first + row, mask=some, other=0)
         scale = _block_scale(scale, global_ptr, FORMAT, DIVIDES)[:, None]
         zero = 8.0
         if zeros_ptr is not None:
             zero = tl.load(zeros_ptr + first + row, mask=some, other=0.0)[:, None]
-        code = tl.reshape(raw.to(tl.int32), (BLOCKS, HALF))
+        code = tl.reshape(raw.to(tl.int32), (BLOCKS, GROUP_BYTES))
         low = _level(code & 15, zero, levels_ptr, FORMAT) * scale
         high = _level(code >> 4, zero, levels_ptr, FORMAT) * scale
         if HIGH_FIRST:
@@ -107,7 +107,7 @@ def _dequantize_forward_kernel(
         else:
             y = tl.interleave(low, high)
         y = tl.reshape(y.to(y_ptr.dtype.element_ty), (2 * BLOCK,))
-        tl.store(y_ptr + 2 * first * HALF + out, y, mask=out < 2 * left)
+        tl.store(y_ptr + 2 * first * GROUP_BYTES + out, y, mask=out < 2 * left)
 
 
 def supports(scales: Tensor, group: int) -> str | None:
@@ -149,10 +149,10 @@ def forward(
     elif scales.itemsize == 1:
         scales = scales.view(torch.uint8)
     half, total = group // 2, codes.numel()
-    block = block_of("dequantize_forward", y, total, least=MOST // 2)
+    block = block_of("dequantize", y, total, least=MOST // 2)
     pieces = -(-total // block)
     start(
-        _dequantize_forward_kernel,
+        _dequantize_kernel,
         pieces,
         codes,
         scales,
@@ -165,7 +165,7 @@ def forward(
         FORMAT=format,
         DIVIDES=divides,
         HIGH_FIRST=format in HIGH_FIRST,
-        HALF=half,
+        GROUP_BYTES=half,
         BLOCK=block,
     )
     return y
