@@ -251,9 +251,7 @@ LARGE = {(INNER, HIDDEN): (4096, 512), (HIDDEN, INNER): (512, 4096), (HIDDEN, HI
 
 
 @pytest.mark.parametrize("wrapped", [lambda run, x: run(x), checkpointed], ids=["", "checkpoint"])
-@pytest.mark.parametrize(
-    "name", [n for n in BY_PIECES if not n.startswith(("lora", "fused_moe"))]
-)
+@pytest.mark.parametrize("name", [n for n in BY_PIECES if not n.startswith(("lora", "fused_moe"))])
 def test_pieces_bound_the_peak_of_a_step(name, wrapped, monkeypatch):
     """All tensors of forward and backward take less than half of one weight in 16 bits or more."""
     call, shapes = CALLS[name]

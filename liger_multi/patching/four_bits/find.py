@@ -11,6 +11,7 @@ from torch import nn
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.four_bits.linear import CompressedLinear, FourBitLinear, decompress_others
 from liger_multi.patching.four_bits.weights import (
+    PACKINGS,
     in_four_bits,
     is_compressed,
     quantized_weight,
@@ -21,7 +22,12 @@ from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, conflict_of, stock_class, unpatched_class
 
-FORWARDS = {*LINEAR, ("bitsandbytes.nn.modules", "Linear4bit.forward")}
+FORWARDS = {
+    *LINEAR,
+    ("bitsandbytes.nn.modules", "Linear4bit.forward"),
+    *((module, f"{name}.forward") for module, name in PACKINGS),
+    ("modelopt.torch.quantization.nn.modules.quant_linear", "RealQuantLinear.forward"),
+}
 """Forwards that are a GEMM with the weight, and nothing else."""
 
 

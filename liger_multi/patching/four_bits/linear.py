@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.ops import QuantizedWeight
+from liger_multi.parameters import stored
 from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.four_bits.weights import is_compressed, quantized_weight
 from liger_multi.patching.options import FourBitOptions, run_bound
@@ -129,7 +130,9 @@ def weight_for(layer: Any, x: Any) -> QuantizedWeight | None:
 
 def _computes_in(layer: Any, dtype: torch.dtype) -> bool:
     """Whether the owner's layer multiplies in a dtype, and its bias has it."""
-    computes, bias = getattr(layer, "compute_dtype", None), layer.bias
+    # gptqmodel's layers have one that follows the input
+    computes = None if stored(layer) is None else getattr(layer, "compute_dtype", None)
+    bias = layer.bias
     return computes in (None, dtype) and (bias is None or bias.dtype == dtype)
 
 
