@@ -22,7 +22,8 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 from liger_multi.testing import samples
-from liger_multi.testing.verify import cases, quarantine, report
+from liger_multi.testing.verify import cases, quarantine
+from liger_multi.testing.verify import run as verdicts
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import Result, Runner
 
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, names))
     results = verify(device, chosen, arguments.ops, level, arguments.limit, arguments.jobs)
     known = facts(device)
-    data = report.as_data(
+    data = verdicts.as_data(
         known,
         results,
         level=level,
@@ -112,10 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         checking.write_json(data)
     else:
-        report.page(data).show()
+        verdicts.page(data).show()
     if arguments.quarantine:
         _quarantine(arguments, device, results, data, old)
-    return 1 if report.findings(results) else 0
+    return 1 if verdicts.findings(results) else 0
 
 
 def verify(
@@ -215,7 +216,7 @@ def _quarantine(
     for section, named in quarantine.replaced(results, device, runner.run).items():
         sections[section] = {**sections.get(section, {}), **named}
     since = old.since if old and sections else data["date"]
-    text = quarantine.block(sections, since or data["date"], report.made_with(data))
+    text = quarantine.block(sections, since or data["date"], verdicts.made_with(data))
     changed = quarantine.write(path, text)
     count = sum(map(len, sections.values()))
     said = f"{count} overrides" if count else "nothing to keep away"

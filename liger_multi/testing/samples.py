@@ -236,8 +236,7 @@ def declared(op: str, name: str) -> Any:
 
 def of(op: str) -> tuple[Sample, ...]:
     """The samples of an operator, from its contract."""
-    samples: tuple[Sample, ...] = declared(op, "SAMPLES")
-    return samples
+    return declared(op, "SAMPLES")  # type: ignore[no-any-return]
 
 
 def compiled(op: str) -> tuple[Sample, ...]:

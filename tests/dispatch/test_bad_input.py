@@ -685,7 +685,11 @@ JUNK = ("", "a\0b", "nosuch", "-1", "0", "nan", "inf", "1e999", "9" * 5000, "\ud
 
 
 def _shown(value):
-    return " ".join(value) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return getattr(
+        getattr(value, "func", value), "__name__", str(value)
+    )  # the same in every process
 
 
 @pytest.mark.parametrize(("words", "option", "option_type"), commands(), ids=_shown)

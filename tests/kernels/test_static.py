@@ -55,7 +55,7 @@ from liger_multi.backends.triton.rope import rms_norm_rope
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
-from liger_multi.patching.attention import tiles
+from liger_multi.patching.attention import interface
 from liger_multi.reference.common.strict import within
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
@@ -660,7 +660,7 @@ def test_tiles_of_keys_follow_neither_the_mask_nor_the_queries(dim, item, arch):
                 for shape in shapes
             ]
         assert len({(k.block_m, k.block_n, k.num_warps) for k in configs}) == 1, configs
-        assert tiles.TILE % configs[0].block_n == 0
+        assert interface.TILE % configs[0].block_n == 0
 
 
 @pytest.mark.parametrize("width", [64, 128])

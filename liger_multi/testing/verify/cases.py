@@ -77,8 +77,7 @@ class Target:
 
 def targets(device: torch.device, backend: str | None = None) -> list[Target]:
     """The backends of a device, or one of them."""
-    every = _targets(device)
-    return [target for target in every if backend in (None, target.backend)]
+    return [target for target in _targets(device) if backend in (None, target.backend)]
 
 
 def _targets(device: torch.device) -> Iterator[Target]:

@@ -19,8 +19,7 @@ from liger_multi.dispatch import launch
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.errors import BackendUnavailableError, summary
 from liger_multi.testing import bitwise, checks, samples
-from liger_multi.testing.checks import WrongResultError
-from liger_multi.testing.poison import poison_empty
+from liger_multi.testing.checks import WrongResultError, poison_empty
 from liger_multi.testing.verify.cases import Case
 
 MOST_TEXT = 600  # characters of a message

@@ -1,22 +1,46 @@
-"""Weights in 4 bits as their owners keep them: views for our operators, or why there is none.
+"""Linear layers whose frozen weight another library keeps in 4 bits.
 
-A view is made at every call, of the tensors that the layer has then: loading, moving and merging
-need no notice. A layer of a format that no reader knows stays as it is, with the reason.
+The operator dequantizes the weight for one GEMM, in forward and again in backward. The layer stays
+its owner's: what it saves, loads and moves, and the bits of its numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
+from liger_multi.checks import autocast_dtype
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._packing import codes_of_outputs, shape_of
 from liger_multi.parameters import stored
-from liger_multi.patching.swap import unpatched_class
+from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
+from liger_multi.patching.linear import FORWARDS as LINEAR
+from liger_multi.patching.options import FourBitOptions, Request, run_bound
+from liger_multi.patching.report import Skipped
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    conflict_of,
+    original,
+    stock_class,
+    unpatched_class,
+)
+
+# --- weights as their owners keep them ---
+
+# A view is made at every call, of the tensors that the layer has then: loading, moving and
+# merging need no notice. A layer of a format that no reader knows stays as it is, with the
+# reason.
 
 Reader = Callable[[Any, Any], "QuantizedWeight | str"]
 """From a layer and its weight."""
@@ -208,14 +232,11 @@ def _exported(layer: Any) -> bool:
 
 def _of_checkpoint(layer: Any) -> QuantizedWeight | str:
     """NVFP4 as modelopt exports it; nothing in it says the dtype of the weight, but the bias."""
+    names = ("weight", "weight_scale", "weight_scale_2")
+    codes, scales, one = (cast(Tensor, stored(layer, name)) for name in names)
     bias = stored(layer, "bias")
-    return QuantizedWeight(
-        layer._parameters["weight"].data if "weight" in layer._parameters else stored(layer),
-        stored(layer, "weight_scale"),
-        format="nvfp4",
-        dtype=torch.bfloat16 if bias is None else bias.dtype,
-        global_scale=stored(layer, "weight_scale_2"),
-    )
+    dtype = torch.bfloat16 if bias is None else bias.dtype
+    return QuantizedWeight(codes.data, scales, format="nvfp4", dtype=dtype, global_scale=one)
 
 
 @constant_in_graphs
@@ -252,3 +273,186 @@ def shown(weight: QuantizedWeight) -> str:
     """Format and bytes for a report."""
     bits = 8 * weight.stored_bytes / max(1, weight.numel())
     return f"{weight.format}, {bits:.2f} bits, {weight.stored_bytes / 2**20:,.1f} MiB"
+
+
+# --- layers ---
+
+
+class FourBitLinear(Patched):
+    """A linear layer over codes; what the operator does not take runs the owner's forward."""
+
+    bias: Tensor | None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``x @ weight.T + bias``."""
+        module_class = type(self)
+        if not issubclass(module_class, FourBitLinear):
+            return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
+        simple = not (args or kwargs) and code_holds(module_class)
+        weight = weight_for(self, x) if simple else None
+        if weight is None and (isinstance(self, CompressedLinear) or _exported(self)):
+            return _by_numbers(self, x)
+        if weight is None:
+            return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
+        options = cast(FourBitOptions, module_class._liger_multi_swap.settings)
+        weight = multiplied(weight, options)
+        return cast(
+            Tensor, run_bound(options, ("linear", "linear_float8"), _apply, self, x, weight)
+        )
+
+
+def _by_numbers(layer: Any, x: Tensor) -> Tensor:
+    """PyTorch's GEMM, for layers whose owner has no forward over codes."""
+    weight = quantized_weight(layer)
+    if isinstance(weight, str):
+        raise AttributeError(weight)
+    return nn.functional.linear(x, weight.dequantized(), layer.bias)
+
+
+_ASIDE = "_liger_multi_forward"
+
+
+class CompressedLinear(FourBitLinear):
+    """The same for compressed-tensors, which has no weight and a forward in the instance."""
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """A view, so that adapters are built on the layer and know its dtype and device."""
+        weight = quantized_weight(self)
+        if isinstance(weight, str):
+            raise AttributeError(weight)
+        return weight
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """Put the forward aside that compressed-tensors has written into the instance."""
+        if "forward" in vars(module):
+            module.__dict__[_ASIDE] = module.__dict__.pop("forward")
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """Put it back."""
+        if _ASIDE in vars(module):
+            module.__dict__["forward"] = module.__dict__.pop(_ASIDE)
+
+
+def decompress_others(hook: Any, model: nn.Module, args: Any) -> None:
+    """What compressed-tensors does before the first forward, but for layers that are patched.
+
+    Its hook makes 16 bits of all packed weights of the model.
+    """
+    every = [m for m in model.modules() if is_compressed(m)]
+    others = [m for m in every if not isinstance(m, FourBitLinear)]
+    if len(others) == len(every):
+        hook(model, args)
+        return
+    for module in others:
+        importlib.import_module("compressed_tensors.compressors.base").decompress_module(module)
+
+
+def _apply(layer: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    return (ops.linear_float8 if weight.float8 else ops.linear)(x, weight, layer.bias)
+
+
+def multiplied(weight: QuantizedWeight, options: FourBitOptions) -> QuantizedWeight:
+    """The weight with the dtype of its GEMMs."""
+    rounded = options.compute == "float8" and weight.numel() >= options.smallest
+    return weight.changed(float8=True) if rounded else weight
+
+
+def four_bit_weight(layer: Any) -> QuantizedWeight | None:
+    """The weight of a patched layer, where its call is nothing but a GEMM with it."""
+    module_class = type(layer)
+    if not issubclass(module_class, FourBitLinear) or torch.compiler.is_compiling():
+        return None
+    options = cast(FourBitOptions, module_class._liger_multi_swap.settings)
+    if options.backend is not None or not code_holds(module_class) or is_watched(layer):
+        return None
+    weight = quantized_weight(layer)
+    if isinstance(weight, str) or not _computes_in(layer, weight.dtype):
+        return None
+    same = autocast_dtype(weight.device.type) in (None, weight.dtype)
+    return multiplied(weight, options) if same else None
+
+
+def weight_for(layer: Any, x: Any) -> QuantizedWeight | None:
+    """The weight for the operator; None where the owner computes another way, or a graph is made.
+
+    Graphs call the layer as it is: a compiler would merge the two times that a weight is
+    dequantized, and keep its numbers.
+    """
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
+        return None
+    weight = quantized_weight(layer)
+    if isinstance(weight, str) or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        return None
+    same = x.dtype == weight.dtype and x.device == weight.device
+    cast_to = autocast_dtype(x.device.type)
+    return weight if same and cast_to in (None, x.dtype) and _computes_in(layer, x.dtype) else None
+
+
+def _computes_in(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether the owner's layer multiplies in a dtype, and its bias has it."""
+    # gptqmodel's layers have one that follows the input
+    computes = None if stored(layer) is None else getattr(layer, "compute_dtype", None)
+    bias = layer.bias
+    return computes in (None, dtype) and (bias is None or bias.dtype == dtype)
+
+
+def is_four_bit(layer: nn.Module | None) -> bool:
+    """Whether a layer is patched, and nothing stands around its call."""
+    return layer is not None and four_bit_weight(layer) is not None
+
+
+# --- which layers, before the parts that make operators of several ---
+
+FORWARDS = {
+    *LINEAR,
+    ("bitsandbytes.nn.modules", "Linear4bit.forward"),
+    *((module, f"{name}.forward") for module, name in PACKINGS),
+    ("modelopt.torch.quantization.nn.modules.quant_linear", "RealQuantLinear.forward"),
+}
+"""Forwards that are a GEMM with the weight, and nothing else."""
+
+
+def find_four_bits(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Layers of bitsandbytes, torchao and compressed-tensors; others are named with the reason."""
+    options = request.get("four_bits")
+    for path, module in model.named_modules():
+        _spare(module)
+        ours = isinstance(module, FourBitLinear)
+        if not ours and (isinstance(module, Patched) or not in_four_bits(module)):
+            continue
+        if options is None:
+            yield Restore(path, module)
+            continue
+        forward = unpatched_class(module).forward
+        known = (forward.__module__, getattr(forward, "__qualname__", "")) in FORWARDS
+        weight = quantized_weight(module)
+        reason = None if _compressed_forward(module) else conflict_of(module)
+        if reason is None and isinstance(weight, str):
+            reason = weight
+        if reason is None and not known:
+            reason = f"it has a forward of its own ({unpatched_class(module).__name__})"
+        if reason is not None or isinstance(weight, str):
+            yield Restore(path, module)
+            yield Skipped(path, "four_bits", f"{reason}", strict="four_bits" in request.named)
+            continue
+        behavior = CompressedLinear if is_compressed(module) else FourBitLinear
+        swap = Swap("four_bits", stock_class(module), behavior, options)
+        yield Replace(path, module, swap, f"linear[{shown(weight)}]", options.shown())
+
+
+def _compressed_forward(module: nn.Module) -> bool:
+    """Whether compressed-tensors wrote the forward of an instance, which rounds and multiplies."""
+    function: Any = getattr(vars(module).get("forward"), "__func__", None)
+    written_in = str(getattr(function, "__globals__", {}).get("__name__"))
+    return is_compressed(module) and written_in.startswith("compressed_tensors.")
+
+
+def _spare(model: nn.Module) -> None:
+    """Let the hook that decompresses a whole model ask at every forward which layers are ours."""
+    handle: Any = vars(model).get("ct_decompress_hook")
+    hook = None if handle is None else model._forward_pre_hooks.get(handle.id)
+    if hook is not None and not isinstance(hook, functools.partial):
+        model._forward_pre_hooks[handle.id] = functools.partial(decompress_others, hook)
