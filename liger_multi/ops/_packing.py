@@ -39,19 +39,19 @@ def as_bytes(codes: Tensor, packing: str) -> Tensor:
     raw = codes.unsqueeze(-1).view(torch.uint8)
     even, odd = raw[..., 0::2, :, :], raw[..., 1::2, :, :]
     pairs = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), -1)
-    return _in_order(pairs, -4)
+    return _in_order(pairs)
 
 
 def codes_of_outputs(words: Tensor, packing: str) -> Tensor:
     """Codes (N, groups) of words (groups, N / 8), such as those of zeros."""
     raw = words.unsqueeze(-1).view(torch.uint8)
     pairs = torch.stack((raw & 15, raw >> 4), -1)
-    return pairs.flatten(-3).mT if packing == "gptq" else _in_order(pairs, -4)
+    return pairs.flatten(-3).mT if packing == "gptq" else _in_order(pairs)
 
 
-def _in_order(pairs: Tensor, last: int) -> Tensor:
+def _in_order(pairs: Tensor) -> Tensor:
     """Outputs in order, (..., N, rows), of (..., rows, words, 4 bytes, 2 codes) in that of AWQ."""
-    by_word = pairs.unflatten(-2, (2, 2)).movedim(last - 1, -1)  # words, odd, 4 apart, 2 apart
+    by_word: Tensor = pairs.unflatten(-2, (2, 2)).movedim(-5, -1)  # words, odd, 4 apart, 2 apart
     words, odd, four, two, rows = range(-5, 0)
     axes = [*range(by_word.ndim - 5), *(by_word.ndim + a for a in (words, four, two, odd, rows))]
     return by_word.permute(axes).flatten(-5, -2).contiguous()
