@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import is_whole, statistics_dtype, weight_gradient_dtype
+from liger_multi.reference.common.stored import opened
 from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import backward
 
@@ -80,7 +81,7 @@ def forward(
     with torch.enable_grad():
         leaves = [
             None if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip((hidden, weight, bias), needs, strict=True)
+            for t, needed in zip((hidden, opened(weight), bias), needs, strict=True)
         ]
         total = native.linear_cross_entropy(
             leaves[0],

@@ -110,12 +110,23 @@ def _scan(cols: int, size: int, more: str = "D delta_bias") -> dict[str, T]:
     return {n: t for n, t in tensors.items() if n in ("u", "delta", *"ABC", *more.split())}
 
 
-MANY = 65536  # channels, with which every core has a block of the largest size
+def _codes(group: int, scales: T, **more: T) -> dict[str, T]:
+    """Rows of 4096 codes in blocks of ``group``."""
+    blocks = (ROWS, 4096 // group)
+    tensors = {"codes": T((ROWS, 2048), torch.uint8, classes=256), "scales": scales, **more}
+    return {
+        n: t if n in ("codes", "global_scale") else replace(t, shape=blocks)
+        for n, t in tensors.items()
+    }
+
+
 MANY = 65536  # channels, with which every core has a block of the largest size
 SOFT: dict[str, object] = {"delta_softplus": True}
 FILTER = (("weight", (3,)), ("bias", ()))
 SILU: dict[str, object] = {"activation": "silu"}
 W32 = T((4096,), dtype=torch.float32)
+FP32, BYTES = T((), torch.float32, grad=False), T((), torch.uint8, classes=16)
+ONE = T((1,), torch.float32, positive=True, grad=False)
 PLAIN = {"x": T((ROWS, 4096)), "residual": T((ROWS, 4096))}
 CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
     "cross_entropy": (
@@ -165,6 +176,19 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
             (_rope(64, 32), {"rotary_dim": 64}),  # and one value a pair
         )
     ),
+    "dequantize": tuple(
+        (tensors, {**options, "dtype": dtype})
+        for dtype in (torch.bfloat16, torch.float32)
+        for tensors, options in (
+            (_codes(64, FP32), {"format": "nf4"}),
+            (_codes(32, BYTES), {"format": "mxfp4"}),
+            (_codes(16, BYTES), {"format": "nvfp4"}),
+            (_codes(16, BYTES, global_scale=ONE), {"format": "nvfp4"}),
+            (_codes(16, BYTES, global_scale=ONE), {"format": "nvfp4", "divides": True}),
+            (_codes(128, FP32), {"format": "int4"}),
+            (_codes(128, T((), grad=False), zeros=BYTES), {"format": "int4"}),
+        )
+    ),
     "dyt": (
         (_norm(4096, alpha=T((1,)), weight=T((4096,)), bias=T((4096,))), {}),
         (_norm(16384, alpha=T((1,)), weight=T((16384,))), {}),
@@ -202,7 +226,8 @@ def _call(op: str, tensors: dict[str, T], options: dict[str, object], dtype: tor
     result = samples.call(op, **arguments, **options)
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     outs = [p for p in parts if p is not None and p.requires_grad]
-    torch.autograd.backward(outs, [torch.ones_like(p) for p in outs])
+    if outs:
+        torch.autograd.backward(outs, [torch.ones_like(p) for p in outs])
 
 
 @contextlib.contextmanager
@@ -238,8 +263,15 @@ def launches_of(
     return launches
 
 
-# By what was seen of the compiler: the mixture of two distributions takes the most, and tanh.
-ROOM = {"FORMULA": (1, 2, 3, 0), "ACTIVATION": (0, 2, 1), "CAPPED": (0, 1), "HALF": (1, 0)}
+# By what was seen of the compiler: the mixture of two distributions takes the most, and tanh, and
+# levels that are selected.
+ROOM = {
+    "FORMULA": (1, 2, 3, 0),
+    "ACTIVATION": (0, 2, 1),
+    "CAPPED": (0, 1),
+    "HALF": (1, 0),
+    "HIGH_FIRST": (0, 1),
+}
 
 
 def appetite(launch: Launch) -> tuple[int, int]:
@@ -268,6 +300,7 @@ NAMES = (
     "dyt_forward",
     "dyt_backward",
     "rope",
+    "dequantize",
     "conv_forward",
     "conv_backward",
     "scan_forward",
@@ -284,6 +317,7 @@ ASKED = {
     "gated_backward": "dy",
     "dyt": "x",
     "rope": "x",
+    "dequantize": "y",
     "conv": "x",
     "scan": "u",
 }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_multi import checks
 from liger_multi._torch_private import (
     make_wrapper_subclass,
     no_torch_function,
@@ -23,6 +24,7 @@ from liger_multi._torch_private import (
 )
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.stored import StoredWeight, assumed_memory
+from liger_multi.ops._packing import PACKINGS, as_bytes, part_of, shape_of
 from liger_multi.ops.dequantize import FORMATS, dequantize
 
 aten = torch.ops.aten
@@ -37,7 +39,8 @@ class QuantizedWeight(StoredWeight):
     """Codes and scales with the shape and dtype of the weight that they stand for.
 
     Attributes:
-        codes: uint8 ``(..., K / 2)``, as ``dequantize`` takes them.
+        codes: uint8 ``(..., K / 2)``, as ``dequantize`` takes them; int32 where there is a
+            ``packing``.
         scales: Of their blocks.
         format: ``nf4``, ``fp4``, ``mxfp4``, ``nvfp4`` or ``int4``.
         group: Elements of a block; None for that of the format.
@@ -47,6 +50,8 @@ class QuantizedWeight(StoredWeight):
         float8: Whether linear layers and LoRA operators round the numbers to FP8 rows and multiply
             in FP8; grouped GEMMs do not.
         whole: Members of the stack (or rows of the matrix) that these are some of.
+        packing: Words of eight codes, which become bytes before they become numbers: ``gptq`` packs
+            inputs, ``(K / 8, N)``; ``awq`` outputs, ``(K, N / 8)``, even ones first. None: bytes.
     """
 
     codes: Tensor
@@ -58,6 +63,7 @@ class QuantizedWeight(StoredWeight):
     transposed: bool
     float8: bool
     whole: int
+    packing: str | None
     _versions: tuple[int, ...] | None = None
 
     @staticmethod
@@ -73,19 +79,23 @@ class QuantizedWeight(StoredWeight):
         transposed: bool = False,
         float8: bool = False,
         whole: int | None = None,
+        packing: str | None = None,
         **more: Tensor | None,
     ) -> QuantizedWeight:
         """A view on codes and scales; nothing is copied or checked until numbers are needed.
 
         Raises:
             TypeError: A tensor by a name that ``dequantize`` does not have.
+            ValueError: An unknown packing.
             PatchError: This PyTorch has no tensors without storage.
         """
+        if packing is not None:
+            checks.one_of("QuantizedWeight", "packing", packing, PACKINGS)
         if unknown := more.keys() - set(MORE):
             raise TypeError(f"QuantizedWeight: unknown tensors {sorted(unknown)}, known are {MORE}")
         if make_wrapper_subclass is None:
             say("make_wrapper_subclass")
-        shape = [*codes.shape[:-1], 2 * codes.shape[-1]]
+        shape = list(shape_of(codes, packing))
         if transposed:
             shape[-2:] = shape[:-3:-1]
         weight: QuantizedWeight = make_wrapper_subclass(
@@ -93,18 +103,19 @@ class QuantizedWeight(StoredWeight):
         )
         weight.codes, weight.scales, weight.format = codes, scales, format
         weight.group, weight.divides, weight.transposed = group, divides, transposed
-        weight.float8 = float8
+        weight.float8, weight.packing = float8, packing
         weight.more = {name: t for name, t in more.items() if t is not None}
-        weight.whole = codes.shape[0] if whole is None else whole
+        weight.whole = shape_of(codes, packing)[0] if whole is None else whole
         return weight
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
         """The dequantized weight, as a new tensor."""
         self._check_versions()
-        flat = self.codes.ndim < self.scales.ndim
+        codes = self.codes if self.packing is None else as_bytes(self.codes, self.packing)
+        flat = codes.ndim < self.scales.ndim
         y = dequantize(
-            self.codes.view(*self.scales.shape[:-1], -1) if flat else self.codes,
+            codes.view(*self.scales.shape[:-1], -1) if flat else codes,
             self.scales,
             format=self.format,
             group=self.group,
@@ -123,7 +134,7 @@ class QuantizedWeight(StoredWeight):
         size, rows = self.numel() * self.dtype.itemsize, self.shape[-2]
         count = -(-size // (current().chunk_bytes or _piece_bytes(self.device)))
         group = self.block
-        if count < 2 or 2 * self.codes.shape[-1] % group:
+        if count < 2 or self.columns % group:
             return [self]
         unit = math.lcm(8, group if self.transposed else 1)
         step = max(1, rows // (count * unit)) * unit
@@ -133,7 +144,7 @@ class QuantizedWeight(StoredWeight):
     @torch.no_grad()
     def numbers_at(self, ids: Tensor) -> Tensor:
         """Rows of a matrix ``(N, K)`` by their places ``(n,)``: only these are dequantized."""
-        if self.transposed or 2 * self.codes.shape[-1] % self.block:
+        if self.transposed or self.packing is not None or self.columns % self.block:
             return self.dequantized()[ids]
         plain = self._with_own_scales()
         zeros = {n: t[ids] for n, t in plain.more.items() if n == "zeros"}
@@ -141,10 +152,14 @@ class QuantizedWeight(StoredWeight):
         return part.dequantized()
 
     @property
+    def columns(self) -> int:
+        """Elements of a row of codes."""
+        return int(shape_of(self.codes, self.packing)[-1])
+
+    @property
     def block(self) -> int:
         """Elements of a block."""
-        columns = 2 * self.codes.shape[-1]
-        return self.group or FORMATS[self.format].group or columns // self.scales.shape[-1]
+        return self.group or FORMATS[self.format].group or self.columns // self.scales.shape[-1]
 
     @torch.no_grad()
     def _with_own_scales(self) -> QuantizedWeight:
@@ -167,12 +182,11 @@ class QuantizedWeight(StoredWeight):
     def _rows(self, first: int, last: int) -> QuantizedWeight:
         """Rows of the weight; columns of codes if it is transposed."""
         zeros = {n: t for n, t in self.more.items() if n == "zeros"}
-        if not self.transposed:
-            cut = {"codes": self.codes, "scales": self.scales, **zeros}
-            return self.changed(**{n: t[..., first:last, :] for n, t in cut.items()})
-        blocks = slice(first // self.block, last // self.block)
+        codes = part_of(self.codes, self.packing, self.transposed, first, last)
         cut = {"scales": self.scales, **zeros}
-        codes = self.codes[..., first // 2 : last // 2]
+        if not self.transposed:
+            return self.changed(codes=codes, **{n: t[..., first:last, :] for n, t in cut.items()})
+        blocks = slice(first // self.block, last // self.block)
         return self.changed(codes=codes, **{n: t[..., blocks] for n, t in cut.items()})
 
     @property
@@ -213,6 +227,7 @@ class QuantizedWeight(StoredWeight):
             "transposed": self.transposed,
             "float8": self.float8,
             "whole": self.whole,
+            "packing": self.packing,
             **self.more,
             **values,
         }
@@ -233,26 +248,33 @@ class QuantizedWeight(StoredWeight):
         return super().__getitem__(index)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """What every rank gives to FSDP2: bytes of codes and scales, as many as all others."""
-        missing = -(-self.whole // mesh.size()) - self.codes.shape[0]
-        parts = [self.codes, self.scales.view(torch.uint8)]
-        if missing:  # the values of these padding members are never read
-            parts = [torch.cat([p, p.new_zeros(missing, *p.shape[1:])]) for p in parts]
+        """What every rank gives to FSDP2: bytes of all its rows, as many as all others."""
+        rows = -(-self.whole // mesh.size())
+        parts = [_bytes(t).flatten(1) for t in self._by_size().values()]
+        width = sum(p.shape[1] for p in parts)
         # a single rank copies only the first of several tensors
-        joined = torch.cat([p.flatten(1) for p in parts], 1)
-        return (joined,), (*self.codes.shape[1:], self.scales.shape[-1])
+        joined = self.codes.new_zeros(rows, -(-width // 8) * 8)
+        joined[: self.codes.shape[0], :width] = torch.cat(parts, 1)
+        return (joined,), ()
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], sizes: tuple[int, ...], dtype: Any, *, out: Any = None
+        self, gathered: tuple[Tensor, ...], rest: tuple[()], dtype: Any, *, out: Any = None
     ) -> tuple[QuantizedWeight, list[Tensor]] | None:
         """The weight over what all ranks gave; once, for FSDP2 refills it in place."""
         if out is not None:
             return None
-        *shape, blocks = sizes
-        every = gathered[0][: self.whole]
-        codes, scales = every.split([math.prod(shape), every.shape[1] - math.prod(shape)], 1)
-        scales = scales.view(self.scales.dtype).unflatten(1, (*shape[:-1], blocks))
-        return self.changed(codes=codes.unflatten(1, shape), scales=scales), []
+        every, first, views = gathered[0][: self.whole], 0, {}
+        for name, own in self._by_size().items():
+            size = _bytes(own[:0]).flatten(1).shape[1]
+            part = every[:, first : first + size].view(own.dtype)
+            views[name], first = part.unflatten(1, own.shape[1:]), first + size
+        return self.changed(**views), []
+
+    def _by_size(self) -> dict[str, Tensor]:
+        """Tensors with a row for every row of the weight, those of wide numbers first."""
+        rows = {"codes": self.codes, "scales": self.scales, **self.more}
+        rows.pop("global_scale", None)
+        return dict(sorted(rows.items(), key=lambda item: -item[1].itemsize))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and format; the numbers would have to be dequantized."""
@@ -262,7 +284,7 @@ class QuantizedWeight(StoredWeight):
         """The inner tensors and the other attributes, for compilers."""
         rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
         rest |= {"divides": self.divides, "transposed": self.transposed, "float8": self.float8}
-        rest["whole"] = self.whole
+        rest |= {"whole": self.whole, "packing": self.packing}
         rest["more"] = tuple(self.more)
         for name, tensor in self.more.items():
             setattr(self, f"_{name}", tensor)
@@ -321,7 +343,7 @@ def _piece_bytes(device: torch.device) -> int:
 def _range(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight | None:
     """Some members of a stack; None where a block belongs to two of them."""
     codes = weight.codes[first:last]
-    if not FORMATS[weight.format].flat:
+    if weight.scales.ndim == weight.codes.ndim:
         own = {n: weight.more[n][first:last] for n in ("zeros",) if n in weight.more}
         return weight.changed(codes=codes, scales=weight.scales[first:last], **own)
     member = 2 * math.prod(weight.codes.shape[1:])
@@ -334,15 +356,15 @@ def _range(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight | 
 
 
 def _select(weight: QuantizedWeight, dim: int, index: int) -> QuantizedWeight | None:
-    if dim or weight.ndim < 3:
+    if dim or weight.ndim < 3 or weight.packing:
         return None
     index = int(index) % weight.shape[0]
     part = _range(weight, index, index + 1)
     if part is None:
         return None
-    flat = FORMATS[weight.format].flat
     own = {n: part.more[n][0] for n in ("zeros",) if n in part.more}
-    return part.changed(codes=part.codes[0], scales=part.scales if flat else part.scales[0], **own)
+    scales = part.scales[0] if part.scales.ndim == part.codes.ndim else part.scales
+    return part.changed(codes=part.codes[0], scales=scales, **own)
 
 
 def _transpose(weight: QuantizedWeight, first: int, second: int) -> QuantizedWeight | None:
@@ -384,8 +406,19 @@ def _to(
 
 def _by_members(weight: QuantizedWeight) -> bool:
     """Whether the first axis is that of members with blocks of their own."""
-    own = weight.format in ("mxfp4", "nvfp4") and not weight.more
-    return own and weight.codes.ndim > 1 and (weight.ndim > 2 or not weight.transposed)
+    known = not weight.packing and weight.more.keys() <= {"global_scale", "zeros"}
+    own = weight.codes.ndim == weight.scales.ndim > 1
+    return known and own and (weight.ndim > 2 or not weight.transposed)
+
+
+def _opened_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same with scales that belong to rows, where blocks end with rows."""
+    flat = FORMATS[weight.format].flat and weight.scales.ndim < weight.codes.ndim
+    return weight._with_own_scales() if flat and not weight.columns % weight.block else weight
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _slice(
@@ -395,13 +428,20 @@ def _slice(
     stop: int | None = None,
     step: int = 1,
 ) -> QuantizedWeight | None:
-    if dim or step != 1 or not _by_members(weight):
+    if dim or step != 1:
         return None
     first, last, _ = slice(start, stop).indices(weight.shape[0])
-    return _range(weight, first, last)
+    weight = _opened_scales(weight)
+    if _by_members(weight):
+        return _range(weight, first, last)
+    matrix = weight.ndim == 2 and not weight.transposed and weight.codes.ndim == 2
+    if not matrix or weight.columns % weight.block or (weight.packing and (first % 8 or last % 8)):
+        return None
+    return weight._rows(first, max(first, last))
 
 
 def _split(weight: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWeight] | None:
+    weight = _opened_scales(weight)
     if dim or not _by_members(weight):
         return None
     starts = range(0, max(1, weight.shape[0]), max(1, size))
@@ -411,13 +451,14 @@ def _split(weight: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWe
 def _zeros(weight: QuantizedWeight, size: Any, **options: Any) -> QuantizedWeight | None:
     """Members that FSDP2 copies a shard into."""
     named = any(value is not None for name, value in options.items() if name != "pin_memory")
+    weight = _opened_scales(weight)
     if named or not _by_members(weight) or list(size[1:]) != list(weight.shape[1:]):
         return None
-    scales = weight.scales.view(torch.uint8)
-    return weight.changed(
-        codes=weight.codes.new_zeros(size[0], *weight.codes.shape[1:]),
-        scales=scales.new_zeros(size[0], *scales.shape[1:]).view(weight.scales.dtype),
-    )
+    room = {}
+    for name, own in weight._by_size().items():
+        row = _bytes(own[:0])  # not every dtype of scales can be filled
+        room[name] = row.new_zeros(size[0], *row.shape[1:]).view(own.dtype)
+    return weight.changed(**room)
 
 
 def _view(weight: QuantizedWeight, size: Any) -> Any:
@@ -439,8 +480,13 @@ def _strided(
 def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> Any:
     """Copy the codes of another weight, or the numbers it already has (DDP's broadcast)."""
     if isinstance(source, QuantizedWeight):
-        weight.codes.copy_(source.codes)
-        weight.scales.view(torch.uint8).copy_(source.scales.view(torch.uint8))
+        target = weight
+        if weight.scales.ndim != source.scales.ndim:
+            target, source = _opened_scales(weight), _opened_scales(source)
+        for one, other in zip(target.tensors, source.tensors, strict=True):
+            narrow = one.itemsize == 1
+            one, other = (t.view(torch.uint8) if narrow else t for t in (one, other))
+            one.copy_(other)
         return weight
     same = torch.equal(weight.dequantized(), source.to(weight.dtype))
     return weight if same else None
@@ -462,3 +508,6 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
 }
 """Operations that have a weight in 4 bits, but where they return None."""
+
+# PyTorch loads checkpoints with classes that it was told of only; distributed ones always
+torch.serialization.add_safe_globals([QuantizedWeight])

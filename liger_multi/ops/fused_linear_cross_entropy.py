@@ -34,6 +34,7 @@ op = Op(
         "hidden target loss z_loss token_accuracy predicted_tokens log_prob entropy lse lse_low",
         backward=BY_GEMM,
     ),
+    opens=True,
 )
 
 

@@ -14,6 +14,7 @@ op = Op(
     "fused_linear_jsd",
     family="divergences",
     bitwise=bitwise(BY_OUR_GEMM, "hidden teacher_hidden target loss", backward=BY_GEMM),
+    opens=True,
 )
 declare(op)
 

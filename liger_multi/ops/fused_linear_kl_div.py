@@ -12,6 +12,7 @@ op = Op(
     "fused_linear_kl_div",
     family="divergences",
     bitwise=bitwise(BY_OUR_GEMM, "hidden teacher_hidden target loss", backward=BY_GEMM),
+    opens=True,
 )
 declare(op)
 

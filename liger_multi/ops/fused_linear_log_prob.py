@@ -22,6 +22,7 @@ op = Op(
     bitwise=bitwise(
         BY_OUR_GEMM, "hidden target log_prob entropy lse argmax lse_low", cached="keep logits"
     ),
+    opens=True,
 )
 
 

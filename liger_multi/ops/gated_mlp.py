@@ -24,6 +24,7 @@ op = Op(
     compile="trace",
     rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up", 1),
+    opens=True,
 )
 
 

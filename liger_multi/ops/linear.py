@@ -11,6 +11,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.resolve import by_rows
+from liger_multi.dispatch.stored import has_stored
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -111,8 +112,11 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def linear_of_mode(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """PyTorch's linear layer; the operator where rows must be independent here and now."""
-    run = linear if by_rows() else functional.linear
+    """PyTorch's linear layer; the operator where rows must be independent here and now.
+
+    The operator also bounds the memory of a weight that is stored in another form.
+    """
+    run = linear if by_rows() or has_stored((weight,)) else functional.linear
     return run(x, weight, bias)
 
 

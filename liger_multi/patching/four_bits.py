@@ -18,6 +18,7 @@ from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
 from liger_multi.ops import QuantizedWeight
+from liger_multi.ops._packing import codes_of_outputs, shape_of
 from liger_multi.parameters import stored
 from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.linear import FORWARDS as LINEAR
@@ -90,11 +91,28 @@ def _of_torchao(format: str, group: int) -> Reader:
     return read
 
 
+def _of_modelopt(layer: Any, weight: Any) -> QuantizedWeight | str:
+    """A compressed weight of modelopt, whose scales stand at the quantizer of its layer."""
+    if weight.metadata["qtensor_class"].__name__ != "NVFP4QTensor":
+        return f"modelopt keeps its weight as {weight.metadata['qtensor_class'].__name__}"
+    quantizer = layer.weight_quantizer
+    others = [layer.input_quantizer, layer.output_quantizer]
+    if any(q.is_enabled or q.pre_quant_scale is not None for q in others):
+        return "modelopt rounds or scales its inputs or outputs too"
+    scales, one = quantizer._scale, quantizer._double_scale
+    if quantizer.block_sizes[-1] != 16 or scales.dtype != torch.float8_e4m3fn:
+        return f"its blocks are of {quantizer.block_sizes[-1]}, with scales in {scales.dtype}"
+    return QuantizedWeight(
+        weight.data, scales, format="nvfp4", dtype=weight.metadata["dtype"], global_scale=one
+    )
+
+
 READERS: dict[tuple[str, str], Reader] = {
     ("liger_multi.ops._quantized", "QuantizedWeight"): lambda layer, weight: weight,
     ("bitsandbytes.nn.modules", "Params4bit"): _of_bitsandbytes,
     ("torchao.prototype.mx_formats.nvfp4_tensor", "NVFP4Tensor"): _of_torchao("nvfp4", 16),
     ("torchao.prototype.mx_formats.mx_tensor", "MXTensor"): _of_torchao("mxfp4", 32),
+    ("modelopt.torch.quantization.qtensor.base_qtensor", "QTensorWrapper"): _of_modelopt,
 }
 """Readers by module and name of a weight's class."""
 PACKED = ("weight_packed", "qweight")
@@ -145,7 +163,80 @@ def _compressed(layer: Any) -> QuantizedWeight | str:
     return QuantizedWeight(codes, scales, format="int4", dtype=own, zeros=zeros)
 
 
-_WORDS = "gptqmodel and AutoAWQ pack eight inputs or outputs a word, in an order of their kernels"
+# --- GPTQ and AWQ ---
+
+_QLINEAR = "gptqmodel.nn_modules.qlinear"
+PACKINGS = {
+    (f"{_QLINEAR}.torch", "TorchLinear"): "gptq",
+    (f"{_QLINEAR}.tritonv2", "TritonV2Linear"): "gptq",
+    (f"{_QLINEAR}.torch_awq", "AwqTorchLinear"): "awq",
+    (f"{_QLINEAR}.gemm_awq", "AwqGEMMLinear"): "awq",
+    (f"{_QLINEAR}.gemm_awq_triton", "AwqGEMMTritonLinear"): "awq",
+}
+"""Layers that keep words in the order of the checkpoint; those of other kernels reorder them."""
+_ORDER = "_liger_multi_in_order"
+
+
+def _packing_of(layer: Any) -> str | None:
+    own = unpatched_class(layer)
+    return PACKINGS.get((own.__module__, own.__qualname__))
+
+
+def _of_words(layer: Any, packing: str) -> QuantizedWeight | str:
+    """Words of gptqmodel, for checkpoints of GPTQ and AWQ as transformers loads them."""
+    words, scales, zeros = (stored(layer, n) for n in ("qweight", "scales", "qzeros"))
+    if words is None or scales is None or zeros is None:
+        return "it lacks scales or zeros"
+    if layer.bits != 4 or words.dtype != torch.int32:
+        return f"it keeps its weight in {layer.bits} bits, in words of {words.dtype}"
+    if layer.adapter is not None or layer.online_full_had or layer.online_partial_had:
+        return "gptqmodel adds an adapter of its own, or rotates its inputs"
+    rows, columns = shape_of(words, packing)
+    group = columns // max(1, scales.shape[0])
+    fits = (rows, columns) == (layer.out_features, layer.in_features)
+    if not fits or scales.shape != (columns // max(1, group), rows) or group % 2:
+        return f"its codes are padded, or their groups of {group} end within a byte"
+    index = stored(layer, "g_idx")
+    if packing == "gptq" and index is not None and not _in_order(index, group):
+        return "its groups are of columns in another order (act-order, g_idx)"
+    return QuantizedWeight(
+        words,
+        scales.t(),
+        format="int4",
+        dtype=scales.dtype,
+        packing=packing,
+        zeros=codes_of_outputs(zeros, packing),
+    )
+
+
+def _in_order(index: Tensor, group: int) -> bool:
+    """Whether groups are of adjacent columns; a device is asked once for each tensor."""
+    state = (None if index.is_inference() else index._version, group)
+    known = getattr(index, _ORDER, None)
+    if known is None or known[0] != state:
+        expected = torch.arange(index.numel(), dtype=index.dtype) // group
+        known = state, torch.equal(index.cpu(), expected)
+        setattr(index, _ORDER, known)
+    return bool(known[1])
+
+
+# --- checkpoints of modelopt ---
+
+
+def _exported(layer: Any) -> bool:
+    """Whether a layer has the tensors of a checkpoint of modelopt in NVFP4."""
+    weight, scales = stored(layer), stored(layer, "weight_scale")
+    ours = weight is not None and weight.dtype == torch.uint8 and scales is not None
+    return ours and stored(layer, "weight_scale_2") is not None
+
+
+def _of_checkpoint(layer: Any) -> QuantizedWeight | str:
+    """NVFP4 as modelopt exports it; nothing in it says the dtype of the weight, but the bias."""
+    names = ("weight", "weight_scale", "weight_scale_2")
+    codes, scales, one = (cast(Tensor, stored(layer, name)) for name in names)
+    bias = stored(layer, "bias")
+    dtype = torch.bfloat16 if bias is None else bias.dtype
+    return QuantizedWeight(codes.data, scales, format="nvfp4", dtype=dtype, global_scale=one)
 
 
 @constant_in_graphs
@@ -157,7 +248,7 @@ def in_four_bits(layer: nn.Module) -> bool:
     """Whether a layer keeps its weight in 4 bits, in any form that is known."""
     weight = stored(layer)
     if weight is not None:
-        return _reader_of(type(weight)) is not None
+        return _reader_of(type(weight)) is not None or _exported(layer)
     return any(isinstance(stored(layer, name), Tensor) for name in PACKED)
 
 
@@ -167,8 +258,12 @@ def quantized_weight(layer: Any) -> QuantizedWeight | str:
     reader = None if weight is None else _reader_of(type(weight))
     if reader is None and is_compressed(layer):
         return _compressed(layer)
+    if reader is None and _exported(layer):
+        return _of_checkpoint(layer)
     if reader is None and stored(layer, "qweight") is not None:
-        return f"{type(layer).__name__} keeps its own call: {_WORDS}"
+        packing = _packing_of(layer)
+        own = "keeps its own call: its kernel may have put its words into an order of its own"
+        return _of_words(layer, packing) if packing else f"{type(layer).__name__} {own}"
     if reader is None:
         return f"{type(layer).__name__} packs its weight in a form that only its own call reads"
     return reader(layer, weight)
@@ -195,8 +290,8 @@ class FourBitLinear(Patched):
             return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
         simple = not (args or kwargs) and code_holds(module_class)
         weight = weight_for(self, x) if simple else None
-        if weight is None and isinstance(self, CompressedLinear):  # its forward has no weight
-            return nn.functional.linear(x, self.weight.dequantized(), self.bias)
+        if weight is None and (isinstance(self, CompressedLinear) or _exported(self)):
+            return _by_numbers(self, x)
         if weight is None:
             return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
         options = cast(FourBitOptions, module_class._liger_multi_swap.settings)
@@ -204,6 +299,14 @@ class FourBitLinear(Patched):
         return cast(
             Tensor, run_bound(options, ("linear", "linear_float8"), _apply, self, x, weight)
         )
+
+
+def _by_numbers(layer: Any, x: Tensor) -> Tensor:
+    """PyTorch's GEMM, for layers whose owner has no forward over codes."""
+    weight = quantized_weight(layer)
+    if isinstance(weight, str):
+        raise AttributeError(weight)
+    return nn.functional.linear(x, weight.dequantized(), layer.bias)
 
 
 _ASIDE = "_liger_multi_forward"
@@ -290,7 +393,9 @@ def weight_for(layer: Any, x: Any) -> QuantizedWeight | None:
 
 def _computes_in(layer: Any, dtype: torch.dtype) -> bool:
     """Whether the owner's layer multiplies in a dtype, and its bias has it."""
-    computes, bias = getattr(layer, "compute_dtype", None), layer.bias
+    # gptqmodel's layers have one that follows the input
+    computes = None if stored(layer) is None else getattr(layer, "compute_dtype", None)
+    bias = layer.bias
     return computes in (None, dtype) and (bias is None or bias.dtype == dtype)
 
 
@@ -301,7 +406,12 @@ def is_four_bit(layer: nn.Module | None) -> bool:
 
 # --- which layers, before the parts that make operators of several ---
 
-FORWARDS = {*LINEAR, ("bitsandbytes.nn.modules", "Linear4bit.forward")}
+FORWARDS = {
+    *LINEAR,
+    ("bitsandbytes.nn.modules", "Linear4bit.forward"),
+    *((module, f"{name}.forward") for module, name in PACKINGS),
+    ("modelopt.torch.quantization.nn.modules.quant_linear", "RealQuantLinear.forward"),
+}
 """Forwards that are a GEMM with the weight, and nothing else."""
 
 

@@ -59,6 +59,8 @@ FORWARDS = {
     ("peft.tuners.lora.layer", "Linear.forward"),
     ("peft.tuners.lora.bnb", "Linear4bit.forward"),
     ("peft.tuners.lora.bnb", "Linear8bitLt.forward"),
+    ("peft.tuners.lora.gptq", "GPTQLoraLinear.forward"),
+    ("peft.tuners.lora.awq", "AwqLoraLinear.forward"),
 }
 """Where a forward of PEFT's stands whose adapters are added to what the base layer gives."""
 

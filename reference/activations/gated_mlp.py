@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_multi.reference.activations import gated
 from liger_multi.reference.activations.linear import bias_gradient, dense, weight_gradient
 from liger_multi.reference.common.chunking import as_rows
-from liger_multi.reference.common.strict import linear, matmul
+from liger_multi.reference.common.stored import gradient_of, linear_of
 from liger_multi.reference.float8.rows import PLAIN, Float8Rows, rows_of
 
 
@@ -127,8 +127,8 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
         needs_gate_weight: bool,
         needs_up_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
-        y = linear(kernels.product(gate, up, activation), down_weight, down_bias)
+        gate, up = linear_of(x, gate_weight, gate_bias), linear_of(x, up_weight, up_bias)
+        y = linear_of(kernels.product(gate, up, activation), down_weight, down_bias)
         return dense(y), dense(gate), dense(up)
 
     def backward(
@@ -149,14 +149,16 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
         needs_down_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         dy2d, inner = as_rows(dy), (as_rows(gate), as_rows(up))
-        dgate, dup, product = kernels.gradients(matmul(dy2d, down_weight), *inner, activation)
+        dproduct = gradient_of(dy2d, down_weight)
+        dgate, dup, product = kernels.gradients(dproduct, *inner, activation)
+        del dproduct
         ddown_weight = weight_gradient(dy2d, product, needs_down_weight)
         del product
         dgate_weight = weight_gradient(dgate, x, needs_gate_weight)
         dup_weight = weight_gradient(dup, x, needs_up_weight)
         dx = gate.new_empty(0)
         if needs_x and gate_weight is not None and up_weight is not None:
-            dx = matmul(dup, up_weight, matmul(dgate, gate_weight))
+            dx = gradient_of(dup, up_weight, gradient_of(dgate, gate_weight))
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
         biases = ((dgate, needs_gate_bias), (dup, needs_up_bias), (dy2d, needs_down_bias))
         return dx, dgate_weight, dup_weight, ddown_weight, *[bias_gradient(*b) for b in biases]  # type: ignore[return-value]

@@ -5,8 +5,7 @@ from typing import Optional
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows, statistics_dtype
-from liger_multi.reference.common.stored import gradient_of, linear_of, opened, pieces
-from liger_multi.reference.common.strict import linear
+from liger_multi.reference.common.stored import gradient_of, linear_of
 
 
 def dense(x: Tensor) -> Tensor:
@@ -30,9 +29,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
 ) -> Tensor:
     """X weight' + bias."""
-    if len(pieces(weight)) > 1:
-        return linear_of(as_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
-    return dense(linear(x, opened(weight), bias))
+    return dense(linear_of(x, weight, bias))
 
 
 def backward(

@@ -1,10 +1,11 @@
 """Weights that are stored in another form, at the GEMM that needs their numbers."""
 
+from collections.abc import Iterator
 from typing import Any, Optional
 
 from torch import Tensor
 
-from liger_multi.reference.common.strict import linear, matmul
+from liger_multi.reference.common.strict import linear, matmul, multiply
 
 
 def opened(weight: Tensor) -> Tensor:
@@ -19,17 +20,49 @@ def pieces(weight: Tensor) -> list[Tensor]:
     return [weight] if parts is None else parts()
 
 
-def linear_of(rows: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """``rows @ weight.T + bias`` of rows (M, K), one piece of the weight after the other."""
+def opened_if_small(weight: Tensor) -> Tensor:
+    """The numbers of a weight that is one piece, for a caller that multiplies with it repeatedly.
+
+    A larger one stays as it is, and is opened piece by piece in each GEMM.
+    """
+    return opened(weight) if len(pieces(weight)) == 1 else weight
+
+
+def _by_pieces(
+    weight: Tensor, bias: Optional[Tensor], y: Tensor
+) -> Iterator[tuple[Tensor, Optional[Tensor], Tensor]]:
+    """Every piece of a weight with its part of the bias, and its columns of y."""
     parts = pieces(weight)
-    if len(parts) == 1:
-        return linear(rows, opened(weight), bias)
-    y = rows.new_empty(rows.shape[0], weight.shape[0])
     sizes = [part.shape[0] for part in parts]
     biases = [None] * len(parts) if bias is None else bias.split(sizes)
-    for part, own, place in zip(parts, biases, y.split(sizes, 1), strict=True):
+    yield from zip(parts, biases, y.split(sizes, 1), strict=True)
+
+
+def linear_of(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """``x @ weight.T + bias`` of rows (..., K), one piece of the weight after the other."""
+    if len(pieces(weight)) == 1:
+        return linear(x, opened(weight), bias)
+    rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+    y = x.new_empty(rows.shape[0], weight.shape[0])
+    for part, own, place in _by_pieces(weight, bias, y):
         place.copy_(linear(rows, opened(part), own))
-    return y
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_into(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> Tensor:
+    """Write ``rows @ weight.T + bias`` of rows (M, K) into ``out``, piece by piece."""
+    if len(pieces(weight)) == 1:
+        return multiply(rows, opened(weight).t(), bias, out)
+    for part, own, place in _by_pieces(weight, bias, out):
+        multiply(rows, opened(part).t(), own, place)
+    return out
+
+
+def gradient_into(dy: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Write ``dy @ weight`` of rows (M, N) into ``out``; a sum over pieces."""
+    if len(pieces(weight)) == 1:
+        return multiply(dy, opened(weight), None, out)
+    return out.copy_(gradient_of(dy, weight))
 
 
 def gradient_of(dy: Tensor, weight: Tensor, onto: Optional[Tensor] = None) -> Tensor:

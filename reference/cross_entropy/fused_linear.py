@@ -28,7 +28,13 @@ from liger_multi.reference.common.chunking import (
 )
 from liger_multi.reference.common.float8 import GRADIENT
 from liger_multi.reference.common.retry import divided
-from liger_multi.reference.common.strict import by_rows, multiply
+from liger_multi.reference.common.stored import (
+    gradient_into,
+    linear_into,
+    opened,
+    opened_if_small,
+)
+from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Head, Rounding, logits_dtype
 from liger_multi.reference.cross_entropy.reduction import divide
 from liger_multi.reference.cross_entropy.rows import Objective, RowStats
@@ -152,14 +158,15 @@ class Chunks:
     ) -> None:
         dtype = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
-        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.weight = opened_if_small(weight.to(dtype))
+        self.bias = None if bias is None else bias.to(dtype)
         self.dtype, self.plan, self.ignore_index = dtype, plan, objective.ignore_index
         self.float8: Head | None = None
         if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
             if by_rows():
                 raise ValueError(SCALES)
             self.float8 = Head(
-                self.weight, plan.compute_dtype == GRADIENT, needs_gradient, rounding
+                opened(self.weight), plan.compute_dtype == GRADIENT, needs_gradient, rounding
             )
         self.drops = plan.compact and not (thin(target) or capturing(hidden.device))
         kept = target != objective.ignore_index if self.drops else None
@@ -228,7 +235,7 @@ class Chunks:
         """Hidden states of the first chunk, whose logits are written into the buffer."""
         assert self.places is not None
         h = self.hidden[self.places.first(self.step)].to(self.dtype)
-        multiply(h, self.weight.t(), self.bias, self.buffer)
+        linear_into(h, self.weight, self.bias, self.buffer)
         return h
 
     def at(
@@ -245,7 +252,7 @@ class Chunks:
         elif self.float8 is not None:
             self.float8.logits(h, self.bias, raw)
         else:
-            multiply(h, self.weight.t(), self.bias, raw)
+            linear_into(h, self.weight, self.bias, raw)
         return place, where, h, self.target[where], raw
 
 
@@ -331,7 +338,7 @@ class Accumulator:
     def _hidden(self, graw: Tensor, out: Tensor) -> Tensor:
         if self.chunks.float8 is not None and self.chunks.float8.gradients:
             return self.chunks.float8.hidden_gradient(graw, out)
-        return multiply(graw, self.chunks.weight, None, out)
+        return gradient_into(graw, self.chunks.weight, out)
 
 
 def scale_to(

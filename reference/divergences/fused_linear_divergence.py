@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_multi.reference.common.chunking import MIN_ROWS, row_blocks
 from liger_multi.reference.common.retry import retried
-from liger_multi.reference.common.strict import multiply
+from liger_multi.reference.common.stored import linear_into, opened_if_small
 from liger_multi.reference.cross_entropy.fused_linear import (
     Accumulator,
     Chunks,
@@ -70,7 +70,7 @@ class Pairs(Chunks):
         self.objective, self.marked = objective, target is not None
         dtype = plan.compute_dtype or teacher[0].dtype
         self.teacher_hidden = teacher[0]
-        self.teacher_weight = teacher[1].to(dtype)
+        self.teacher_weight = opened_if_small(teacher[1].to(dtype))
         self.teacher_bias = None if teacher[2] is None else teacher[2].to(dtype)
         self.whole_budget = whole_budget
 
@@ -79,14 +79,15 @@ class Pairs(Chunks):
         """Rows of the teacher's logits at a time."""
         part = max(MIN_ROWS, self.step // SHARE // MIN_ROWS * MIN_ROWS)
         if self.plan.budget:  # what the student's logits leave of the budget
-            row = max(1, self.weight.shape[0] * self.teacher_weight.element_size())
+            row = max(1, self.weight.shape[0] * self.teacher_weight.dtype.itemsize)
             part = min(part, max(1, (self.whole_budget - self.buffer.nbytes) // row))
         return min(self.step, part)
 
     @functools.cached_property
     def teacher_buffer(self) -> Tensor:
         """The buffer for the teacher's logits of a part."""
-        return self.teacher_weight.new_empty(min(self.part, self.rows), self.weight.shape[0])
+        rows, dtype = min(self.part, self.rows), self.teacher_weight.dtype
+        return self.teacher_hidden.new_empty(rows, self.weight.shape[0], dtype=dtype)
 
     def parts(
         self, where: Tensor | slice, target: Tensor, raw: Tensor
@@ -95,7 +96,7 @@ class Pairs(Chunks):
         teacher = self.teacher_hidden[where].to(self.teacher_weight.dtype)
         for part in row_blocks(raw.shape[0], 1, self.part):
             out = self.teacher_buffer[: part.stop - part.start]
-            multiply(teacher[part], self.teacher_weight.t(), self.teacher_bias, out)
+            linear_into(teacher[part], self.teacher_weight, self.teacher_bias, out)
             yield part, raw[part], out, target[part] if self.marked else None
 
 

@@ -56,6 +56,8 @@ SCAN |= {n: Tensor((2, 37, 3), scale=0.4) for n in "BC"} | dict.fromkeys(
 )
 SCAN |= {"A": Tensor((COLS, 3), negative=True), "initial_state": Tensor((2, COLS, 3))}
 SCAN |= {"seq_idx": Tensor((2, 37), classes=3, grad=False)}
+CODES = {"codes": Tensor((ROWS, COLS * 16), torch.uint8, classes=256), "scales": X}
+CODES |= {"zeros": Tensor((ROWS, COLS), torch.uint8, classes=16)}
 STEPS = {"delta_softplus": True, "output_final_state": True}
 # an operator, tensors, options, and which kernels it is here for
 CALLS = {
@@ -69,6 +71,7 @@ CALLS = {
     "conv with gates": ("gated_short_conv", GATED, {}, ("forward", "backward")),
     "scan": ("selective_scan", SCAN, STEPS, ("forward", "reverse")),
     "rope": ("rope", INSIDE, {"unsqueeze_dim": 2}, ("",)),
+    "dequantize": ("dequantize", CODES, {"format": "int4", "dtype": torch.float32}, ("",)),
     "rope of neighbors": ("rope", OUTSIDE, {"style": "interleaved"}, ("",)),
 }
 

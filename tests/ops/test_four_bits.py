@@ -14,6 +14,7 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.dispatch.stored import assumed_memory
+from liger_multi.memory.measure import measure
 from liger_multi.ops import LoRA, QuantizedWeight, _quantized
 from liger_multi.testing.bitwise import same_bits
 from tests import harness
@@ -41,7 +42,7 @@ def lora(out, into, rank=4):
 
 
 def _linear(weights, x):
-    return ops.linear(x, weights[0], torch.ones(INNER))
+    return ops.linear(x, weights[0], torch.ones(weights[0].shape[0]))
 
 
 def _gated_mlp(weights, x):
@@ -89,6 +90,18 @@ def _log_prob(weights, x):
     return ops.fused_linear_log_prob(x, weights[0], target).log_prob
 
 
+def _mean_head(weights, x):
+    """Gradients are computed in forward, of chunks of rows."""
+    target = torch.arange(x.shape[0], device=x.device)
+    bias = torch.ones(weights[0].shape[0])
+    return ops.fused_linear_cross_entropy(x, weights[0], target, bias, chunk=4)
+
+
+def _kl_div(weights, x):
+    teacher = torch.ones_like(x) - 0.5 * x.detach()
+    return ops.fused_linear_kl_div(x, weights[0], teacher, weights[1], reduction="none")
+
+
 def _embedding(weights, x):
     return ops.embedding(torch.tensor([3, 1, 3], device=x.device), weights[0]) * x[:3]
 
@@ -104,7 +117,9 @@ CALLS = {
     "lora_moe": (_lora_moe, MOE),
     "lora_moe transposed": (_transposed_moe, MOE),
     "fused_linear_cross_entropy": (_head, ((INNER, HIDDEN),)),
+    "fused_linear_cross_entropy mean": (_mean_head, ((INNER, HIDDEN),)),
     "fused_linear_log_prob": (_log_prob, ((INNER, HIDDEN),)),
+    "fused_linear_kl_div": (_kl_div, ((INNER, HIDDEN), (INNER, HIDDEN))),
     "embedding": (_embedding, ((INNER, HIDDEN),)),
 }
 
@@ -213,10 +228,11 @@ def test_pieces_are_the_weight(make, turned, monkeypatch):
     assert torch.equal(torch.cat([p.dequantized() for p in parts], -2), weight.dequantized())
 
 
+BY_PIECES = [name for name in CALLS if name != "embedding"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "name", ["fused_moe", "lora_moe", "lora_moe transposed", "linear", "lora_mlp", "lora_qkv"]
-)
+@pytest.mark.parametrize("name", BY_PIECES)
 def test_by_pieces(backend, name, monkeypatch):
     if harness.device_of(backend).type != "cpu":
         pytest.skip("tensors of this test are on the CPU")
@@ -228,6 +244,30 @@ def test_by_pieces(backend, name, monkeypatch):
     assert len(weights[0].pieces()) > 2
     for actual, one in zip(step(call, weights, backend), expected, strict=True):
         torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
+
+
+LARGE = {(INNER, HIDDEN): (4096, 512), (HIDDEN, INNER): (512, 4096), (HIDDEN, HIDDEN): (512, 512)}
+
+
+@pytest.mark.parametrize("wrapped", [lambda run, x: run(x), checkpointed], ids=["", "checkpoint"])
+@pytest.mark.parametrize("name", [n for n in BY_PIECES if not n.startswith(("lora", "fused_moe"))])
+def test_pieces_bound_the_peak_of_a_step(name, wrapped, monkeypatch):
+    """All tensors of forward and backward take less than half of one weight in 16 bits or more."""
+    call, shapes = CALLS[name]
+    weights = [quantized("mxfp4", *LARGE[shape]) for shape in shapes]
+    size = weights[0].numel() * weights[0].itemsize
+    known = [t for w in weights for t in w.tensors]
+
+    def peak():
+        x = torch.randn(ROWS, 512, requires_grad=True)
+        with measure("cpu", known=known) as peak:
+            y = wrapped(lambda rows: call(weights, rows), x)
+            y.sum().backward()
+        return peak.added_bytes
+
+    assert peak() > size
+    monkeypatch.setattr(_quantized, "PIECE_BYTES", size // 64)
+    assert peak() < size // 2
 
 
 @pytest.mark.parametrize("name", ["linear", "lora_mlp", "lora_qkv"])

@@ -747,14 +747,14 @@ def test_the_first_of_many_chunks_does_not_wait_for_the_count(op, ignored, monke
     target[torch.randperm(48, generator=torch.Generator().manual_seed(0))[:ignored]] = -100
 
     right = trained(op, hidden, weight, target, chunk=6)
-    device, multiply = Behind(busy=False), fused_linear.multiply
+    device, multiply = Behind(busy=False), fused_linear.linear_into
 
     def noted(*args):
         device.log.append("multiplied")
         return multiply(*args)
 
     monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
-    monkeypatch.setattr(fused_linear, "multiply", noted)
+    monkeypatch.setattr(fused_linear, "linear_into", noted)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     with torch.autograd.set_multithreading_enabled(False):
         actual = trained(op, hidden, weight, target, chunk=6)

@@ -228,6 +228,68 @@ CASES |= {
 }
 
 
+def of_codes(run, format, seed):
+    """A patched model with a base in four bits of a seed, and adapters."""
+    base = run.build(hidden_size=64, intermediate_size=96)
+    g = torch.Generator().manual_seed(seed)
+    for layer in [m for m in base.model.layers.modules() if type(m) is nn.Linear]:
+        codes, scales = quantize_mxfp4(torch.randn(layer.weight.shape, generator=g) * 0.1)
+        more, rows, size = {}, codes.shape[0], codes.numel()
+        if format == "nvfp4":
+            scales = (torch.rand(rows, size // rows // 8, generator=g) + 0.5).to(
+                torch.float8_e4m3fn
+            )
+            more = {"global_scale": torch.rand(1, generator=g) * 0.1}
+        elif format == "int4":
+            scales = torch.rand(rows, size // rows // 16, generator=g) * 0.02
+            more = {"zeros": torch.full(scales.shape, 7, dtype=torch.uint8)}
+        elif format == "nf4":  # blocks of 32, which end with rows
+            scales, more = torch.rand(size // 16, generator=g) * 0.2, {"group": 32}
+        coded = ops.QuantizedWeight(codes, scales, format=format, dtype=torch.float32, **more)
+        layer.weight = nn.Parameter(coded.to(run.device), requires_grad=False)
+    model = lora(base, FEW)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data = torch.randn(p.shape, generator=g).to(p) * 0.1
+    patch(model, strict=True)
+    return model
+
+
+def checkpoints_of_codes(run, format):
+    """What two ranks save is codes; another model that loads it has the losses of the first.
+
+    So has a model that is whole.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    folder = [tempfile.mkdtemp() if run.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    first, second = (sharded(run, of_codes(run, format, seed)) for seed in (1, 2))
+    losses = [run.train(model).detach() for model in (first, second)]
+    assert losses[0] != losses[1]
+    dcp.save(get_model_state_dict(first), checkpoint_id=folder[0])
+    state = get_model_state_dict(second)
+    dcp.load(state, checkpoint_id=folder[0])
+    set_model_state_dict(second, state)
+    saved = b"".join(file.read_bytes() for file in pathlib.Path(folder[0]).iterdir())
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        one, other = (getattr(t, "_local_tensor", t) for t in (one, other))
+        if isinstance(one, ops.QuantizedWeight):
+            for a, b in zip(one.tensors, other.tensors, strict=True):
+                assert torch.equal(a.float(), b.float())
+            assert one.codes.cpu().numpy().tobytes() in saved
+    assert torch.equal(run.train(second).detach(), losses[0])
+    whole = of_codes(run, format, 3)
+    dcp.load(get_model_state_dict(whole), checkpoint_id=folder[0])
+    torch.testing.assert_close(run.train(whole).detach(), losses[0])
+
+
+CASES |= {
+    f"fsdp2 checkpoints of {format} codes": functools.partial(checkpoints_of_codes, format=format)
+    for format in ("mxfp4", "nvfp4", "int4", "nf4")
+}
+
+
 @case()
 def ddp_accumulating_uneven_batches(run):
     stock, ours = run.pair()
