@@ -5,7 +5,9 @@ Heads of tensor parallel models are equal to one process, and by the losses of t
 
 import copy
 import functools
+import inspect
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 
 
 from liger_multi import ops
-from liger_multi.patching import patch, real_logits, unpatch
+from liger_multi.patching import patch, patched, real_logits, unpatch
+from liger_multi.patching.head import linear_loss as heads_of_losses
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
 from tests.comparing import assert_same_gradients, gradients, recorded
@@ -473,6 +476,27 @@ def test_linear_cross_entropy_of_copies_and_others(fused):
     patch(ours, fused_linear_cross_entropy=False)
     of_weight(ours)
     assert fused.count == 0
+
+
+@linear_loss
+def test_linear_cross_entropy_is_pytorchs_without_patched_heads(monkeypatch):
+    """Its function comes back with the last head; one that somebody put around ours stays."""
+    stock = inspect.unwrap(F.linear_cross_entropy)
+    monkeypatch.setattr(F, "linear_cross_entropy", stock)
+    monkeypatch.setattr(heads_of_losses, "_heads", weakref.WeakSet())
+    models = [build(patching={}), build(patching={})]
+    ours = F.linear_cross_entropy
+    assert ours is not stock
+    with pytest.raises(TypeError, match=r"linear_cross_entropy.* 'bogus'"):
+        of_weight(models[0], bogus=1)
+    unpatch(models[0])
+    assert F.linear_cross_entropy is ours
+    unpatch(models[1])
+    assert F.linear_cross_entropy is stock
+    with patched(models[0]):
+        theirs = functools.wraps(F.linear_cross_entropy)(lambda *a, **k: None)
+        monkeypatch.setattr(F, "linear_cross_entropy", theirs)
+    assert F.linear_cross_entropy is theirs
 
 
 @linear_loss

@@ -33,7 +33,7 @@ from liger_multi.patching.head.deferred import (
     TracedGuard,
     count_optimizer_steps,
 )
-from liger_multi.patching.head.linear_loss import follow
+from liger_multi.patching.head.linear_loss import follow, unfollow
 from liger_multi.patching.head.loss import loss_logits
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.rules import is_infrastructure
@@ -60,6 +60,11 @@ class LazyHead(Patched):
     def entered(module: nn.Module, settings: Any) -> None:
         """A loss of the layer's weight, for which nobody calls the layer, is looked for."""
         follow(module, output_dtype)
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """The same, no more."""
+        unfollow(module)
 
     def __setstate__(self, state: Any) -> None:
         """The same for a copy."""
