@@ -99,11 +99,12 @@ class Routes:
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has no maximum of these
 
 
-def _signed(layer: Any, number: int) -> Tensor:
+def _signed(indices: Any, number: int) -> Tensor:
     """Indices of one layer in a dtype that can be computed with; RoutesError where they are none.
 
     To look at them waits for their device.
     """
+    layer: Tensor = indices
     integers = isinstance(layer, Tensor) and not (layer.is_floating_point() or layer.is_complex())
     if not integers or layer.dtype == torch.bool or layer.ndim != 2:
         raise RoutesError(
@@ -193,9 +194,9 @@ class _Pass:
         """The experts of all rows, ``(rows, k)``: by the routes, or today's without any."""
         key = number, axes
         if key not in self.chosen:
-            known = self.known and self.known[number]
-            fits = known is not None and known.shape[1] == today.shape[1]
-            self.chosen[key] = self._replayed(known, today) if fits else today
+            self.chosen[key] = today
+            if self.known is not None and self.known[number].shape[1] == today.shape[1]:
+                self.chosen[key] = self._replayed(self.known[number], today)
         return self.chosen[key]
 
     def end(self, number: int, axes: int) -> None:

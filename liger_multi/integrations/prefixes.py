@@ -90,7 +90,7 @@ def _scored(
     accelerate puts functions around the forward of a model that trains in mixed precision.
     """
     for module, forward in _forwards(model):
-        autocasts = []
+        autocasts: list[torch.autocast] = []
         for function in _wrapped(forward):
             variables = inspect.getclosurevars(function).nonlocals
             if variables.keys() >= _CLOSURE:

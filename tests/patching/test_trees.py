@@ -1,6 +1,9 @@
 """Shared prefixes: a branch is what it is in a batch without sharing, or the model is refused."""
 
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +18,7 @@ from liger_multi.patching import patch, register_attention
 from liger_multi.patching.attention import interface
 from liger_multi.patching.packing.tree import Tree
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import build
+from tests.models import build, redrawn
 from tests.sweep import cases
 from tests.sweep.run import liven
 from tests.sweep.trees import judge
@@ -89,11 +92,15 @@ def unshared(model, batch, **arguments):
     return answer, output
 
 
+def weights_like(values):
+    """Another weight for every element."""
+    return torch.randn(values.shape, generator=torch.Generator().manual_seed(3))
+
+
 def loss_of(log_probs):
     """A sum in which every token has another weight."""
     flat = torch.cat([part for each in log_probs for part in each])
-    weights = torch.randn(flat.shape, generator=torch.Generator().manual_seed(3))
-    return (flat * weights).sum()
+    return (flat * weights_like(flat)).sum()
 
 
 def assert_equal_to_unshared(model, batch, rtol=5e-4, **arguments):
@@ -218,7 +225,8 @@ EDGES = {
     "chain": [(tokens(6, 1), [(tokens(3, 2), [([], [(tokens(2, 3), [tokens(1, 4)])])])])],
     "chain below": [(tokens(6, 1), [(tokens(3, 2), [tokens(2, 3)]), (tokens(2, 4), [[]])])],
     "ends within": [(tokens(6, 1), [(tokens(3, 2), [[], tokens(2, 3)])])],
-    "tensors": [(torch.tensor(tokens(6, 1)), [torch.tensor(tokens(2, 2)), tokens(2, 3)])],
+    "tensors": [(torch.tensor(tokens(6, 1)), [torch.tensor(tokens(2, 2)).short(), tokens(2, 3)])],
+    "arrays": [(np.array(tokens(6, 1)), [[*np.array(tokens(2, 2))], np.array([3], np.uint8)])],
 }
 
 
@@ -370,7 +378,12 @@ def test_rows_do_not_depend_on_siblings():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_no_other_branch_moves_by_a_bit(model_type):
-    model, batch = served(model_type), trees.pack(NESTED + PAIR)
+    assert_no_other_branch_moves(served(model_type))
+
+
+def assert_no_other_branch_moves(model, device="cpu"):
+    """When a token of one is another one."""
+    batch = trees.pack(NESTED + PAIR, device=device)
     with torch.no_grad(), trees.shared(batch):
         plain = model(**batch.inputs).logits[0]
         for segment in range(len(batch.tree.lengths)):
@@ -380,9 +393,49 @@ def test_no_other_branch_moves_by_a_bit(model_type):
             moved = model(**{**batch.inputs, "input_ids": ids}).logits[0]
             below = batch.tree.below(segment)
             numbers = batch.tree.segments(ids.device)
-            inside = torch.isin(numbers, torch.tensor(below))
+            inside = torch.isin(numbers, torch.tensor(below, device=device))
             assert torch.equal(moved[~inside], plain[~inside])
             assert not torch.equal(moved[inside], plain[inside])
+
+
+def of_row(states):
+    """The last token sees the first one, whatever path it is on."""
+    return torch.cat([states[:, :-1], states[:, -1:] + states[:, :1]], 1)
+
+
+LEAKS = {
+    "the token before": lambda h: h + 0.5 * torch.nn.functional.pad(h, (0, 0, 1, -1)),
+    "five tokens before": lambda h: h + 0.5 * torch.nn.functional.pad(h, (0, 0, 5, -5)),
+    "a sum": lambda h: h + 0.02 * h.cumsum(1),
+    "the end of a row": of_row,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leak", [None, *LEAKS.values()], ids=["none", *LEAKS])
+def test_a_class_that_lets_tokens_see_others_is_refused(leak, dtype):
+    """Also in 16 bits, and where few tokens of a branch are concerned."""
+
+    class Leaking(transformers.LlamaModel):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            states = output.last_hidden_state
+            output.last_hidden_state = leak(states) if leak else states
+            return output
+
+    model = build().to(dtype)
+    redrawn(model).model.__class__ = Leaking
+    model.set_attn_implementation("liger_multi")
+    patch(model)
+    match = "the output of a branch differs"
+    refused = pytest.raises(PackingError, match=match) if leak else contextlib.nullcontext()
+    with refused:
+        trees.scores(model, trees.pack(NESTED))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_routers_in_16_bits_are_served(model_type):
+    trees.scores(served(model_type).bfloat16(), trees.pack(NESTED))
 
 
 # --- from rows ---
@@ -515,6 +568,14 @@ def test_paths_of_too_many_segments():
         trees.pack([answer])
 
 
+def deep(levels):
+    """A branch within a branch, and so on."""
+    answer = [1]
+    for _ in range(levels):
+        answer = ([1], [answer])
+    return answer
+
+
 @pytest.mark.parametrize(
     ("groups", "error", "match"),
     [
@@ -523,9 +584,56 @@ def test_paths_of_too_many_segments():
         ([(["a"], [])], TypeError, "a prompt must be ids"),
         ([([1], [(2, 3, 4)])], TypeError, "a tuple of ids and a list of answers"),
         ([(torch.ones(2), [])], TypeError, "ids of one axis"),
+        ([(torch.ones(2) + 0j, [])], TypeError, "ids of one axis"),
+        ([([1, True], [])], TypeError, "a prompt must be ids"),
+        ([([1], [[2, -100]])], ValueError, "an answer to a prompt has the id -100"),
+        ([deep(300)], ValueError, "nested in more than 256 levels"),
         ([("text", [])], TypeError, "a list or a tensor"),
     ],
 )
 def test_wrong_trees(groups, error, match):
     with pytest.raises(error, match=match):
         trees.pack(groups)
+
+
+ROWS = torch.tensor([tokens(6, 1)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"ids": ROWS.float()}, TypeError, "ids must be integers"),
+        ({"ids": ROWS - 300}, ValueError, "a row has the id -"),
+        ({"prompt_lengths": [1]}, ValueError, r"within the rows' \[6, 6\], got \[1\]"),
+        ({"prompt_lengths": [1, 7]}, ValueError, r"got \[1, 7\]"),
+        ({"prompt_lengths": 3}, TypeError, "prompt_lengths must be integers"),
+        ({"prompt_lengths": [1.5, 1]}, TypeError, "prompt_lengths must be integers"),
+        ({"prompt_lengths": [1, 1], "shortest": 0}, ValueError, "shortest must be at least 1"),
+        ({"depth": 0}, ValueError, "depth must be at least 1, got 0"),
+    ],
+)
+def test_wrong_rows(arguments, error, match):
+    with pytest.raises(error, match=match):
+        trees.from_batch(**{"ids": ROWS, "mask": torch.ones(2, 6), **arguments})
+
+
+def test_numbers_of_other_tokens():
+    batch = trees.from_batch(ROWS, torch.ones(2, 6), shortest=2)
+    for method in (batch.split, batch.to_rows):
+        with pytest.raises(ValueError, match=r"of the 0 predicted tokens, got .*\(3,\)"):
+            method(torch.ones(3))
+
+
+def test_arguments_that_do_not_fit_a_tree():
+    model, batch = served(), trees.pack(FLAT)
+    with pytest.raises(PackingError, match="got logits_to_keep beside shared prefixes"):
+        trees.scores(model, batch, logits_to_keep=1)
+    with trees.shared(batch), pytest.raises(PackingError, match="a mask of its own"):
+        model(**{**batch.inputs, "attention_mask": torch.ones(1, 1, 26, 26)})
+
+
+def test_log_probs_without_a_predicted_token_have_gradients():
+    batch = trees.from_batch(ROWS, torch.ones(2, 6), prompt_lengths=[6, 6])
+    model = served()
+    batch.to_rows(trees.scores(model, batch).log_probs).sum().backward()
+    assert not any(grad.any() for grad in gradients(model).values())

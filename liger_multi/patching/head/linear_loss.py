@@ -59,8 +59,8 @@ def unfollow(head: nn.Module) -> None:
     with lock:
         _heads.discard(head)
         ours: Any = getattr(F, "linear_cross_entropy", None)
-        if ours is not None and getattr(ours, _MARK, None) is ours and not _heads:
-            F.linear_cross_entropy = ours.__wrapped__
+        if getattr(ours, _MARK, False) is ours and not _heads:
+            F.linear_cross_entropy = vars(ours)["__wrapped__"]
 
 
 def _fused(
