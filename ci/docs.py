@@ -292,7 +292,7 @@ def _compiled(op: Any) -> str:
 
 
 def _sharded(op: Any) -> str:
-    replicated = importlib.import_module("liger_multi.dispatch.dtensor").replicated
+    replicated = importlib.import_module("liger_multi.dispatch.op").replicated
     if not op.rowwise:
         return "DTensors are refused. Pass local or full tensors."
     rows = ", ".join(f"`{name}`" for name in op.fwd.params if name in op.bitwise.batched)

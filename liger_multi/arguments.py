@@ -13,10 +13,12 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from liger_multi._torch_private import constant_in_graphs
 
 # --- arguments by name ---
 
@@ -67,13 +69,6 @@ _CACHE_METHODS = frozenset(
 """Any of them makes an object a cache: no other object of transformers' interfaces has one."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _NO_CACHES = (Tensor, nn.Module, *_PLAIN, type, tuple, list, set, frozenset)
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _constant(function: Function) -> Function:
-    """Let a compiler keep the answer to a question about classes and names in its graph."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def is_cache(value: Any) -> bool:
@@ -86,7 +81,7 @@ def is_cache(value: Any) -> bool:
     return _hands_on(type(value)) and any(hasattr(value, name) for name in _CACHE_METHODS)
 
 
-@_constant
+@constant_in_graphs
 def _is_cache_class(owner: type) -> bool:
     answer = _cache_classes.get(owner)
     if answer is None:
@@ -94,7 +89,7 @@ def _is_cache_class(owner: type) -> bool:
     return answer
 
 
-@_constant
+@constant_in_graphs
 def _hands_on(owner: type) -> bool:
     return hasattr(owner, "__getattr__")
 
@@ -112,7 +107,7 @@ def _looks_like_a_cache(owner: type) -> bool:
     )
 
 
-@_constant
+@constant_in_graphs
 def names_cache(name: str) -> bool:
     """Whether an argument of this name is a cache, where its value does not tell."""
     return bool(_CACHE_NAME.fullmatch(name)) and not _NO_CACHE_NAME.fullmatch(name)

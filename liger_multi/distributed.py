@@ -25,8 +25,7 @@ from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME
-from liger_multi.patching.mixers.calls import mixer_calls, unserved
-from liger_multi.patching.mixers.fused import FusedMixer
+from liger_multi.patching.mixers import FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.hybrids import PackedModel
 from liger_multi.patching.packing.samples import rows_of, sample_ids
 from liger_multi.patching.packing.tree import offered
@@ -362,8 +361,8 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
         # positions of a share must not look to transformers like those of a packed row
         new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
     if isinstance(base, PackedModel) or "seq_idx" in new:
-        told = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
-        new = {**new, "seq_idx": told} if told is not None else new
+        seq_idx = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
+        new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
     sharded.ends.append(shards.enter(row))
@@ -433,8 +432,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _compare(model: Any, ranks: shards.Ranks) -> None:
     """Run a packed row in one process and over ranks; every rank does both."""
     embedding = _embedding(model)
-    parameter = next(model.parameters())
-    ids = torch.arange(TRIAL_TOKENS, device=parameter.device)[None]
+    ids = torch.arange(TRIAL_TOKENS, device=next(model.parameters()).device)[None]
     first = TRIAL_TOKENS * 5 // 8 + 1  # 39 of 61: at no border of shares
     positions = torch.where(ids < first, ids, ids - first)
     sizes = [getattr(embedding, "num_embeddings", None)]  # may have more entries than the head

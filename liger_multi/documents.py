@@ -1,4 +1,4 @@
-"""YAML and JSON files that people write, read strictly.
+"""YAML and JSON files that people write, read strictly; and what JSON may hold.
 
 What a file may hold is the part of YAML that configurations need: mappings with text as keys,
 lists, text, decimal numbers, ``true``, ``false`` and ``null``, and merge keys (``<<: *base``).
@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from liger_multi.errors import ConfigurationError, shown, shown_path
@@ -95,6 +95,15 @@ def read_json(path: str | os.PathLike[str], what: str) -> Any:
     except ValueError as error:  # wrong syntax, or an integer of thousands of digits
         wrong = str(error)
     raise ConfigurationError(f"{shown_path(path)} is not JSON: {wrong}")
+
+
+def plain(value: Any) -> Any:
+    """Numbers that JSON has no word for, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _nonblocking(path: str, flags: int) -> int:

@@ -178,3 +178,16 @@ def unknown(noun: str, name: object, known: Iterable[str], every: str = "") -> s
         where = f" ({every} lists them)" if every else ""
         return f"unknown {noun} {quoted}; {hint}nearest of {len(names)} known{where}: {listed}"
     return f"unknown {noun} {quoted}; {hint}known: {', '.join(names)}"
+
+
+def check_name(
+    error: type[Exception], noun: str, name: object, known: Iterable[str], every: str = ""
+) -> str:
+    """``name``, if it is a text that is known.
+
+    Raises:
+        error: It is not; the message is that of :func:`unknown`.
+    """
+    if not isinstance(name, str) or name not in known:
+        raise error(unknown(noun, name, known, every))
+    return name

@@ -68,6 +68,20 @@ class Page:
         return "\n\n".join(blocks) + "\n"
 
 
+class Paged:
+    """What is shown as a page, in text and in rich's consoles."""
+
+    def page(self) -> Page:
+        """What there is to say, in tables."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.page().plain()
+
+    def __rich__(self) -> Any:
+        return self.page().rich()
+
+
 def _table(section: Section) -> Any:
     from rich import box
     from rich.table import Table

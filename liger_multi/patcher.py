@@ -37,5 +37,4 @@ def provide(loader: Callable[[], Any]) -> None:
 
 def patcher() -> Patcher:
     """The patcher, loaded when it is first needed."""
-    loaded: Patcher = _loaders[0]()
-    return loaded
+    return _loaders[0]()  # type: ignore[no-any-return]

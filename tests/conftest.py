@@ -21,7 +21,7 @@ os.environ["LIGER_MULTI_CACHE"] = os.devnull  # no folder: plans simulate, and k
 import pytest
 import torch
 
-from liger_multi.testing.poison import poison_empty
+from liger_multi.testing.checks import poison_empty
 from tests import harness
 from tests.interpreter import patch_interpreter
 

@@ -566,8 +566,9 @@ def four_bits() -> list[str]:
                 steps.append([name, row["side"], *cells, ratio])
         heads = ["Work", "Implementation", "ms", "peak, GiB", "first of ours / it: time, memory"]
         parts += [measured(run), "", *table(heads, steps), ""]
-        parts += table(["dequantize", "ms", "GB/s", "of a copy's"], rates)
-    return parts
+        if rates:
+            parts += [*table(["dequantize", "ms", "GB/s", "of a copy's"], rates), ""]
+    return parts[:-1]
 
 
 def compressed_activations() -> list[str]:

@@ -132,16 +132,25 @@ def _as_on_devices() -> contextlib.ExitStack:
     return stack
 
 
-def start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
+def start(op: str, sample: Sample, dtype: torch.dtype) -> None:
     """Start the kernels of a sample, under :func:`ci.static.recorded`."""
+    with _as_on_devices():
+        _launch(directions(op, sample, dtype))
+
+
+def _start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
     with _as_on_devices():
         calls = _recorded(op, name, dtype, setting)
         with SETTINGS[setting].within():
-            for primitive, args in calls:
-                served = module("triton", primitive.op.name)
-                launcher = getattr(served, primitive.direction, None)
-                if launcher is not None and not _refused(served, primitive, args):
-                    launcher(*(a.detach() if isinstance(a, Tensor) else a for a in args))
+            _launch(calls)
+
+
+def _launch(calls: Directions) -> None:
+    for primitive, args in calls:
+        served = module("triton", primitive.op.name)
+        launcher = getattr(served, primitive.direction, None)
+        if launcher is not None and not _refused(served, primitive, args):
+            launcher(*(a.detach() if isinstance(a, Tensor) else a for a in args))
 
 
 def calls(setting: str = "") -> dict[str, Callable[[], None]]:
@@ -150,7 +159,7 @@ def calls(setting: str = "") -> dict[str, Callable[[], None]]:
     return {
         " ".join(
             filter(None, (op, sample.name, str(dtype).removeprefix("torch."), setting))
-        ): functools.partial(start, op, sample.name, dtype, setting)
+        ): functools.partial(_start, op, sample.name, dtype, setting)
         for op in ((op,) if op else operators())
         if module("triton", op) is not None
         for sample in samples.compiled(op)

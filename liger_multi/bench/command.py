@@ -10,7 +10,7 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.registry import usable_device
-from liger_multi.errors import ConfigurationError, LigerMultiError, need, unknown
+from liger_multi.errors import ConfigurationError, LigerMultiError, check_name, need
 
 if TYPE_CHECKING:
     from liger_multi.bench.runner import BenchConfig
@@ -82,8 +82,7 @@ def plan(
         raise ConfigurationError(f"--device {options.device}: {wrong}") from wrong
     usual = dtype or ("fp32" if device.type == "cpu" else "bf16")
     name = usual if options.dtype is None else options.dtype
-    if name not in DTYPES:
-        raise ValueError(unknown("dtype", name, DTYPES))
+    check_name(ValueError, "dtype", name, DTYPES)
     if options.seconds is not None and not (options.seconds > 0 and math.isfinite(options.seconds)):
         raise ValueError(f"--seconds must be positive, got {options.seconds:g}")
     text = whom if options.providers is None else options.providers
@@ -100,8 +99,7 @@ def plan(
 def _names(text: str, known: list[str]) -> list[str]:
     names = [n.strip() for n in text.split(",") if n.strip()]
     for name in names:
-        if name not in known:
-            raise ValueError(unknown("provider", name, known))
+        check_name(ValueError, "provider", name, known)
     if not names:
         raise ValueError(f"--providers names nobody; such as: {', '.join(known[:5])}")
     return list(dict.fromkeys(names))

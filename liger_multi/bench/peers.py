@@ -21,7 +21,7 @@ from liger_multi import ops
 from liger_multi._torch_private import grouped_mm
 from liger_multi.ops._formulas import Rows, jsd_rows, kl_rows, rows_of_heads, tvd_rows
 from liger_multi.ops.attention import Window, of_all_heads
-from liger_multi.testing.formulas import FORMULAS, Formula
+from liger_multi.testing.checks import FORMULAS, Formula
 
 # --- eager forms ---
 
@@ -137,8 +137,7 @@ def _grouped_moe(
     ids, order = torch.sort(flat)
     every = torch.arange(experts, device=x.device, dtype=ids.dtype)
     offsets = torch.searchsorted(ids, every, right=True, out_int32=True)
-    gate_up = grouped_mm(x[order // top_k], gate_up_weight.mT, offs=offsets)
-    gate, up = gate_up.chunk(2, -1)
+    gate, up = grouped_mm(x[order // top_k], gate_up_weight.mT, offs=offsets).chunk(2, -1)
     rows = grouped_mm(F.silu(gate) * up, down_weight.mT, offs=offsets)
     rows = rows * routing.view(-1)[order].unsqueeze(-1)
     inverse = torch.empty_like(order)
@@ -364,8 +363,7 @@ def _transformers_moe(by: str) -> Formula:
         experts, hidden, inner = down_weight.shape
         module = _experts_module(by, experts, hidden, inner)
         weights = {"gate_up_proj": gate_up_weight, "down_proj": down_weight}
-        output: Tensor = torch.func.functional_call(module, weights, (x, index, routing))
-        return output
+        return torch.func.functional_call(module, weights, (x, index, routing))  # type: ignore[no-any-return]
 
     return call
 
@@ -450,8 +448,7 @@ def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) 
     call = _of("quack", "linear_cross_entropy:chunked_linear_cross_entropy")
     # 0.6.5 refuses GEMMs with as many rows as columns, which its 4096 rows make of 4096 channels
     rows = {"chunk_size": 8192} if hidden.shape[-1] == 4096 else {}
-    loss: Tensor = call(hidden, weight, target, **rows)
-    return loss
+    return call(hidden, weight, target, **rows)  # type: ignore[no-any-return]
 
 
 # --- lower bounds: the GEMMs alone ---
@@ -490,22 +487,13 @@ def _log_prob_products(
     return (log_prob,) * len(outputs) if len(outputs) > 1 else log_prob
 
 
-class _PairProducts(torch.autograd.Function):
+def _pair_products(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor
+) -> Any:
     """The four GEMMs of a divergence of two heads and nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, other: Tensor, head: Tensor) -> Tensor:
-        """Both logits; the student's are kept as if they were their own gradient."""
-        logits = hidden @ weight.mT
-        _ = other @ head.mT
-        ctx.save_for_backward(hidden, weight, logits)
-        return logits.new_ones((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """GEMMs with the shapes of both gradients."""
-        hidden, weight, logits = ctx.saved_tensors
-        return logits @ weight, logits.mT @ hidden, None, None
+    with torch.no_grad():
+        _ = teacher_hidden @ teacher_weight.mT  # kept while the student's logits are made
+    return _apply(_Products, hidden, weight)
 
 
 EXPERTS = {
@@ -514,11 +502,7 @@ EXPERTS = {
     "transformers-loop": "eager",
 }
 """Implementations of experts in transformers, by provider."""
-_PAIR_PRODUCTS: dict[str, Formula] = {
-    "products": lambda hidden, weight, teacher_hidden, teacher_weight, target: _apply(
-        _PairProducts, hidden, weight, teacher_hidden, teacher_weight
-    )
-}
+_PAIR_PRODUCTS: dict[str, Formula] = {"products": _pair_products}
 _INPLACE = {"cross_entropy": False, "cross_entropy_inplace": True}
 _PEERS: dict[str, dict[str, Formula]] = {
     **ATTENTION_PEERS,

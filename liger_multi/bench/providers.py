@@ -22,7 +22,7 @@ from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import packages
 from liger_multi.dispatch.resolve import candidate
 from liger_multi.testing import samples
-from liger_multi.testing.formulas import Formula
+from liger_multi.testing.checks import Formula
 
 # --- Liger-Kernel, by our operators ---
 
@@ -36,8 +36,7 @@ ROTARY = "liger_kernel.transformers"
 
 def _liger_mlp(swiglu: Formula) -> Formula:
     def mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        product = swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
-        return F.linear(product, down_weight)
+        return F.linear(swiglu(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
 
     return mlp
 
@@ -63,8 +62,7 @@ def _liger_moe(moe: Formula) -> Formula:
     def call(
         x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
     ) -> Tensor:
-        output: Tensor = moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)
-        return output
+        return moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)  # type: ignore[no-any-return]
 
     return call
 
@@ -76,8 +74,7 @@ def _prepared(loss: Formula, prepare: Formula) -> Formula:
     def call(
         student: Tensor, teacher: Tensor, *, form: str = "log_prob", teacher_form: str = "log_prob"
     ) -> Tensor:
-        output: Tensor = loss(prepare(student, form), prepare(teacher, teacher_form))
-        return output
+        return loss(prepare(student, form), prepare(teacher, teacher_form))  # type: ignore[no-any-return]
 
     return call
 
@@ -326,13 +323,11 @@ def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
         name,
         call,
         overwrites=bool(case.sample.options.get("inplace")),
-        scope=contextlib.nullcontext if name == "ours" else lambda: _using(case.op, name),
+        scope=contextlib.nullcontext
+        if name == "ours"
+        else lambda: liger_multi.use(**{case.op: name}),
         backend=chosen if name == "ours" else name,
     )
-
-
-def _using(op: str, backend: str) -> contextlib.AbstractContextManager[None]:
-    return liger_multi.use(**{op: backend})
 
 
 def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:

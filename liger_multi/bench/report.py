@@ -20,6 +20,7 @@ from rich.table import Table
 
 from liger_multi._version import __version__
 from liger_multi.dispatch.registry import backends, unavailable
+from liger_multi.documents import plain
 from liger_multi.memory.measure import format_bytes
 from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
@@ -215,15 +216,6 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
         text = json.dumps(plain(result), indent=1, allow_nan=False)
         temporary.write_text(text + "\n", encoding="utf-8")
     return [path, *written]
-
-
-def plain(value: Any) -> Any:
-    """Numbers that JSON has no word for, as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {k: plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def chart(title: str, rows: Sequence[Row], path: Path) -> None:

@@ -180,8 +180,7 @@ def _loaded(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
+    sys.path.insert(0, str(path.resolve().parent))
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -61,16 +62,6 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def seed(text: str) -> int:
-    """A seed as an argument, as NumPy takes it."""
-    return _number(text, 0, 2**32 - 1)
-
-
-def processes(text: str) -> int:
-    """A number of processes as an argument."""
-    return _number(text, 1, 256)
-
-
 def seconds(text: str) -> float:
     """A time limit as an argument."""
     try:
@@ -84,14 +75,9 @@ def seconds(text: str) -> float:
 
 def name(text: str) -> str:
     """A name of a person or thing as an argument."""
-    if not text.isprintable() or not 1 <= len(text) <= 100:
+    if not text.isprintable() or len(text) > 100 or not any(c.isalnum() for c in text):
         raise argparse.ArgumentTypeError(f"must be a name of up to 100 letters, got {shown(text)}")
     return text
-
-
-def steps(text: str) -> int:
-    """A number of steps as an argument."""
-    return _number(text, 1, 2**31 - 1)
 
 
 def _number(text: str, least: int, most: int) -> int:
@@ -104,6 +90,12 @@ def _number(text: str, least: int, most: int) -> int:
             f"must be an integer from {least} to {most}, got {shown(text)}"
         )
     return value
+
+
+# Arguments that are numbers: a seed, as NumPy takes it, processes and steps.
+seed = functools.partial(_number, least=0, most=2**32 - 1)
+processes = functools.partial(_number, least=1, most=256)
+steps = functools.partial(_number, least=1, most=2**31 - 1)
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:

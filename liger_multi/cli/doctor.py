@@ -21,7 +21,9 @@ import torch
 from liger_multi import _torch_private
 from liger_multi._tested import untested
 from liger_multi.cli import checking
-from liger_multi.dispatch.config import in_quarantine
+from liger_multi.dispatch import registry
+from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current, in_quarantine
+from liger_multi.dispatch.launch import device_info, proved_with
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
 
@@ -152,8 +154,6 @@ def _cpu() -> dict[str, str]:
 
 
 def _accelerator(device: torch.device) -> dict[str, str]:
-    from liger_multi.dispatch.launch import device_info
-
     properties = torch.get_device_module(device).get_device_properties(device)
     entry = {"name": str(getattr(properties, "name", "?"))}
     if hasattr(properties, "total_memory"):
@@ -165,8 +165,6 @@ def _accelerator(device: torch.device) -> dict[str, str]:
 
 def backends(probes: Probes) -> dict[str, dict[str, str]]:
     """Every backend: whether it is available, and its own facts."""
-    from liger_multi.dispatch import registry
-
     records = {}
     for name, record in registry.backends().items():
         refusal = probes.ask(
@@ -180,8 +178,6 @@ def backends(probes: Probes) -> dict[str, dict[str, str]]:
 
 def configuration() -> list[dict[str, Any]]:
     """The layers in force, the strongest first."""
-    from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current
-
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     records: list[dict[str, Any]] = []
     for layer in current().layers:
@@ -208,8 +204,6 @@ def configuration() -> list[dict[str, Any]]:
 
 def unproved(facts: dict[str, Any]) -> list[str]:
     """Accelerators whose launch numbers nobody proved with this Triton."""
-    from liger_multi.dispatch.launch import device_info, proved_with
-
     sentences, triton = [], facts["versions"].get("triton", "")
     for entry in facts["devices"]:
         device = torch.device(entry["device"])
@@ -229,17 +223,12 @@ def unproved(facts: dict[str, Any]) -> list[str]:
 def _explained() -> list[dict[str, Any]]:
     import liger_multi
 
-    return [as_data(row) for row in liger_multi.explain().rows]
+    return [asdict(row) for row in liger_multi.explain().rows]
 
 
 def _switched_off() -> list[str]:
     """What does not work because this PyTorch lacks a private symbol."""
     return [str(symbol) for symbol in _torch_private.absent() if symbol.lost]
-
-
-def as_data(row: Any) -> dict[str, Any]:
-    """One row of an explanation as plain data."""
-    return asdict(row)
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -141,7 +142,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, long_name(arguments.dtype)) if arguments.dtype else None
     device = None if arguments.device is None else checking.known_device(arguments.device)
     explanation = liger_multi.explain(arguments.op, device, dtype)
-    rows = [doctor.as_data(row) for row in explanation.rows]
+    rows = [asdict(row) for row in explanation.rows]
     fails = doctor.failing(rows)
     if arguments.json:
         checking.write_json(rows)
@@ -158,7 +159,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from liger_multi.dispatch.explain import explain
 
     with within(Configuration((load(arguments.file),))):
-        fails = doctor.failing([doctor.as_data(row) for row in explain().rows])
+        fails = doctor.failing([asdict(row) for row in explain().rows])
     if arguments.json:
         checking.write_json({"file": str(arguments.file), "fine": True, "fails_here": fails})
         return 0

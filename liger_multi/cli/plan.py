@@ -20,11 +20,10 @@ from liger_multi.dispatch.config import parse_memory
 from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
-from liger_multi.memory.breakdown import estimate_page
-from liger_multi.memory.compress import FORMATS as FORMATS_OF_ACTIVATIONS
+from liger_multi.memory.offload import FORMATS as FORMATS_OF_ACTIVATIONS
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
 from liger_multi.memory.planning.cost import DEFAULT_HOST_MEMORY
-from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
+from liger_multi.memory.planning.result import NAMES, PRECISIONS
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
 from liger_multi.memory.sizes import SIZES, Source, beyond, positions_of
 from liger_multi.ops.dequantize import FORMATS
@@ -119,7 +118,7 @@ def run_estimate(arguments: argparse.Namespace) -> int:
         data = {name: value for name, value in result.as_data().items() if name != "profile"}
         checking.write_json({**data, "fits": fits, "notes": [note] if note else []})
         return int(not fits)
-    page = estimate_page(result)
+    page = result.page()
     if not fits:
         page.add("Too large", [("problem", f"a device has {arguments.capacity}")])
     if note:
@@ -217,7 +216,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         checking.write_json(result.as_data())
     else:
-        plan_page(result).show()
+        result.page().show()
     if arguments.picture:
         result.draw(arguments.picture)
     if arguments.write and not code:

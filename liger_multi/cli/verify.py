@@ -22,7 +22,8 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 from liger_multi.testing import samples
-from liger_multi.testing.verify import cases, quarantine, report
+from liger_multi.testing.verify import cases, quarantine
+from liger_multi.testing.verify import run as verdicts
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import Result, Runner
 
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, names))
     results = verify(device, chosen, arguments.ops, level, arguments.limit, arguments.jobs)
     known = facts(device)
-    data = report.as_data(
+    data = verdicts.as_data(
         known,
         results,
         level=level,
@@ -112,10 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         checking.write_json(data)
     else:
-        report.page(data).show()
+        verdicts.page(data).show()
     if arguments.quarantine:
         _quarantine(arguments, device, results, data, old)
-    return 1 if report.findings(results) else 0
+    return 1 if verdicts.findings(results) else 0
 
 
 def verify(
@@ -141,15 +142,16 @@ def verify(
         seconds = limit or LIMITS.get(device.type, LIMIT)
         runner = Runner(seconds, jobs or min(most, os.cpu_count() or 1), begun, heard)
         results = runner.run(groups)
-        if level != "quick":
-            results += runner.run(_entries(device, results))
+        results += runner.run(_entries(device, results, level))
     return results
 
 
-def _entries(device: torch.device, results: list[Result]) -> list[tuple[Target, list[Case]]]:
-    """A case for every entry of the launch table that a right case can run with."""
+def _entries(
+    device: torch.device, results: list[Result], level: str
+) -> list[tuple[Target, list[Case]]]:
+    """A case for every entry of the launch table that a level runs and a right case can take."""
     by_target: dict[tuple[Target, str], list[Case]] = {}
-    for entry in cases.entries(device):
+    for entry in cases.entries(device, level):
         able = [r for r in results if entry in r.entries and r.verdict == "right"]
         able.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
         for result in able[:1]:
@@ -215,7 +217,7 @@ def _quarantine(
     for section, named in quarantine.replaced(results, device, runner.run).items():
         sections[section] = {**sections.get(section, {}), **named}
     since = old.since if old and sections else data["date"]
-    text = quarantine.block(sections, since or data["date"], report.made_with(data))
+    text = quarantine.block(sections, since or data["date"], verdicts.made_with(data))
     changed = quarantine.write(path, text)
     count = sum(map(len, sections.values()))
     said = f"{count} overrides" if count else "nothing to keep away"

@@ -19,15 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi.patching import swap
+from liger_multi.patching import mixers, mlp, norms, swap
 from liger_multi.patching.experts import fused as fused_experts
-from liger_multi.patching.experts import interface as experts_interface
-from liger_multi.patching.experts.find import experts_kind, looks_like_experts
-from liger_multi.patching.mixers import fused as mixers
-from liger_multi.patching.mlp import fused as mlp
-from liger_multi.patching.mlp.find import mlp_kind, mlp_names
-from liger_multi.patching.norms import fused as norms
-from liger_multi.patching.norms.find import looks_like_norm, norm_settings
+from liger_multi.patching.experts.find import NAME as EXPERTS
+from liger_multi.patching.experts.find import experts_kind, looks_like_experts, register_experts
+from liger_multi.patching.mlp import mlp_kind, mlp_names
+from liger_multi.patching.norms import looks_like_norm, norm_settings
 from liger_multi.patching.options import Options
 from liger_multi.patching.rotary import Rotary, recognized, served_function
 
@@ -187,8 +184,7 @@ MIXING = {
 
 def _mixing(name: str, function: Any) -> Any:
     """The operator in place of a marked function, or None where it computes something else."""
-    stock = functools.partial(type(function).forward, function)
-    return mixers.serving(MIXING[name][0], stock)
+    return mixers.serving(MIXING[name][0], functools.partial(type(function).forward, function))
 
 
 def _layer_of(name: str) -> type[nn.Module]:
@@ -298,18 +294,16 @@ def kernel_config(*, inherit_mapping: bool = False, **options: Any) -> Any:
         def create_compatible_mapping(self, model: Any, compile: bool = False) -> None:
             # ours is what strings would become; set this late, since loading expects strings
             self.kernel_mapping = mappings
-            experts_interface.register_experts()
-            if hasattr(model, "set_experts_implementation") and _has_experts(model):
-                model.set_experts_implementation(experts_interface.NAME)
+            register_experts()
+            if hasattr(model, "set_experts_implementation") and any(
+                looks_like_experts(m) for m in model.modules()
+            ):
+                model.set_experts_implementation(EXPERTS)
             settle(model)
 
     config = Config({})
     config.inherit_mapping = inherit_mapping
     return config
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(looks_like_experts(m) for m in model.modules())
 
 
 def settle(model: nn.Module) -> None:

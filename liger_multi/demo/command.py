@@ -23,7 +23,7 @@ import torch
 from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError, need
 from liger_multi.memory import Profile, compare, profile
-from liger_multi.memory.breakdown import Comparison, comparison_page, profile_page
+from liger_multi.memory.breakdown import Comparison
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
 
@@ -312,8 +312,8 @@ def _keep_memory(both: Comparison, folder: Path) -> None:
 def _show_memory(both: Comparison, folder: Path) -> None:
     page = Page()
     for measured in (both.first, both.second):
-        page.sections += profile_page(measured).sections
-    page.sections += comparison_page(both).sections
+        page.sections += measured.page().sections
+    page.sections += both.page().sections
     first, second = both.first.peak_bytes, both.second.peak_bytes
     drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of unpatched"
     page.add("Written", [("timelines", folder / "memory.png"), ("peak", drop)])  # type: ignore[list-item]

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_multi._torch_private import is_deterministic
 from liger_multi.dispatch.launch import bounded_by_rows
 from liger_multi.dispatch.registry import REFERENCE, backends, module
-from liger_multi.errors import ContractError, unknown
+from liger_multi.errors import ContractError, check_name
 
 if TYPE_CHECKING:
     from liger_multi.dispatch.torch_ops import Primitive
@@ -87,8 +87,7 @@ def promise(
     """
     sets = [frozenset(names.split()) for names in (always, deterministic, rows)]
     for name in sorted(frozenset().union(*sets, because)):
-        if name not in PROPERTIES:
-            raise ContractError(unknown("property of bits", name, PROPERTIES))
+        check_name(ContractError, "property of bits", name, PROPERTIES)
     return Promise(sets[0], sets[1], sets[2], because)
 
 
@@ -161,8 +160,7 @@ def bitwise(
         reference: How the reference has independent rows.
         cached: Names of arguments that only save work, and that other rows go without.
     """
-    if reference not in REFERENCES:
-        raise ContractError(unknown("way of the reference", reference, REFERENCES))
+    check_name(ContractError, "way of the reference", reference, REFERENCES)
     named = [(*name.split(":"), "0")[:2] for name in batched.split()]
     axes = {name: int(axis) for name, axis in named}
     names = frozenset(cached.split())

@@ -77,8 +77,7 @@ def compiled(source: str, name: str, names: Mapping[str, Any]) -> Callable[..., 
     before = set(namespace)
     exec(compile(source, file, "exec"), namespace)
     new = (value for n, value in namespace.items() if n not in before and n[0] != "_")
-    function: Callable[..., Any] = next(new)
-    return function
+    return next(new)  # type: ignore[no-any-return]
 
 
 def block(*lines: str | None) -> str:

@@ -51,9 +51,10 @@ from typing import Any
 import torch
 
 from liger_multi._torch_private import is_stashed, stash_in_thread, stashed
+from liger_multi.dispatch import registry
 from liger_multi.documents import read_yaml
 from liger_multi.dtypes import long_name, short_name
-from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.errors import ConfigurationError, check_name, shown, unknown
 
 # --- the form of a configuration ---
 
@@ -275,25 +276,20 @@ def _expect(value: object, expected_type: type, where: str, description: str) ->
 
 def _section(content: Any, keys: tuple[str, ...], where: str, label: str) -> dict[str, Any]:
     """A mapping of some keys, without those that have no value."""
-    description = f"a mapping with the keys {', '.join(keys)}"
-    _expect(content, Mapping, where, description)
+    _expect(content, Mapping, where, f"a mapping with the keys {', '.join(keys)}")
     named = {_name(key, f"{label} {where}", keys): value for key, value in content.items()}
     return {key: value for key, value in named.items() if value is not None}
 
 
 def _name(name: object, label: str, known: Iterable[str]) -> str:
     """``name``, if it is a text that is known."""
-    if not isinstance(name, str) or name not in known:
-        raise ConfigurationError(unknown(label, name, known))
-    return str.__str__(name)
+    return str.__str__(check_name(ConfigurationError, label, name, known))
 
 
 def _device(name: object, source: str) -> str:
     """The name of a section: a device type, perhaps with an architecture and a dtype behind it."""
-    from liger_multi.dispatch.registry import device_type
-
     first, *parts = name.split("/") if isinstance(name, str) else (name,)
-    device = device_type(first, f"device type in {source}")
+    device = registry.device_type(first, f"device type in {source}")
     dtypes = [part for part in map(short_name, parts) if part in _DTYPES]
     archs = [part for part in parts if short_name(part) not in _DTYPES]
     if len(dtypes) > 1 or len(archs) > 1 or not all(map(_ARCH.fullmatch, archs)):
@@ -322,29 +318,25 @@ def sections_of(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def _pattern(op: object, source: str) -> str:
-    from liger_multi.dispatch.registry import operators
-
     if isinstance(op, str) and _PATTERN.fullmatch(op):
         try:
-            if any(fnmatch.fnmatchcase(name, op) for name in operators()):
+            if any(fnmatch.fnmatchcase(name, op) for name in registry.operators()):
                 return str.__str__(op)
         except re.error:  # a range such as [z-a], before Python 3.12
             pass
     raise ConfigurationError(
-        unknown(f"operator in {source}", op, operators(), "liger-multi explain")
+        unknown(f"operator in {source}", op, registry.operators(), "liger-multi explain")
     )
 
 
 def _order(value: Any, op: object, source: str) -> tuple[str, ...]:
-    from liger_multi.dispatch.registry import backends
-
     names = order(value)
     if not names:
         raise ConfigurationError(
             f"the choice for {shown(op)} in {source} must be a backend's name or a list of names, "
             f"got {shown(value)}"
         )
-    label, known = f"backend for {shown(op)} in {source}", (*backends(), "auto")
+    label, known = f"backend for {shown(op)} in {source}", (*registry.backends(), "auto")
     names = tuple(_name(name, label, known) for name in names)
     if len(set(names)) < len(names):
         raise ConfigurationError(

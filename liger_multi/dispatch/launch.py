@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.documents import yaml_of
-from liger_multi.errors import ConfigurationError, unknown
+from liger_multi.errors import ConfigurationError, check_name
 
 __all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 
@@ -99,11 +100,9 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 @functools.cache
 def _device_info(device: torch.device) -> DeviceInfo:
-    from liger_multi.dispatch.registry import serving
-
     if device.type == "cpu":
         return INTERPRETER
-    for record in serving(device.type):
+    for record in registry.serving(device.type):
         if record.device_info is not None:
             return record.device_info(device)
     raise ConfigurationError(f"no available backend knows the limits of the device {device}")
@@ -142,8 +141,7 @@ def launch_config(
         shape: Sizes that the formula takes and entries bound, such as ``rows=8192, cols=4096``.
     """
     if _simulated:
-        simulated: Config = _config(name, formula, _simulated[-1], shape)
-        return simulated
+        return _config(name, formula, _simulated[-1], shape)  # type: ignore[no-any-return]
     key = (name, device, any_rows.get(), *shape.values())
     cached: Config | None = _configs.get(key)
     if cached is None:
@@ -177,8 +175,7 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
         if any_rows.get() and _orders_sums(entry):
             continue
         if _holds(entry["when"], known):
-            fields: dict[str, int] = entry["config"]
-            return fields
+            return entry["config"]  # type: ignore[no-any-return]
     return {}
 
 
@@ -205,18 +202,15 @@ def proved_with(info: DeviceInfo) -> Mapping[str, Sequence[str]]:
 
 def _content(backend: str, arch: str) -> Mapping[str, Any]:
     """What ``backends/<backend>/launch/<arch>.yaml`` holds; empty without a file."""
-    from liger_multi.dispatch.registry import packages
-
-    if backend not in packages():
+    if backend not in registry.packages():
         return {}
-    file = importlib.resources.files(packages()[backend]) / "launch" / f"{arch}.yaml"
+    file = importlib.resources.files(registry.packages()[backend]) / "launch" / f"{arch}.yaml"
     if not file.is_file():
         return {}
     content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
     for section, known in _SECTIONS.items():
         for key in content.get(section) or {}:
-            if key not in known:
-                raise ConfigurationError(unknown(f"key of {section} in {file}", key, known))
+            check_name(ConfigurationError, f"key of {section} in {file}", key, known)
     return {**content, "file": str(file)}
 
 
@@ -244,10 +238,8 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
 @functools.cache
 def bounded_by_rows() -> frozenset[str]:
     """Kernels of which an entry of any table gives some numbers of rows other bits."""
-    from liger_multi.dispatch.registry import packages
-
     names = set()
-    for backend, package in packages().items():
+    for backend, package in registry.packages().items():
         folder = importlib.resources.files(package) / "launch"
         for file in folder.iterdir() if folder.is_dir() else ():
             entries = table(backend, file.name.removesuffix(".yaml"))
@@ -259,8 +251,7 @@ def _entry(
     entry: Mapping[str, Any], name: str, file: str, limits: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     for key in entry:
-        if key not in _ENTRY:
-            raise ConfigurationError(unknown(f"key of {name} in {file}", key, _ENTRY))
+        check_name(ConfigurationError, f"key of {name} in {file}", key, _ENTRY)
     when = {axis: (int(low), int(high)) for axis, (low, high) in (entry.get("when") or {}).items()}
     equal_bits = bool(entry.get("equal_bits", False))
     return {"when": {**when, **limits}, "config": dict(entry["config"]), "equal_bits": equal_bits}

@@ -273,8 +273,7 @@ def inside_operator() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    strict = importlib.import_module("liger_multi.reference.common.strict")
-    return bool(strict.strict())
+    return bool(importlib.import_module("liger_multi.reference.common.strict").strict())
 
 
 @constant_in_graphs

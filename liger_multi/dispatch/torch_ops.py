@@ -25,7 +25,7 @@ from liger_multi._torch_private import (
     profiler_enabled,
 )
 from liger_multi.dispatch import codegen
-from liger_multi.dispatch.double_backward import only_whole
+from liger_multi.dispatch.autograd import only_whole
 from liger_multi.dispatch.registry import REFERENCE, module
 from liger_multi.dispatch.resolve import resolve
 from liger_multi.dispatch.stored import has_stored, with_numbers

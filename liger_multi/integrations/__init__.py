@@ -16,9 +16,12 @@ if TYPE_CHECKING:
         merge_adapters_mxfp4,
         merge_mxfp4,
     )
-    from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
-    from liger_multi.integrations.sequence import SequenceParallel
-    from liger_multi.integrations.trainer import TrainerCallback
+    from liger_multi.integrations.trainer import (
+        SequenceParallel,
+        SharedPrefixes,
+        TrainerCallback,
+        share_prefixes,
+    )
 
 __all__ = [
     "LightningCallback",
@@ -33,14 +36,14 @@ __all__ = [
 ]
 _HOMES = {
     "LightningCallback": "lightning",
-    "SequenceParallel": "sequence",
-    "SharedPrefixes": "prefixes",
+    "SequenceParallel": "trainer",
+    "SharedPrefixes": "trainer",
     "TrainerCallback": "trainer",
     "dequantize_weights": "mxfp4",
     "load_mxfp4": "mxfp4",
     "merge_adapters_mxfp4": "mxfp4",
     "merge_mxfp4": "mxfp4",
-    "share_prefixes": "prefixes",
+    "share_prefixes": "trainer",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from liger_multi.patching import PatchReport
-from liger_multi.patching.held import HeldPatch
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.options import OpChoice
 
 try:

@@ -130,8 +130,7 @@ def _without_values(model: nn.Module, config: Any, device: torch.device | str) -
     """Modules whose buffers no checkpoint holds (rotary angles) are built again."""
     for path, module in list(model.named_modules()):
         if any(b is not None and b.is_meta for b in module._buffers.values()):
-            fresh = type(module)(config).to(device)
-            model.set_submodule(path, fresh)
+            model.set_submodule(path, type(module)(config).to(device))
 
 
 def _as_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

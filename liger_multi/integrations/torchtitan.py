@@ -47,8 +47,7 @@ class FusedFeedForward(FeedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute; the three layers are called, whatever they are made of."""
-        out: Tensor = self.w2(ops.swiglu(self.w1(x), self.w3(x)))
-        return out
+        return self.w2(ops.swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]
 
 
 class FusedComplexRoPE(ComplexRoPE):
@@ -184,5 +183,4 @@ def loss(cfg: ChunkedLossWrapper.Config, *, chunk: int | str = "auto") -> FusedL
             "the override liger_multi.integrations.torchtitan.loss computes CrossEntropyLoss; got "
             f"{type(cfg.loss_fn).__qualname__}"
         )
-    config: FusedLoss.Config = derive(cfg, FusedLoss.Config, chunk=chunk)
-    return config
+    return derive(cfg, FusedLoss.Config, chunk=chunk)  # type: ignore[no-any-return]

@@ -8,13 +8,13 @@ from liger_multi.losses.distillation import (
     distillation_loss,
 )
 from liger_multi.losses.one_pass import token_sum
-from liger_multi.losses.pairs import PreferenceMetrics
 from liger_multi.losses.policy import PolicyMetrics, PolicyOptions, policy_loss
 from liger_multi.losses.preference import (
     CPOOptions,
     DPOOptions,
     KTOMetrics,
     KTOOptions,
+    PreferenceMetrics,
     cpo_loss,
     dpo_loss,
     kto_divergence,

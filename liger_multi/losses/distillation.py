@@ -67,10 +67,9 @@ class Divergence(NamedTuple):
     @property
     def of_rows(self) -> Callable[..., Tensor]:
         """What compares two rows."""
-        function: Callable[..., Tensor] = (
+        return (  # type: ignore[no-any-return]
             self.rows if callable(self.rows) else getattr(ops, self.rows)
         )
-        return function
 
 
 def cosine(student: Tensor, teacher: Tensor) -> Tensor:
@@ -219,8 +218,7 @@ def _soft(
     if isinstance(warm, Logits):
         return _given(warm, other, target, ignore_index, o)
     plain = DIVERGENCES[o.divergence].fused is not None and _alike(warm, other)
-    loss: Tensor = warm.run(lambda *own: _of_head(warm, own, other, plain, target, ignore_index, o))
-    return loss
+    return warm.run(lambda *own: _of_head(warm, own, other, plain, target, ignore_index, o))  # type: ignore[no-any-return]
 
 
 def _alike(student: Head, teacher: Head | Logits) -> bool:
@@ -275,8 +273,7 @@ def _of_head(
 
         return _tiles(student, own, logits, target, ignore_index, o)
 
-    output: Tensor = teacher.run(run)
-    return output
+    return teacher.run(run)  # type: ignore[no-any-return]
 
 
 def _tiles(
@@ -400,5 +397,4 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
 
 def _remainder(log_p: Tensor) -> Tensor:
     """The logarithm of the probability that is left."""
-    total = torch.logsumexp(log_p, -1, keepdim=True).clamp(max=-1e-7)
-    return torch.log(-torch.expm1(total))
+    return torch.log(-torch.expm1(torch.logsumexp(log_p, -1, keepdim=True).clamp(max=-1e-7)))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi._torch_private import WithoutAutocast
-from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.losses.sources import (
     IGNORED,
     Head,
@@ -102,8 +102,7 @@ def token_sum(
     output = tokens(typed_source, target, asked, ignore_index=ignore_index, name=name)
     if "ids" in columns:
         columns = {**columns, "picked": _picked(name, typed_source, target, output, columns["ids"])}
-    loss = _masked(formula(output, columns), target, ignore_index).sum()
-    return loss, detached(output)
+    return _masked(formula(output, columns), target, ignore_index).sum(), detached(output)
 
 
 def _picked(
@@ -187,8 +186,7 @@ def in_one_pass(
 ) -> tuple[Tensor, ...]:
     """The loss and the statistics of a pass that makes gradients as it goes."""
     apply: Any = _OnePass.apply
-    output: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, one_pass)
-    return output
+    return apply(hidden, weight, bias, scale, one_pass)  # type: ignore[no-any-return]
 
 
 class _OnePass(torch.autograd.Function):
@@ -432,8 +430,7 @@ def _by_autograd(
         )
     part = share * (target != ignore_index)
     each = torch.cat(parts) if parts else share.new_zeros(0)
-    total: Tensor = (torch.where(part != 0, each, 0) * part).sum()
-    return total
+    return (torch.where(part != 0, each, 0) * part).sum()  # type: ignore[no-any-return]
 
 
 def _pass_over_tiles(
@@ -488,8 +485,7 @@ def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) ->
                 return torch.where(valid, mean * (head.logit_scale / head.temperature), 0)
             return _mean_rows(head, (hidden, weight, bias), target, ignore_index)
 
-        output: Tensor = head.run(run)
-        return output
+        return head.run(run)  # type: ignore[no-any-return]
 
 
 def _mean_rows(

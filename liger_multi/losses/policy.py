@@ -294,8 +294,7 @@ def policy_loss(
     target = _target(target, token_mask, ignore_index)
     mask = counted("Policy", target, ignore_index)
     positive("Policy", "accumulation", accumulation)
-    args = {"old": old, "ratios": ratios, "sampled": sampled}
-    columns = _columns(args, advantages, target)
+    columns = _columns({"old": old, "ratios": ratios, "sampled": sampled}, advantages, target)
     if sampled is not None and o.off_policy_threshold is None:
         raise ValueError("Policy: sampled is read with off_policy_threshold only")
     if (o.beta != 0) != (reference is not None):
@@ -316,8 +315,7 @@ def policy_loss(
         accumulation,
         o.max_length,
     )
-    weight = POLICY[o.loss_type].weight(batch).to(mask.device)
-    columns["share"] = weight.expand(mask.shape)
+    columns["share"] = POLICY[o.loss_type].weight(batch).to(mask.device).expand(mask.shape)
     if o.entropy_weight:
         columns["entropy_share"] = token_mean(batch).mul(o.entropy_weight).expand(mask.shape)
     needed = o.entropy_weight or o.top_entropy < 1
@@ -464,8 +462,7 @@ def _vespo_weight(own: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> Te
     low, high = math.log(1e-8), 20.0
     log_w = torch.where(mask, (own - c.get("old", own)).clamp(-high, high), 0).sum(-1)
     if "ratios" in c:
-        ratio = c["ratios"].log().clamp(low, high)
-        log_w = log_w + torch.where(mask, ratio, 0).sum(-1)
+        log_w = log_w + torch.where(mask, c["ratios"].log().clamp(low, high), 0).sum(-1)
     log_w = log_w.clamp(low, high).unsqueeze(1)
     good = c["advantage"] >= 0
     k = torch.where(good, o.vespo_k_pos, o.vespo_k_neg)

@@ -22,6 +22,7 @@ from liger_multi.losses.shared import (
     counted,
     divisor,
     masked_mean,
+    mean_over_ranks,
     of_tokens,
     segment_weights,
 )
@@ -168,20 +169,9 @@ def _shares(
     if o.reduction == "sum":
         return weight
     if token_weight is not None and count[0] is None:
-        total = divisor_of_weights(weight, count[2])
+        total = mean_over_ranks(weight.sum(), count[2])
         return torch.where(total == 0, 0, weight / total)
     return weight / divisor("Sequence", mask, *count)
-
-
-def divisor_of_weights(weight: Tensor, group: Any) -> Tensor:
-    """The sum of the tokens' weights, the mean over ranks where there is a group."""
-    total = weight.sum()
-    if group is None:
-        return total
-    import torch.distributed as dist
-
-    dist.all_reduce(total, group=group)
-    return total / float(dist.get_world_size(group))
 
 
 def _formula(o: SequenceOptions) -> Callable[[LogProbOutput, Columns], Tensor]:

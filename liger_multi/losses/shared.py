@@ -115,19 +115,23 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
 
 
+def mean_over_ranks(total: Tensor, group: Any) -> Tensor:
+    """``total``, or its mean over the ranks of a group; it is overwritten."""
+    if group is None:
+        return total
+    import torch.distributed as dist
+
+    dist.all_reduce(total, group=group)
+    return total / float(dist.get_world_size(group))
+
+
 def token_count(mask: Tensor, group: Any = None) -> Tensor:
     """Tokens of a step: of this rank, or the mean over the ranks of ``group``, by one collective.
 
     A sum divided by it, and averaged over ranks as data parallelism averages gradients, is the mean
     over the tokens of all ranks.
     """
-    count = mask.sum().to(torch.float32)
-    if group is None:
-        return count
-    import torch.distributed as dist
-
-    dist.all_reduce(count, group=group)
-    return count / float(dist.get_world_size(group))
+    return mean_over_ranks(mask.sum().to(torch.float32), group)
 
 
 def divisor(

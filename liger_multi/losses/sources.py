@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from liger_multi import checks, ops
 from liger_multi._torch_private import WithoutAutocast
+from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import parse_bytes
-from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_kinds, counted, kinds_of
 from liger_multi.ops import LogProbOutput
@@ -503,8 +503,7 @@ def tokens(
             output = kept_tokens((hidden, weight, bias), args, target, keep)
         return named(op(*args), target, args[-1]) if output is None else output
 
-    result: LogProbOutput = typed_source.run(run)
-    return result
+    return typed_source.run(run)  # type: ignore[no-any-return]
 
 
 def detached(log_prob_output: LogProbOutput) -> LogProbOutput:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from liger_multi.memory.breakdown import Profile
+from liger_multi.memory.breakdown import Profile, compare, profile
 from liger_multi.memory.choosing import adapt, choose, layer_stats
 from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.measure import format_bytes, measure, peak_memory
 from liger_multi.memory.offload import compress_activations, offload_activations
 from liger_multi.memory.planning import Settings, Space, TrainingPlan, apply, load, plan
-from liger_multi.memory.profiling import compare, profile
 from liger_multi.memory.recompute import POLICIES, Policy, apply_recompute, decoder_layers
 from liger_multi.memory.setup import TrainingSetup
 

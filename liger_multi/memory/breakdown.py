@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from liger_multi._torch_private import memory_history
 from liger_multi.documents import read_json
 from liger_multi.errors import ConfigurationError, shown
-from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.recorder import CATEGORIES, FORWARD, SAVED, Block
-from liger_multi.page import Page
+from liger_multi.memory.measure import format_bytes, resolve_device
+from liger_multi.memory.recorder import (
+    CATEGORIES,
+    FORWARD,
+    OTHER,
+    SAVED,
+    TEMPORARY,
+    Block,
+    Recorder,
+)
+from liger_multi.page import Page, Paged
 from liger_multi.pictures import INK, PARTS, figure
-
-if TYPE_CHECKING:
-    from liger_multi.memory.estimation import Estimate
 
 # --- data ---
 
@@ -49,7 +60,7 @@ class Holder:
 
 
 @dataclass
-class Profile:
+class Profile(Paged):
     """Memory of one step.
 
     Attributes:
@@ -136,17 +147,29 @@ class Profile:
         """Write a PNG of the timeline (needs matplotlib)."""
         draw_timelines([self], Path(path))
 
-    def __str__(self) -> str:
-
-        return profile_page(self).plain()
-
-    def __rich__(self) -> Any:
-
-        return profile_page(self).rich()
+    def page(self) -> Page:
+        """One step: what was held at the peak, and what forward kept."""
+        page, peak = Page(), self.peak_bytes
+        where = " in ".join(part for part in (self.peak_op, self.peak_module) if part)
+        facts = [
+            ("peak", format_bytes(peak)),
+            ("reached", f"{self.peak_phase}: {where}" if where else self.peak_phase),
+            ("seen by", f"{self.method} on {self.device}"),
+        ]
+        facts += [(name, format_bytes(size)) for name, size in self.allocator.items()]
+        page.add(f"Memory of {self.title}", facts)
+        rows = [
+            (name, format_bytes(size), percent(size, peak), format_bytes(self.largest[name]))
+            for name, size in self.at_peak.items()
+            if size or self.largest[name]
+        ]
+        page.add("By category", rows, ("category", "at the peak", "share", "own largest"))
+        _origins(page, self, peak)
+        return page
 
 
 @dataclass
-class Comparison:
+class Comparison(Paged):
     """Two profiles in one table, as ``stock`` and ``patched``."""
 
     first: Profile
@@ -161,13 +184,27 @@ class Comparison:
         """Write a PNG with both timelines on one scale (needs matplotlib)."""
         draw_timelines([self.first, self.second], Path(path))
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """Two steps in one table."""
+        page = Page()
+        a, b = self.first, self.second
 
-        return comparison_page(self).plain()
+        def row(name: str, x: int, y: int) -> Sequence[str]:
+            ratio = f"{y / x:.2f}" if x else "-"
+            return name, format_bytes(x), format_bytes(y), format_bytes(y - x), ratio
 
-    def __rich__(self) -> Any:
-
-        return comparison_page(self).rich()
+        rows = [row("peak", a.peak_bytes, b.peak_bytes)]
+        rows += [
+            row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
+        ]
+        saved = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
+        rows.append(row("kept by forward", *saved))
+        for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
+            sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
+            rows.append(row(f"  {key[0] or '-'}", *sizes))
+        header = ("", a.title, b.title, "difference", "ratio")
+        page.add("Peak memory and where it goes", rows, header)
+        return page
 
 
 def summarize(
@@ -231,8 +268,6 @@ def summarize(
 
 
 def _phase_of(phases: Sequence[tuple[int, str]]) -> Any:
-    import bisect
-
     starts = [at for at, _ in phases]
 
     def phase(at: int) -> str:
@@ -269,29 +304,9 @@ def _holders(
 ROWS = 10  # of a list of origins
 
 
-def _share(part: int, total: int) -> str:
+def percent(part: int, total: int) -> str:
+    """A part of a total."""
     return f"{100 * part / total:.0f} %" if total else "-"
-
-
-def profile_page(profile: Profile) -> Page:
-    """One step: what was held at the peak, and what forward kept."""
-    page, peak = Page(), profile.peak_bytes
-    where = " in ".join(part for part in (profile.peak_op, profile.peak_module) if part)
-    facts = [
-        ("peak", format_bytes(peak)),
-        ("reached", f"{profile.peak_phase}: {where}" if where else profile.peak_phase),
-        ("seen by", f"{profile.method} on {profile.device}"),
-    ]
-    facts += [(name, format_bytes(size)) for name, size in profile.allocator.items()]
-    page.add(f"Memory of {profile.title}", facts)
-    rows = [
-        (name, format_bytes(size), _share(size, peak), format_bytes(profile.largest[name]))
-        for name, size in profile.at_peak.items()
-        if size or profile.largest[name]
-    ]
-    page.add("By category", rows, ("category", "at the peak", "share", "own largest"))
-    _origins(page, profile, peak)
-    return page
 
 
 def _origins(page: Page, profile: Profile, peak: int) -> None:
@@ -299,7 +314,7 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
     page.add(
         "Held at the peak by",
         [
-            (category, module_class or "-", op or "-", format_bytes(size), _share(size, peak))
+            (category, module_class or "-", op or "-", format_bytes(size), percent(size, peak))
             for (category, module_class, op), size in at_peak[:ROWS]
         ],
         ("category", "module", "operator", "bytes", "share"),
@@ -309,94 +324,10 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
     page.add(
         "Kept by forward for backward",
         [
-            (module_class or "-", op or "-", format_bytes(size), _share(size, total))
+            (module_class or "-", op or "-", format_bytes(size), percent(size, total))
             for (module_class, op), size in saved[:ROWS]
         ],
         ("module", "operator", "bytes", "share"),
-    )
-
-
-def comparison_page(both: Comparison) -> Page:
-    """Two steps in one table."""
-    page = Page()
-    a, b = both.first, both.second
-
-    def row(name: str, x: int, y: int) -> Sequence[str]:
-        ratio = f"{y / x:.2f}" if x else "-"
-        return name, format_bytes(x), format_bytes(y), format_bytes(y - x), ratio
-
-    rows = [row("peak", a.peak_bytes, b.peak_bytes)]
-    rows += [
-        row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
-    ]
-    saved = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
-    rows.append(row("kept by forward", *saved))
-    for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
-        sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
-        rows.append(row(f"  {key[0] or '-'}", *sizes))
-    page.add("Peak memory and where it goes", rows, ("", a.title, b.title, "difference", "ratio"))
-    return page
-
-
-def estimate_page(estimate: Estimate) -> Page:
-    """A prediction: static, dynamic, peak."""
-    page = Page()
-    trained = f"{estimate.trained / 1e6:,.1f} M trained of {estimate.total / 1e6:,.1f} M parameters"
-    rows = [("model", trained)]
-    rows += [(f"static: {name}", format_bytes(size)) for name, size in estimate.parts.items()]
-    rows.append(("static", format_bytes(estimate.static_bytes)))
-    if estimate.host_bytes:
-        rows.append(("on the host instead", format_bytes(estimate.host_bytes)))
-    rows.append(("dynamic, at its own peak", format_bytes(estimate.dynamic_bytes)))
-    for name in CATEGORIES[3:]:
-        if estimate.profile.largest.get(name):
-            rows.append((f"  {name}, largest", format_bytes(estimate.profile.largest[name])))
-    if estimate.gathered_bytes:
-        rows.append(("shards of others, for a while", format_bytes(estimate.gathered_bytes)))
-    if estimate.workspace_bytes:
-        rows.append(("workspace of products", format_bytes(estimate.workspace_bytes)))
-    rows.append(("peak of a device", format_bytes(estimate.peak_bytes)))
-    page.add(f"Estimate for {estimate.title}", rows)
-    at_peak = {
-        **estimate.profile.at_peak,
-        "shards of others": estimate.gathered_bytes,
-        "workspace of products": estimate.workspace_bytes,
-        "sum, the peak": estimate.peak_bytes,
-    }
-    peak = [
-        (name, format_bytes(size), _share(size, estimate.peak_bytes))
-        for name, size in at_peak.items()
-        if size
-    ]
-    page.add(f"At the peak ({estimate.profile.peak_phase})", peak, ("category", "bytes", "share"))
-    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(_why_below(estimate), 1)])
-    return page
-
-
-def _why_below(estimate: Estimate) -> Iterator[str]:
-    """Why the peak is less than static and dynamic together, if it is."""
-    sum_bytes = (
-        estimate.static_bytes
-        + estimate.dynamic_bytes
-        + estimate.gathered_bytes
-        + estimate.workspace_bytes
-    )
-    if sum_bytes <= estimate.peak_bytes:
-        return
-    at_peak = estimate.profile.at_peak
-    absent = [
-        f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
-        for name, size in estimate.parts.items()
-        if at_peak.get(name, 0) < size
-    ]
-    dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
-    if dynamic < estimate.dynamic_bytes:
-        sizes = format_bytes(dynamic), format_bytes(estimate.dynamic_bytes)
-        absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
-    yield (
-        f"Static and dynamic have their highest moments at different times: together they would be "
-        f"{format_bytes(sum_bytes)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
-        f"{' and '.join(absent)}."
     )
 
 
@@ -438,3 +369,198 @@ def _timeline(axis: Any, profile: Profile, unit: int) -> None:
         axis.annotate(
             f" {name}", (place, 1), xycoords=("data", "axes fraction"), va="top", fontsize=9
         )
+
+
+# --- record a real step ---
+
+# On an accelerator the history of the allocator is joined with a recorder's blocks. The allocator
+# knows every block, also those inside native kernels, and nothing about models; a recorder knows
+# modules and operators. A storage belongs to the block that stood at its address when it was
+# first recorded.
+
+MOST_ENTRIES = 2_000_000  # of an allocator's history
+
+
+def profile(
+    step_fn: Callable[[], Any],
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    vocabulary: int | None = None,
+    warm: int = 1,
+    title: str = "a step",
+) -> Profile:
+    """Run a training step and report what its memory was spent on, when, and by which operators.
+
+    On an accelerator whose PyTorch keeps a history of its allocator, every block is counted, also
+    those inside native kernels; elsewhere all storages that operators touch. Operators cost some
+    microseconds more while they are recorded, and gradients that meet are added out of place.
+
+    Args:
+        step_fn: Forward, backward and, if it belongs to the step, the optimizer's step.
+        model: Gives parameters and modules their names.
+        optimizer: Tells its states apart from other tensors.
+        device: The device to watch; None takes that of the model, else the current accelerator or
+            the CPU.
+        vocabulary: Tensors with a last axis of this length are logits; None asks the model's
+            configuration.
+        warm: Steps that run before, unrecorded: the first step has no optimizer states yet.
+        title: What the profile is of.
+
+    Raises:
+        ValueError: ``warm`` is negative.
+    """
+    if warm < 0:
+        raise ValueError(f"warm must be a number of steps, 0 or more, got {warm!r}")
+    where = _device(device, model)
+    vocabulary = vocabulary or _vocabulary(model)
+    for _ in range(warm):
+        step_fn()
+    recorder = Recorder(where.type, model, optimizer, vocabulary)
+    with _history(where) as history, recorder.recording():
+        step_fn()
+    if not history:
+        report = Profile(title, str(where), "live tensors")
+        return summarize(report, recorder.blocks, recorder.events, recorder.phases)
+    phases = [(m, name) for m, (_, name) in zip(recorder.moments, recorder.phases, strict=True)]
+    joined = join(history["entries"], recorder.blocks, phases, *history["start"])
+    report = Profile(title, str(where), "allocator history", allocator=joined.facts)
+    return summarize(report, joined.blocks, joined.events, joined.phases)
+
+
+def compare(first: Profile, second: Profile) -> Comparison:
+    """Compare two profiles, such as unpatched and patched."""
+    return Comparison(first, second)
+
+
+def _device(device: torch.device | str | None, model: nn.Module | None) -> torch.device:
+    if device is None and model is not None:
+        parameter = next(model.parameters(), None)
+        if parameter is not None:
+            return parameter.device
+    return resolve_device(device)
+
+
+def _vocabulary(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "get_text_config", lambda: config)(), "vocab_size", None)
+
+
+@contextlib.contextmanager
+def _history(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Record what the device's allocator does; the dictionary is filled when the block ends.
+
+    It stays empty where there is no such record.
+    """
+    captured: dict[str, Any] = {}
+    module = None if device.type == "cpu" else torch.get_device_module(device.type)
+    memory: Any = getattr(module, "memory", None)
+    history = memory_history(memory)
+    if module is None or history is None:
+        yield captured
+        return
+    record, snapshot = history
+    index = module.current_device() if device.index is None else device.index
+    module.synchronize(index)
+    start = (module.memory_allocated(index), module.memory_reserved(index))
+    record(enabled="all", context=None, max_entries=MOST_ENTRIES)
+    try:
+        yield captured
+        module.synchronize(index)
+        captured.update(entries=snapshot()["device_traces"][index], start=start)
+    finally:
+        record(enabled=None)
+
+
+# --- the allocator's history ---
+
+OLDER, HIDDEN = "older than the step", "inside a kernel"
+
+
+@dataclass
+class Joined:
+    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` takes them."""
+
+    blocks: list[Block] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    facts: dict[str, int] = field(default_factory=dict)
+
+
+def join(
+    entries: Sequence[Mapping[str, Any]],
+    recorded: Sequence[Block],
+    phases: Sequence[tuple[float, str]],
+    allocated: int,
+    reserved: int,
+) -> Joined:
+    """Allocator events with the modules and operators of a recorder.
+
+    Args:
+        entries: Of the device's trace in a snapshot: ``action``, ``addr``, ``size``, ``time_us``.
+        recorded: Blocks of the recorder, with address and time.
+        phases: ``(time in microseconds, phase)``.
+        allocated: Bytes allocated when the history began.
+        reserved: Bytes reserved then.
+    """
+    joined = Joined()
+    owners = _owners(entries, [b for b in recorded if b.phase])
+    at_start: dict[int, int] = {}
+    for block in recorded:
+        if not block.phase:
+            at_start[block.address] = _open(joined, block, block.size)
+    rest = max(0, allocated - sum(b.size for b in joined.blocks))
+    older = _open(joined, Block(rest, role=OTHER, op=OLDER), rest)
+    live: dict[int, tuple[int, int]] = {}
+    now, names = allocated, iter(phases)
+    following = next(names, None)
+    best, highest_reserved = -1, reserved
+    for place, entry in enumerate(entries):
+        action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
+        while following is not None and entry.get("time_us", 0) >= following[0]:
+            joined.phases.append((len(joined.events), following[1]))
+            following = next(names, None)
+        if action == "alloc":
+            phase = joined.phases[-1][1] if joined.phases else ""
+            block = owners.get(place) or Block(size, phase, op=HIDDEN, role=TEMPORARY)
+            live[address] = (_open(joined, block, size), size)
+            now += size
+        elif action == "free_requested":
+            index, size = live.pop(address, (at_start.pop(address, older), size))
+            joined.events.append((index, -size))
+            now -= size
+        elif action == "segment_alloc":
+            reserved += size
+        elif action == "segment_free":
+            reserved -= size
+        highest_reserved = max(highest_reserved, reserved)
+        if now > best:
+            best = now
+            joined.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
+            joined.facts["hidden"] = sum(
+                size for i, size in live.values() if joined.blocks[i].op == HIDDEN
+            )
+    joined.facts["largest reserved"] = highest_reserved
+    return joined
+
+
+def _open(joined: Joined, block: Block, size: int) -> int:
+    joined.blocks.append(block)
+    joined.events.append((len(joined.blocks) - 1, size))
+    return len(joined.blocks) - 1
+
+
+def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
+    """The recorder's block of an entry: the first one at its address before the next entry."""
+    places: dict[int, list[int]] = {}
+    for place, entry in enumerate(entries):
+        if entry["action"] == "alloc":
+            places.setdefault(entry["addr"], []).append(place)
+    times = {a: [entries[p].get("time_us", 0) for p in numbers] for a, numbers in places.items()}
+    owners: dict[int, Block] = {}
+    for block in recorded:
+        position = bisect.bisect_right(times.get(block.address, []), block.time) - 1
+        if position >= 0:
+            owners.setdefault(places[block.address][position], block)
+    return owners

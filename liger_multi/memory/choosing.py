@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import tree_leaves, tree_map
 from liger_multi.checks import describe
+from liger_multi.errors import check_name
 from liger_multi.memory.estimation import meta_model
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.recompute import (
@@ -24,7 +25,7 @@ from liger_multi.memory.recompute import (
     undo_all,
 )
 from liger_multi.memory.recorder import FORWARD, RECOMPUTE
-from liger_multi.memory.setup import DTYPES, known
+from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.simulation import Simulation, backward
 from liger_multi.patcher import patcher
 
@@ -103,7 +104,7 @@ def layer_stats(
         flops: Of GEMMs, per second.
         bandwidth: Bytes read and written per second.
     """
-    param_dtype, autocast, _ = DTYPES[known("dtype", dtype, DTYPES)]
+    param_dtype, autocast, _ = DTYPES[check_name(ValueError, "dtype", dtype, DTYPES)]
     model = meta_model(model_or_config, param_dtype, attention, sequence)
     undo_all(model)
     if patched:

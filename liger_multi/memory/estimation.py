@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from liger_multi.errors import shown
-from liger_multi.memory.breakdown import Profile, summarize
+from liger_multi.errors import need, shown
+from liger_multi.memory.breakdown import Profile, percent, summarize
+from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.offload import compress_activations, offload_activations
 from liger_multi.memory.recorder import (
+    CATEGORIES,
     GRADIENTS,
     LOGITS,
     OTHER,
@@ -34,6 +36,9 @@ from liger_multi.memory.setup import (
     setup_of,
 )
 from liger_multi.memory.simulation import Simulation, on_meta
+from liger_multi.ops import QuantizedWeight
+from liger_multi.ops.dequantize import FORMATS
+from liger_multi.page import Page, Paged
 from liger_multi.patcher import patcher
 
 if TYPE_CHECKING:
@@ -46,7 +51,7 @@ EXCHANGED = 4  # tensors of the hidden size that an all-to-all of a mixer moves,
 
 
 @dataclass
-class Estimate:
+class Estimate(Paged):
     """What one device will hold.
 
     Attributes:
@@ -105,15 +110,62 @@ class Estimate:
             "profile": self.profile.as_data(),
         }
 
-    def __str__(self) -> str:
-        from liger_multi.memory.breakdown import estimate_page
+    def page(self) -> Page:
+        """A prediction: static, dynamic, peak."""
+        page = Page()
+        trained = f"{self.trained / 1e6:,.1f} M trained of {self.total / 1e6:,.1f} M parameters"
+        rows = [("model", trained)]
+        rows += [(f"static: {name}", format_bytes(size)) for name, size in self.parts.items()]
+        rows.append(("static", format_bytes(self.static_bytes)))
+        if self.host_bytes:
+            rows.append(("on the host instead", format_bytes(self.host_bytes)))
+        rows.append(("dynamic, at its own peak", format_bytes(self.dynamic_bytes)))
+        for name in CATEGORIES[3:]:
+            if self.profile.largest.get(name):
+                rows.append((f"  {name}, largest", format_bytes(self.profile.largest[name])))
+        if self.gathered_bytes:
+            rows.append(("shards of others, for a while", format_bytes(self.gathered_bytes)))
+        if self.workspace_bytes:
+            rows.append(("workspace of products", format_bytes(self.workspace_bytes)))
+        rows.append(("peak of a device", format_bytes(self.peak_bytes)))
+        page.add(f"Estimate for {self.title}", rows)
+        at_peak = {
+            **self.profile.at_peak,
+            "shards of others": self.gathered_bytes,
+            "workspace of products": self.workspace_bytes,
+            "sum, the peak": self.peak_bytes,
+        }
+        peak = [
+            (name, format_bytes(size), percent(size, self.peak_bytes))
+            for name, size in at_peak.items()
+            if size
+        ]
+        page.add(f"At the peak ({self.profile.peak_phase})", peak, ("category", "bytes", "share"))
+        page.add("Notes", [(f"{i}.", note) for i, note in enumerate(self._why_below(), 1)])
+        return page
 
-        return estimate_page(self).plain()
-
-    def __rich__(self) -> Any:
-        from liger_multi.memory.breakdown import estimate_page
-
-        return estimate_page(self).rich()
+    def _why_below(self) -> Iterator[str]:
+        """Why the peak is less than static and dynamic together, if it is."""
+        sum_bytes = (
+            self.static_bytes + self.dynamic_bytes + self.gathered_bytes + self.workspace_bytes
+        )
+        if sum_bytes <= self.peak_bytes:
+            return
+        at_peak = self.profile.at_peak
+        absent = [
+            f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
+            for name, size in self.parts.items()
+            if at_peak.get(name, 0) < size
+        ]
+        dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
+        if dynamic < self.dynamic_bytes:
+            sizes = format_bytes(dynamic), format_bytes(self.dynamic_bytes)
+            absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
+        yield (
+            "Static and dynamic have their highest moments at different times: together they would "
+            f"be {format_bytes(sum_bytes)}, the peak is {format_bytes(self.peak_bytes)}. At the "
+            f"peak, {' and '.join(absent)}."
+        )
 
 
 def estimate(
@@ -305,3 +357,63 @@ def gathered_bytes(blocks: list[list[Any]], root: list[Any], level: int) -> int:
 def _name(config_or_model: Any) -> str:
     config = getattr(config_or_model, "config", config_or_model)
     return str(getattr(config, "model_type", type(config_or_model).__name__))
+
+
+# --- models whose frozen base is in 4 bits ---
+
+INT4_GROUP = 128
+"""Elements of a block of int4, as checkpoints of AWQ and GPTQ have them."""
+RANK = 16
+
+
+def adapted_in_four_bits(config: Any, format: str, rank: int = RANK) -> Any:
+    """A model on the meta device: frozen weights in 4 bits, and LoRA in fp32 on top of them.
+
+    Stacks of experts and linear layers are quantized, except for the head, and for weights whose
+    rows are not whole blocks. In ``mxfp4``, a model with experts keeps everything else in 16 bits,
+    as the checkpoints of gpt-oss do.
+
+    Args:
+        config: Of a causal language model of Hugging Face.
+        format: Of :func:`liger_multi.ops.dequantize`.
+        rank: Of the adapters.
+
+    Raises:
+        ValueError: An unknown format.
+        MissingPackageError: peft cannot be imported.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"weights must be one of {', '.join(FORMATS)}, got {format!r}")
+    need("adapters on weights in 4 bits", ["peft"], "peft")
+    import peft
+
+    model = meta_model(config, torch.bfloat16, "sdpa", 0)
+    head = model.get_output_embeddings()
+    linear = [
+        path for path, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    ]
+    stacks = [path for path, p in model.named_parameters() if p.ndim == 3]
+    only_experts = format == "mxfp4" and stacks
+    for path in stacks if only_experts else [*stacks, *(f"{path}.weight" for path in linear)]:
+        owner, _, name = path.rpartition(".")
+        module = model.get_submodule(owner)
+        quantized = _quantized(module, module._parameters[name], format)
+        if quantized is not None:
+            module._parameters[name] = nn.Parameter(quantized, requires_grad=False)
+    adapters = peft.LoraConfig(r=rank, target_modules=linear, target_parameters=stacks or None)
+    return peft.get_peft_model(model, adapters, low_cpu_mem_usage=True)
+
+
+def _quantized(module: Any, weight: Any, format: str) -> QuantizedWeight | None:
+    """Codes and scales for a weight; blocks lie along its inputs."""
+    turned = weight.ndim == 3 and bool(getattr(module, "is_transposed", False))
+    *lead, columns = (weight.mT if turned else weight).shape
+    group = FORMATS[format].group or INT4_GROUP
+    if columns % group:
+        return None
+    dtypes = {"int4": weight.dtype, "nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8}
+    scales = torch.empty(
+        *lead, columns // group, dtype=dtypes.get(format, torch.float32), device="meta"
+    )
+    codes = torch.empty(*lead, columns // 2, dtype=torch.uint8, device="meta")
+    return QuantizedWeight(codes, scales, format=format, dtype=weight.dtype, turned=turned)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from liger_multi._torch_private import DisableTorchFunction, TorchDispatchMode
+from liger_multi.dispatch.op import OPS, inline_ops
 from liger_multi.dispatch.stored import StoredWeight
 
 # --- storages that are alive ---
@@ -134,8 +135,6 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def primitive_of(func: Any) -> Any:
     """The forward or backward of our operator that an operator of PyTorch stands for."""
-    from liger_multi.dispatch.op import OPS
-
     name, _, direction = func.name().partition("::")[2].rpartition("_")
     return OPS[name].fwd if direction == "forward" else OPS[name].bwd
 
@@ -201,8 +200,6 @@ def measure(
     Yields:
         The :class:`Peak`, filled in when the block ends, also when it raises.
     """
-    from liger_multi.dispatch.op import inline_ops
-
     if width is not None and width < 1:
         raise ValueError(f"width must be a positive length of an axis or None, got {width!r}")
     where = resolve_device(device)

@@ -6,7 +6,7 @@ fetches those that come next while it computes. Under a recompute policy or chec
 saved are the inputs of layers, and these go, with the results that a policy keeps.
 
 What layers pass to each other, and kept results of attention, may be rounded to a byte
-(:mod:`liger_multi.memory.compress`), on the host or on the device.
+(:func:`encode`), on the host or on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,64 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_multi._torch_private import detached
-from liger_multi.errors import unknown
-from liger_multi.memory import compress as codes
+from liger_multi.errors import check_name
 from liger_multi.memory.recompute import decoder_layers, store
+
+# --- activations in a byte: codes with a scale per row ---
+
+FORMATS = ("float8",)
+CODES = torch.float8_e4m3fn
+LARGEST = torch.finfo(CODES).max
+SHORTEST_ROW = 16  # of elements: scales take no more than a quarter of the codes
+_SLICE = 2**24  # elements that are converted at a time, so that their fp32 copy is small
+
+
+def row_length(x: Tensor) -> int:
+    """Elements of a row: the axis whose elements are neighbors in memory."""
+    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride == 1]
+    return max(sizes, default=1)
+
+
+def compressible(x: Tensor) -> bool:
+    """Whether a tensor holds numbers in rows that are long enough."""
+    return x.is_floating_point() and x.dtype.itemsize > 1 and row_length(x) >= SHORTEST_ROW
+
+
+def encode(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes in E4M3 and a scale per row, in which the largest of a row is the largest code.
+
+    Args:
+        x: Memory of a tensor without gaps, as one row.
+        columns: Elements of a row, from :func:`row_length`.
+
+    Returns:
+        Codes of x and fp32 scales ``(len(x) / columns,)``. ``codes * scale`` is x with a relative
+        error of at most 1/16 above 2^-15 of the row's largest element. A row with a number that is
+        not finite has no finite numbers afterwards.
+    """
+    rows = x.view(-1, columns)
+    scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    codes = torch.empty(rows.shape, dtype=CODES, device=x.device)
+    for part in _slices(len(rows), columns):
+        values = rows[part].float()
+        scale = (values.abs().amax(1) / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+        scales[part] = scale
+        codes[part] = (values / scale[:, None]).to(CODES)
+    return codes.view(-1), scales
+
+
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What :func:`encode` made codes of, rounded to them and to a dtype, as one row."""
+    rows = codes.view(len(scales), codes.numel() // max(1, len(scales)))
+    x = torch.empty(rows.shape, dtype=dtype, device=codes.device)
+    for part in _slices(*rows.shape):
+        x[part] = rows[part].float().mul_(scales[part, None]).to(dtype)
+    return x.view(-1)
+
+
+def _slices(rows: int, columns: int) -> list[slice]:
+    step = max(1, _SLICE // max(1, columns))
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 class _Parked:
@@ -69,7 +124,7 @@ class _Parked:
             (self.flat,) = tensors
         elif self.flat is None:
             data, scales = tensors
-            self.flat = codes.decode(data, scales, cast(torch.dtype, self.dtype))
+            self.flat = decode(data, scales, cast(torch.dtype, self.dtype))
         return self.flat
 
     def __del__(self) -> None:
@@ -134,8 +189,7 @@ class _Stays(_Plain):
 
     def back(self, parked: _Parked) -> tuple[Tensor, ...]:
         """What stayed."""
-        tensors: tuple[Tensor, ...] = parked.host
-        return tensors
+        return parked.host  # type: ignore[no-any-return]
 
 
 class _Shapes(_Plain):
@@ -248,9 +302,7 @@ class _Step:
             self.kept += tensor.nbytes
             return _Stayed(tensor)
         mark = self._mark(tensor)
-        coded = (
-            self.compress and (compress or mark in self.passed_on) and codes.compressible(tensor)
-        )
+        coded = self.compress and (compress or mark in self.passed_on) and compressible(tensor)
         if isinstance(self.copies, _Stays) and not coded:
             self.kept += tensor.nbytes
             return _Stayed(tensor)
@@ -278,7 +330,7 @@ class _Step:
 
     def _park(self, tensor: Tensor, coded: bool) -> _Parked:
         flat = _flat(tensor.detach())
-        source = codes.encode(flat, codes.row_length(tensor)) if coded else (flat,)
+        source = encode(flat, row_length(tensor)) if coded else (flat,)
         watched, dtype = (None, flat.dtype) if coded else (_Stayed(detached(tensor)), None)
         parked = _Parked(len(self.parked), source, watched, dtype)
         self.parked.append(weakref.ref(parked))
@@ -316,8 +368,7 @@ class _Step:
             tensors = parked.fetched
         flat = parked.restore(tensors or ())
         parked.fetched = None  # codes are not needed any more
-        tensor: Tensor = flat.as_strided(packed.size, packed.stride)
-        return tensor
+        return flat.as_strided(packed.size, packed.stride)  # type: ignore[no-any-return]
 
     def _fetch(self, parked: _Parked) -> None:
         if parked.source is None and parked.fetched is None and parked.flat is None:
@@ -497,8 +548,8 @@ def offload_activations(
     for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value!r}")
-    if compress is not None and compress not in codes.FORMATS:
-        raise ValueError(unknown("format of activations", compress, codes.FORMATS))
+    if compress is not None:
+        check_name(ValueError, "format of activations", compress, FORMATS)
     return Offload(model, min_bytes, in_flight_bytes, compress=compress, timed=timed)
 
 
@@ -524,6 +575,5 @@ def compress_activations(
     """
     if min_bytes < 0:
         raise ValueError(f"min_bytes must not be negative, got {min_bytes!r}")
-    if format not in codes.FORMATS:
-        raise ValueError(unknown("format of activations", format, codes.FORMATS))
+    check_name(ValueError, "format of activations", format, FORMATS)
     return Offload(model, min_bytes, 0, compress=format, stays=True)

@@ -20,12 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from liger_multi import checks
 from liger_multi._torch_private import TorchDispatchMode, detached, tree_map, tree_map_only
 from liger_multi.arguments import parameters_of, without_caches
-from liger_multi.errors import unknown
+from liger_multi.errors import check_name
 
 # --- policies ---
 
@@ -117,8 +121,7 @@ def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name; a policy is returned as it is."""
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
-        raise ValueError(unknown("recompute policy", policy, POLICIES))
+    check_name(ValueError, "recompute policy", policy, POLICIES)
     return POLICIES[policy]
 
 
@@ -208,8 +211,6 @@ class Counted:
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         """PyTorch asks here what to do with the result of one operator."""
-        from torch.utils.checkpoint import CheckpointPolicy
-
         if self.keeps(bool(context.is_recompute), func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -233,7 +234,6 @@ def traced(policy: Policy) -> Callable[..., Any]:
     It is a function because Dynamo would take an argument apart and build it again. What PyTorch
     2.9 (of a dataclass) and 2.11 (of a named tuple) build then differs from the argument.
     """
-    from torch.utils.checkpoint import CheckpointPolicy
 
     def answer(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if keeps(policy, func, args, kwargs):
@@ -317,17 +317,15 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, child in module.named_children():
             place = f"{path}.{name}" if path else name
             blocks = list(child.named_children()) if isinstance(child, nn.ModuleList) else []
-            if blocks and all(_matrices(block) > 1 for _, block in blocks):
+            if blocks and all(
+                sum(p.ndim > 1 for p in block.parameters()) > 1 for _, block in blocks
+            ):
                 layers.extend((f"{place}.{number}", block) for number, block in blocks)
             else:
                 visit(child, place)
 
     visit(model, "")
     return layers
-
-
-def _matrices(module: nn.Module) -> int:
-    return sum(p.ndim > 1 for p in module.parameters())
 
 
 class _Recomputed:

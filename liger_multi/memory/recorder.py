@@ -268,8 +268,7 @@ class Recorder(StorageMode):
         """Path and class of the module that is running, forwards or backwards."""
         if self._stack:
             return self._stack[-1]
-        node = current_autograd_node()
-        number = getattr(node, "_sequence_nr", None)
+        number = getattr(current_autograd_node(), "_sequence_nr", None)
         if number is None or self._stepping:
             return "", ""
         place = bisect.bisect_right(self._marks, number(), key=lambda mark: mark[0]) - 1

@@ -10,8 +10,8 @@ import torch
 
 from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import long_name
-from liger_multi.errors import shown, unknown
-from liger_multi.memory.compress import FORMATS
+from liger_multi.errors import check_name, shown
+from liger_multi.memory.offload import FORMATS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,8 +106,8 @@ class TrainingSetup:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", long_name(self.dtype))
-        known("dtype", self.dtype, DTYPES)
-        known("optimizer", self.optimizer, OPTIMIZERS)
+        check_name(ValueError, "dtype", self.dtype, DTYPES)
+        check_name(ValueError, "optimizer", self.optimizer, OPTIMIZERS)
         positive(world=self.world, ranks=self.ranks)
         device_type(self.device)
         if self.capacity is not None:
@@ -191,13 +191,6 @@ def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> Tr
     if wrong:
         raise TypeError(f"estimate() got an unexpected keyword argument {wrong[0]!r}")
     return replace(setup or TrainingSetup(), **options)
-
-
-def known(what: str, name: str, table: Mapping[str, Any]) -> str:
-    """A name that stands in a table."""
-    if not isinstance(name, str) or name not in table:
-        raise ValueError(unknown(what, name, table))
-    return name
 
 
 def positive(most: int = MOST, **values: object) -> None:

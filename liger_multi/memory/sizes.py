@@ -189,7 +189,7 @@ class Source:
         config = config_of(self._model)
         if self.weights is None:
             return config
-        from liger_multi.memory.four_bits import adapted_in_four_bits
+        from liger_multi.memory.estimation import adapted_in_four_bits
 
         return adapted_in_four_bits(config, self.weights, self._rank)
 

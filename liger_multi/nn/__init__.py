@@ -1,17 +1,24 @@
 """Modules with the constructors of PyTorch and Hugging Face; the operators have the maths."""
 
-from liger_multi.nn.activations import DyT, Embedding, PolyNorm, ReLUSquared, Softmax, Sparsemax
 from liger_multi.nn.losses import (
     CPOLoss,
     CrossEntropyLoss,
     DistillationLoss,
     DPOLoss,
+    FusedLinearCrossEntropyLoss,
+    FusedLinearJSDLoss,
+    FusedLinearKLDivLoss,
+    FusedLinearLogProb,
+    FusedLinearTVDLoss,
+    JSDLoss,
+    KLDivLoss,
     KTOLoss,
     MTPLoss,
     ORPOLoss,
     PolicyLoss,
     SequenceLoss,
     SimPOLoss,
+    TVDLoss,
 )
 from liger_multi.nn.mlp import (
     GEGLUMLP,
@@ -23,23 +30,19 @@ from liger_multi.nn.mlp import (
     TiledMLP,
 )
 from liger_multi.nn.norms import (
+    DyT,
+    Embedding,
     FusedAddRMSNorm,
     GatedRMSNorm,
     GemmaRMSNorm,
     GroupNorm,
     LayerNorm,
     ModulatedRMSNorm,
+    PolyNorm,
+    ReLUSquared,
     RMSNorm,
-)
-from liger_multi.nn.operator_losses import (
-    FusedLinearCrossEntropyLoss,
-    FusedLinearJSDLoss,
-    FusedLinearKLDivLoss,
-    FusedLinearLogProb,
-    FusedLinearTVDLoss,
-    JSDLoss,
-    KLDivLoss,
-    TVDLoss,
+    Softmax,
+    Sparsemax,
 )
 
 __all__ = [

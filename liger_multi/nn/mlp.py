@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_multi import checks, ops
-from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.errors import unknown
 from liger_multi.nn._shared import size
 
@@ -121,8 +121,7 @@ class ClampedSwiGLUMLP(_GatedMLP):
         """The MLP."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         product = ops.swiglu_clamped(gate, up, limit=self.limit, alpha=1.0, up_offset=0.0)
-        result: Tensor = self.down_proj(product)
-        return result
+        return self.down_proj(product)  # type: ignore[no-any-return]
 
 
 class GEGLUMLP(_GatedMLP):
@@ -148,8 +147,7 @@ class GEGLUMLP(_GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         """The MLP."""
         product = ops.geglu(self.gate_proj(x), self.up_proj(x), approximate=self.activation)
-        result: Tensor = self.down_proj(product)
-        return result
+        return self.down_proj(product)  # type: ignore[no-any-return]
 
 
 class PackedSwiGLUMLP(_GatedMLP):
@@ -169,8 +167,7 @@ class PackedSwiGLUMLP(_GatedMLP):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The MLP."""
-        result: Tensor = self.down_proj(ops.swiglu_packed(self.gate_up_proj(hidden_states)))
-        return result
+        return self.down_proj(ops.swiglu_packed(self.gate_up_proj(hidden_states)))  # type: ignore[no-any-return]
 
 
 # --- experts and hyper-connections ---

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_multi import checks
-from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput
 from liger_multi.ops.fused_linear_log_prob import op as of_head
 from liger_multi.ops.fused_linear_log_prob import prepared as prepared_head

@@ -249,9 +249,19 @@ Window = int | tuple[int, int] | None
 
 
 def _visible(
-    q: Tensor, k: Tensor, causal: bool, window: Window, global_tokens: int, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: Window,
+    global_tokens: int,
+    documents: Tensor | None,
+    ranges: Tensor | None,
 ) -> Tensor:
     """Which keys each query sees, pair by pair."""
+    if ranges is not None:
+        first, last = ranges.unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
+        key = torch.arange(k.shape[2], device=k.device)
+        return ((key >= first) & (key < last)).any(-2)[:, None]
     i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
     j = torch.arange(k.shape[2], device=q.device)
     left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)
@@ -282,18 +292,20 @@ def of_all_heads(
     documents: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    ranges: Tensor | None = None,
 ) -> Tensor:
     """Attention with the scores of all heads in memory."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = s if softcap is None else torch.tanh(s / softcap) * softcap
-    visible = _visible(q, k, causal, window, global_tokens, documents)
+    visible = _visible(q, k, causal, window, global_tokens, documents, ranges)
     s = s.masked_fill(~visible, torch.finfo(s.dtype).min)
     if sinks is not None:
         s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, -1, dtype=statistics_dtype(s))
     p = p[..., : k.shape[2]].to(v.dtype)
-    if documents is not None or q.shape[2] > k.shape[2]:  # queries that see nothing
+    masked = documents is not None or ranges is not None
+    if masked or q.shape[2] > k.shape[2]:  # queries that see nothing
         p = p.masked_fill(~visible, 0)
     return p @ v
 
@@ -313,13 +325,7 @@ def formula(
     scale: float | None = None,
     ranges: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(q @ k.T * scale + mask) @ v``; many scores are made a head at a time, twice.
-
-    Raises:
-        NotImplementedError: ``ranges`` were given, which say what the other masks say.
-    """
-    if ranges is not None:
-        raise NotImplementedError("the formula takes masks, not ranges")
+    """``softmax(q @ k.T * scale + mask) @ v``; many scores are made a head at a time, twice."""
     if cu_seqlens is not None:
         documents = document_ids(cu_seqlens, k.shape[2])
     run = functools.partial(
@@ -330,6 +336,7 @@ def formula(
         documents=documents,
         softcap=softcap,
         scale=scale,
+        ranges=ranges,
     )
     if q.is_meta or q.shape[:3].numel() * k.shape[2] <= MOST_SCORES:
         return run(q, k, v, sinks)
@@ -492,7 +499,21 @@ SAMPLES = (
     Sample("expanded", _case((3, 2, 11, 8), layout="expanded"), CAUSAL),
     *each_frozen(_case((1, 2, 12, 8), sinks=T((2,))), "q", CAUSAL),
     Sample("frozen-keys", frozen(_case((1, 2, 12, 8), sinks=T((2,))), "k", "v", "sinks")),
+    Sample(
+        "three-ranges",
+        _case(
+            (1, 2, 70, 8),
+            1,
+            ranges=T((1, 70, 6), classes=71, dtype=torch.int32, layout="sorted", grad=False),
+        ),
+    ),
     Sample("past-65535-rows", _case((1, 1, 65537, 2), keys=3), size="thin"),
+    Sample(
+        "past-2048-queries",
+        _case((1, 1, 2048, 8), documents=_ids(1, 2048)),
+        {"window": (256, 256), "global_tokens": 64},
+        size="thin",
+    ),
     Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), CAUSAL, size="bench"),
     Sample("causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), CAUSAL, size="bench"),
     Sample(

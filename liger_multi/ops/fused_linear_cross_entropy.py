@@ -354,6 +354,8 @@ def formula(
 work = head_work
 
 
+WHOLE = case(48, 32, 64) | {"hidden": T((48, 32), whole=True), "weight": T((64, 32), whole=True)}
+"""Numbers that 8 bits hold."""
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}
 SAMPLES = (
     Sample("mean", case(10, 16, 50)),
@@ -393,6 +395,7 @@ SAMPLES = (
         {"outputs": OUTPUTS},
     ),
     *strided(1.0),
+    Sample("whole-numbers", WHOLE),
     Sample("one-row", case(1, 16, 33)),
     Sample("no-rows", case(0, 16, 33), {"outputs": OUTPUTS}),
     Sample("odd-vocabulary", case(3, 8, 32777), {"chunk": 2}, size="thin"),

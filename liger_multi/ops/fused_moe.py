@@ -363,6 +363,14 @@ SAMPLES = (
     Sample("frozen-routing", _case((4,), 2, 3, 8, 4, frozen=("routing", "down_weight"))),
     Sample("only-down", _case((4,), 2, 3, 8, 4, frozen=("x", "routing", "gate_up_weight"))),
     Sample("only-x", _case((4,), 2, 3, 8, 4, frozen=("routing", *_WEIGHTS))),
+    Sample(
+        "past-16383-pairs",  # from which the library's products are taken, in 16 bits
+        {
+            name: t if t.classes else replace(t, dtype=torch.bfloat16)
+            for name, t in _case((2048,), 8, 8, 16, 8).items()
+        },
+        size="thin",
+    ),
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, frozen=_WEIGHTS), size="thin"),
     Sample("8192x2048 768 of 128", _case((8192,), 8, 128, 2048, 768), size="bench"),
     Sample("512x2048 768 of 128", _case((512,), 8, 128, 2048, 768), size="bench"),

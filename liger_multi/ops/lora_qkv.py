@@ -282,6 +282,7 @@ SAMPLES = (
     Sample("sliced", _case((6,), 8, _RANK_4) | {"x": T((6, 8), layout="sliced")}),
     Sample("frozen-x", _case((6,), 8, _RANK_4, frozen=["x"])),
     Sample("only-b-of-k", _case((6,), 8, _RANK_4, frozen=["x", "q_a", "q_b", "k_a"])),
+    Sample("fp32-adapters", _case((6,), 8, _RANK_4, dtype=torch.float32), _EQUAL, path="parts"),
     Sample("float8", in_float8(_case((2, 3), 16, _RANK_4), *LAYERS), _EQUAL),
     Sample("float8-k-plain", in_float8(_case((6,), 8, _RANK_2) | _bias("q", "k"), "q", "v")),
     Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),

@@ -191,6 +191,8 @@ SAMPLES = (
         {**_case((1, 2, 5, 5), 2, 3), "weight": T((2, 2, 3, 3), grad=False, scale=0.3)},
         {"padding": 1},
     ),
+    Sample("sixteen-heads", _case((1, 16, 9, 9), 16, 3), {"padding": 1}, path="turned"),
+    Sample("past-32768-columns", _case((1, 1, 2, 40000), 1, 1), size="thin"),
     Sample(
         "past-1024-tokens",
         {**_case((1, 1, 1100, 1100), 1, 3), "weight": T((1, 1, 3, 3), grad=False)},

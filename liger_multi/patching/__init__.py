@@ -2,18 +2,18 @@
 
 Importing this imports no transformers; ``docs/recognition.md`` says how it works.
 
-Every kind of layer has a folder: ``attention``, ``experts`` (mixtures), ``float8`` and ``lora``
-(linear layers), ``head`` (the output embedding and its loss), ``mixers`` (convolutions and
-recurrences), ``mlp`` and ``norms``. ``evidence`` decides whether a module computes a known formula:
-from its code, what that reads, and trials of a replica. ``packing`` keeps packed samples apart.
+Every kind of layer has a file or folder: ``attention``, ``experts`` (mixtures), ``float8``,
+``four_bits`` and ``lora`` (linear layers), ``head`` (the output embedding and its loss), ``mixers``
+(convolutions and recurrences), ``mlp``, ``norms`` and ``rotary``. ``evidence`` decides whether a
+module computes a known formula: from its code, what that reads, and trials of a replica.
+``packing`` keeps packed samples apart.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
 from liger_multi.patching.attention.interface import register_attention, unregister_attention
-from liger_multi.patching.experts.interface import register_experts, unregister_experts
+from liger_multi.patching.experts.find import register_experts, unregister_experts
 from liger_multi.patching.head.traced import real_logits
-from liger_multi.patching.mlp.kinds import MlpKind, MlpNames
-from liger_multi.patching.norms.kinds import NormKind
+from liger_multi.patching.kinds import MlpKind, MlpNames, NormKind
 from liger_multi.patching.registered import Replacement, register, unregister
 from liger_multi.patching.report import Entry, PatchReport, Skipped, Watched
 

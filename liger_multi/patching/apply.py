@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TypeAlias
+from functools import partial, wraps
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from liger_multi.errors import PatchError
-from liger_multi.patching import modeltypes, registered
-from liger_multi.patching.attention.find import find_sparse_attention
-from liger_multi.patching.changes import Change, Relabel, Replace, Restore
+from liger_multi.errors import PatchError, unknown
+from liger_multi.patching import registered
+from liger_multi.patching.attention.sparse import find_sparse_attention
 from liger_multi.patching.experts.find import find_experts
 from liger_multi.patching.experts.lora import find_expert_adapters
 from liger_multi.patching.float8.find import find_float8
-from liger_multi.patching.four_bits.find import find_four_bits
-from liger_multi.patching.head.find import find_loss_head
+from liger_multi.patching.four_bits import find_four_bits
+from liger_multi.patching.head.module import find_loss_head
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.linear import find_linear
-from liger_multi.patching.lora.find import find_lora, find_shared_inputs
-from liger_multi.patching.mixers.find import find_mixers
-from liger_multi.patching.mlp.find import find_mlps
-from liger_multi.patching.mlp.kinds import MLP_OPS
-from liger_multi.patching.norms.find import find_norms
-from liger_multi.patching.norms.kinds import NORM_OPS
-from liger_multi.patching.norms.rotated import find_rotated_norms
+from liger_multi.patching.lora import find_lora, find_shared_inputs
+from liger_multi.patching.mixers import find_mixers
+from liger_multi.patching.mlp import find_mlps
+from liger_multi.patching.norms import find_norms
 from liger_multi.patching.options import (
     MIXER_OPS,
     ROTATED,
@@ -36,11 +37,156 @@ from liger_multi.patching.options import (
     Request,
     parse_request,
 )
-from liger_multi.patching.packing.find import find_packed
+from liger_multi.patching.packing.checked import find_packed
 from liger_multi.patching.registered import find_registered
 from liger_multi.patching.report import Entry, PatchReport, Skipped, promised, warn_once
 from liger_multi.patching.rotary import find_rotary
-from liger_multi.patching.swap import Block, Patched, apply, buried, lock, refuse_buried, restore
+from liger_multi.patching.rotated_norms import find_rotated_norms
+from liger_multi.patching.swap import (
+    Block,
+    Change,
+    Patched,
+    Relabel,
+    Replace,
+    Restore,
+    apply,
+    buried,
+    lock,
+    refuse_buried,
+    restore,
+)
+
+# --- models that do not exist yet: a hook after Hugging Face constructors, by model type ---
+
+
+class TypeRequest:
+    """A request to patch models of a type; requests are compared by identity."""
+
+    def __init__(self, action: Callable[[nn.Module], Any], lasting: bool) -> None:
+        self.action, self.lasting = action, lasting
+
+
+_type_lock = threading.Lock()
+_requests: dict[str, tuple[TypeRequest, ...]] = {}
+"""By model type, the newest last; it is the one that acts."""
+_installed: tuple[Any, Any] | None = None
+"""The wrapper that stands in ``PreTrainedModel.post_init`` and the function that stood there."""
+
+
+def register_type(model_type: str, action: Callable[[nn.Module], Any]) -> None:
+    """Call ``action`` with every model of ``model_type`` that is built from now on.
+
+    An earlier action that was registered so gives way; those of open blocks stay behind it.
+
+    Raises:
+        PatchError: A model type that the installed transformers does not know, with the nearest
+            one.
+    """
+    _check_type(model_type)
+    with _type_lock:
+        blocks = [r for r in _requests.get(model_type, ()) if not r.lasting]
+        _hold(model_type, (*blocks, TypeRequest(action, lasting=True)))
+
+
+def begin_type(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[[], None]:
+    """The same until the returned function is called, in any order with others.
+
+    Raises:
+        PatchError: As :func:`register_type`.
+    """
+    _check_type(model_type)
+    request = TypeRequest(action, lasting=False)
+    with _type_lock:
+        _hold(model_type, (*_requests.get(model_type, ()), request))
+
+    def end() -> None:
+        with _type_lock:
+            _hold(model_type, tuple(r for r in _requests.get(model_type, ()) if r is not request))
+
+    return end
+
+
+def unregister_type(model_type: str) -> None:
+    """Stop, also within blocks; the constructor's hook goes with the last type.
+
+    Raises:
+        PatchError: The type is not registered.
+    """
+    with _type_lock:
+        if model_type not in _requests:
+            raise PatchError(
+                f"model type {model_type!r} is not patched; patched types: "
+                f"{', '.join(sorted(_requests)) or 'none'}"
+            )
+        _hold(model_type, ())
+
+
+def is_type_patched(model_type: str) -> bool:
+    """Whether models of the type are being patched."""
+    return model_type in _requests
+
+
+def _check_type(model_type: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise PatchError(_place(model_type) or unknown("model type", model_type, CONFIG_MAPPING))
+
+
+def _place(name: str) -> str:
+    """The message for the name of a model on the hub or of a folder; empty for other names."""
+    if "/" not in name and os.sep not in name and not os.path.isdir(name):
+        return ""
+    return (
+        f"{name!r} names a model's files: load it first, patch("
+        f"AutoModelForCausalLM.from_pretrained({name!r})), or patch a model type such as 'llama' "
+        "for the models of that type built from now on"
+    )
+
+
+def _hold(model_type: str, requests: tuple[TypeRequest, ...]) -> None:
+    """Set the requests of a type; the hook stands while there are any."""
+    if requests:
+        _requests[model_type] = requests
+        _install()
+    else:
+        _requests.pop(model_type, None)
+        if not _requests:
+            _remove()
+
+
+def _install() -> None:
+    global _installed
+    from transformers import PreTrainedModel
+
+    if _installed is not None:
+        return
+    stock = PreTrainedModel.post_init
+
+    @wraps(stock)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        requests = _requests.get(getattr(getattr(self, "config", None), "model_type", ""))
+        if requests:
+            requests[-1].action(self)
+        return result
+
+    PreTrainedModel.post_init = post_init
+    _installed = (post_init, stock)
+
+
+def _remove() -> None:
+    """Put the function back; if somebody wrapped it once more, ours stays, without effect."""
+    global _installed
+    if _installed is None:
+        return
+    from transformers import PreTrainedModel
+
+    ours, stock = _installed
+    if PreTrainedModel.post_init is ours:
+        PreTrainedModel.post_init = stock
+        _installed = None
+
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -76,7 +222,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
     """
     request = parse_request(ops, registered.probes(), strict)
     if isinstance(model, str):
-        modeltypes.register(model, partial(_patch_built, request=request, strict=strict))
+        register_type(model, partial(_patch_built, request=request, strict=strict))
         return promised(model, request.enabled)
     return _patch(_module(model), request, strict)
 
@@ -93,7 +239,7 @@ def unpatch(model: nn.Module | str) -> PatchReport:
         TypeError: ``model`` is neither a module nor a model type.
     """
     if isinstance(model, str):
-        modeltypes.unregister(model)
+        unregister_type(model)
         return PatchReport(f"models of type {model}", of_type=True, call="unpatch")
     with lock:
         refuse_buried(_module(model).named_modules(), "unpatch")
@@ -127,7 +273,7 @@ def patched(
     """
     if isinstance(model, str):
         request = parse_request(ops, registered.probes(), strict)
-        end = modeltypes.begin(model, partial(_patch_built, request=request, strict=strict))
+        end = begin_type(model, partial(_patch_built, request=request, strict=strict))
         try:
             yield promised(model, request.enabled)
         finally:
@@ -285,3 +431,53 @@ def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None
                 if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"
                 report.skipped.append(Skipped("", op, reason, strict=named))
+
+
+# --- for callbacks of trainers ---
+
+logger = logging.getLogger("liger_multi")
+
+
+class HeldPatch:
+    """Patches the models that a trainer brings, one at a time.
+
+    Args:
+        strict: As for :func:`liger_multi.patch`.
+        ops: As for :func:`liger_multi.patch`; checked here, not when training starts.
+    """
+
+    def __init__(self, strict: bool, ops: dict[str, OpChoice]) -> None:
+        parse_request(ops, registered.probes(), strict)
+        self.strict, self.ops = strict, ops
+        self.report: PatchReport | None = None
+        self._model: nn.Module | None = None
+        self._block: Block | None = None
+
+    def hold(self, model: nn.Module) -> None:
+        """Patch ``model``, unless it is the patched one or a wrapper around that.
+
+        An earlier model keeps its patch: a trainer that brings another one is done with it.
+        """
+        if self._model is not None and any(m is self._model for m in model.modules()):
+            return
+        block = Block(model)
+        self.report = patch(model, strict=self.strict, **self.ops)
+        self._model, self._block = model, block
+        logger.info("%s", self.report)
+
+    def release(self) -> None:
+        """Give every module the class that it had before; warn where that cannot be done."""
+        block, self._block, self._model = self._block, None, None
+        try:
+            if block is not None:
+                block.end()
+        except PatchError as error:  # the end of a training run is no place for an exception
+            warnings.warn(f"the model stays patched: {error}", stacklevel=3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options only: a copy of a callback has patched nothing."""
+        return {"strict": self.strict, "ops": self.ops}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start over with the options."""
+        HeldPatch.__init__(self, **state)

@@ -15,15 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_multi import ops
 from liger_multi.dispatch.resolve import by_rows, inside_operator
 from liger_multi.parameters import is_computed, stored
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.options import MIXER_OPS, Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
+    Change,
     Patched,
+    Replace,
+    Restore,
     Swap,
     conflict_of,
     original,
@@ -137,10 +140,8 @@ class LinearByRows(Patched):
 
 
 def _apply(layer: Any, x: Tensor, module_class: type[LinearByRows]) -> Tensor:
-    from liger_multi.ops import linear
-
     weight = layer.weight
-    return linear(x, weight.t() if module_class._liger_multi_transposed else weight, layer.bias)
+    return ops.linear(x, weight.t() if module_class._liger_multi_transposed else weight, layer.bias)
 
 
 class _LinearCalls(TorchFunctionMode):
@@ -155,9 +156,7 @@ class _LinearCalls(TorchFunctionMode):
 
 def _called(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The operator, with the names of ``F.linear``."""
-    from liger_multi.ops import linear
-
-    return linear(input, weight, bias)
+    return ops.linear(input, weight, bias)
 
 
 class CallsLinear(Patched):
@@ -203,39 +202,42 @@ def _gemms(module: nn.Module) -> set[str]:
 
 def _find_calls(path: str, module: nn.Module, options: Options | None) -> Iterator[Change]:
     """A module that is no linear layer, where it multiplies with weights of its own."""
-    ours, gemms = isinstance(module, CallsLinear), _gemms(module)
-    if not gemms or (isinstance(module, Patched) and not ours):
+    gemms = _gemms(module)
+    if not gemms or (isinstance(module, Patched) and not isinstance(module, CallsLinear)):
         return
     others = ", ".join(sorted(gemms - {"linear"}))
     itself = f"it multiplies with its weights itself ({others})" if others else None
     reason = conflict_of(module) or itself
-    if ours and (reason or options is None):
+    yield from _changes_of(path, module, options, reason, CallsLinear, "linear in its forward")
+
+
+def _changes_of(
+    path: str,
+    module: nn.Module,
+    options: Options | None,
+    reason: str | None,
+    patched_class: type[Patched],
+    runs: str,
+) -> Iterator[Change]:
+    if isinstance(module, patched_class) and (reason or options is None):
         yield Restore(path, module)
     if options is not None and reason:
         yield Skipped(path, "linear", reason)
     elif options is not None:
-        swap = Swap("linear", stock_class(module), CallsLinear, options)
-        yield Replace(path, module, swap, "linear in its forward", options.shown())
+        swap = Swap("linear", stock_class(module), patched_class, options)
+        yield Replace(path, module, swap, runs, options.shown())
 
 
 def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
     """Linear layers that nothing else serves, the last of all."""
     options = request.get("linear")
     for path, module in model.named_modules():
-        ours = isinstance(module, LinearByRows)
         swap = swapped(module)
         if options is not None and swap is not None and swap.op in MIXER_OPS:
             yield Skipped(path, "linear", DECODED, strict=False)
         if not looks_like_linear(module):
             yield from _find_calls(path, module, options)
             continue
-        if isinstance(module, Patched) and not ours:
-            continue
-        reason = options and (conflict_of(module) or linear_refusal(module))
-        if ours and (reason or options is None):
-            yield Restore(path, module)
-        if reason:
-            yield Skipped(path, "linear", reason)
-        elif options is not None:
-            swap = Swap("linear", stock_class(module), LinearByRows, options)
-            yield Replace(path, module, swap, "linear", options.shown())
+        if not isinstance(module, Patched) or isinstance(module, LinearByRows):
+            reason = None if options is None else conflict_of(module) or linear_refusal(module)
+            yield from _changes_of(path, module, options, reason, LinearByRows, "linear")

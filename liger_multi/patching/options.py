@@ -12,10 +12,9 @@ import torch
 from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.dispatch.resolve import by_rows
-from liger_multi.errors import PatchError, unknown
+from liger_multi.errors import PatchError, check_name
 from liger_multi.ops.linear_float8 import SMALLEST
-from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS
-from liger_multi.patching.norms.kinds import NORM_OPS
+from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, NORM_OPS
 
 # --- mixers of hybrid models ---
 
@@ -253,8 +252,7 @@ def parse_request(
     defaults = {name: on() if callable(on) else on for name, on in _DEFAULTS.items()}
     defaults |= dict.fromkeys(probes, True)
     for name in ops:
-        if name not in defaults:
-            raise PatchError(unknown("patch key", name, defaults))
+        check_name(PatchError, "patch key", name, defaults)
     parsed = {name: _parse(name, ops.get(name, on)) for name, on in defaults.items()}
     enabled = {name: options for name, options in parsed.items() if options is not None}
     return Request(enabled, frozenset(name for name in ops if name in enabled))
@@ -275,8 +273,7 @@ def _parse(op: str, choice: OpChoice) -> Any:
         )
     known = [f.name for f in fields(options_class)]
     for name in choice:
-        if name not in known:
-            raise PatchError(unknown(f"option of {op}", name, known))
+        check_name(PatchError, f"option of {op}", name, known)
     return _checked(op, options_class(**choice))
 
 

@@ -10,14 +10,22 @@ from typing import Any, TypeAlias, cast
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.signature import code_holds
+from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, NORM_KINDS, MlpKind, MlpNames, NormKind
 from liger_multi.patching.linear import LinearByRows
-from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
-from liger_multi.patching.norms.kinds import NORM_KINDS, NormKind
 from liger_multi.patching.options import BUILT_IN, Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, conflict_of, original, stock_class, swapped
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    conflict_of,
+    original,
+    stock_class,
+    swapped,
+)
 
 Row: TypeAlias = NormKind | MlpNames | MlpKind
 

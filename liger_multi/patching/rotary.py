@@ -19,15 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi.patching.calling import Call, Calling, named, renew
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
-from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import alike, probe_context, random, unusual
-from liger_multi.patching.evidence.reached import Reached
+from liger_multi.patching.evidence.reached import Outcomes, Reached
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, conflict_of, library_of, swapped
+from liger_multi.patching.swap import (
+    Call,
+    Calling,
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    conflict_of,
+    library_of,
+    named,
+    renew,
+    swapped,
+)
 
 
 @dataclass(frozen=True)
@@ -161,11 +171,6 @@ class Rotary:
         return self.arguments[-1] == "cos"
 
 
-def apply_complex_rotary(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Rotate by complex numbers, with heads on ``axis``."""
-    return ops.rope_complex(q, k, freqs, unsqueeze_dim=axis)
-
-
 def apply_rotary(
     spec: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
 ) -> tuple[Tensor, Tensor]:
@@ -294,7 +299,7 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
                 except Exception as raised:  # heads stand elsewhere
                     error = error or raised
                     break
-                ours = apply_complex_rotary(inputs[0], inputs[1], freqs, axis)
+                ours = ops.rope_complex(inputs[0], inputs[1], freqs, unsqueeze_dim=axis)
                 upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
                 expected = (*stock, *torch.autograd.grad(stock, inputs, upstream))
                 got = (*ours, *torch.autograd.grad(ours, inputs, upstream))
@@ -458,7 +463,8 @@ def _served_complex(
         fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
         if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
             return stock(*args)
-        return run_bound(options, ("rope_complex",), apply_complex_rotary, q, k, freqs, axis)
+        turn = functools.partial(ops.rope_complex, unsqueeze_dim=axis)
+        return run_bound(options, ("rope_complex",), turn, q, k, freqs)
 
     return named(served, name, options)
 

@@ -191,8 +191,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(x: Tensor, ranks: Ranks, tokens: int, heads: int, to_heads: bool) -> Tensor:
     """The all-to-all of a tensor with these axes, which keep their places."""
     moved = _Exchange.apply(x.movedim((tokens, heads), (1, 2)), ranks, to_heads)  # type: ignore[no-untyped-call]
-    result: Tensor = moved.movedim((1, 2), (tokens, heads))
-    return result
+    return moved.movedim((1, 2), (tokens, heads))  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -321,8 +320,7 @@ def spread(
 
 def _heads(op: str, axes: Axes, rows: tuple[Any, ...]) -> int:
     x, letters = next((x, s) for x, s in zip(rows, axes.rows, strict=True) if "h" in s)
-    size: int = x.shape[-1] // PARTS if "p" in letters else x.shape[letters.index("h")]
-    return size
+    return x.shape[-1] // PARTS if "p" in letters else x.shape[letters.index("h")]  # type: ignore[no-any-return]
 
 
 def _part(x: Any, letters: str, over: Ranks, heads: int) -> Any:
@@ -336,8 +334,7 @@ def _part(x: Any, letters: str, over: Ranks, heads: int) -> Any:
         shared = x.unsqueeze(2).expand(*x.shape[:2], over.size, *x.shape[2:])
         return _exchange(shared, over, tokens, 2, True).squeeze(2)
     if "p" in letters:
-        parts = x.unflatten(-1, (PARTS, heads))
-        return _exchange(parts, over, tokens, 3, True).flatten(-2)
+        return _exchange(x.unflatten(-1, (PARTS, heads)), over, tokens, 3, True).flatten(-2)
     axis = letters.index("h" if "h" in letters else "g")
     if "g" in letters:
         x = x.repeat_interleave(_copies(x.shape[axis], heads, over.size), axis)

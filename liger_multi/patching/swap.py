@@ -14,21 +14,26 @@ leaves anything behind, in one thread or in several.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, ClassVar, TypeAlias, cast
 
 import torch.nn.functional as F
 from torch import nn
 
-from liger_multi._torch_private import DYNAMO
+from liger_multi._torch_private import DYNAMO, constant_in_graphs
 from liger_multi.errors import PatchError
+from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.reached import Place, reads_values
 from liger_multi.patching.evidence.signature import Signature, code_of
+from liger_multi.patching.options import Options
+from liger_multi.patching.report import Skipped
 
 # --- one module ---
 
@@ -119,8 +124,7 @@ class SwappedType(type):
         swap = cls.__dict__.get("_liger_multi_swap")
         if swap is None or swap.stock is not other:
             return False
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        return not caller.startswith(COMPILERS)
+        return not str(sys._getframe(1).f_globals.get("__name__")).startswith(COMPILERS)
 
     def __hash__(cls) -> int:
         """The hash of the original class."""
@@ -145,13 +149,14 @@ def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
 _classes: dict[Swap, type[nn.Module]] = {}
 
 
-def _class_of(swap: Swap) -> type[nn.Module]:
+def made_class(swap: Swap) -> type[nn.Module]:
+    """The class that :func:`apply` gives to an instance."""
     swapped_class = _classes.get(swap)
     if swapped_class is None:
         stock = swap.stock
         bases = (swap.behavior, stock)
         if swap.around is not None:
-            bases = (swap.around, _class_of(replace(swap, around=None, around_settings=None)))
+            bases = (swap.around, made_class(replace(swap, around=None, around_settings=None)))
         namespace = {
             "_liger_multi_swap": swap,
             "_liger_multi_inner": bases[-1],
@@ -166,11 +171,6 @@ def _class_of(swap: Swap) -> type[nn.Module]:
     return swapped_class
 
 
-def made_class(swap: Swap) -> type[nn.Module]:
-    """The class that :func:`apply` gives to an instance."""
-    return _class_of(swap)
-
-
 def _note_code(module_class: Any, swap: Swap) -> None:
     """Record on a class of ours the code that it was probed with, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
@@ -179,7 +179,7 @@ def _note_code(module_class: Any, swap: Swap) -> None:
 
 
 def _new(swap: Swap) -> nn.Module:
-    swapped_class = _class_of(swap)
+    swapped_class = made_class(swap)
     return swapped_class.__new__(swapped_class)
 
 
@@ -216,11 +216,11 @@ def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
     before = swapped(module)
     _drop_own_forward(module)
-    _note_code(_class_of(swap), swap)  # probed just now
+    _note_code(made_class(swap), swap)  # probed just now
     if before == swap:
         swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
         return "already patched"
-    module.__class__ = _class_of(swap)
+    module.__class__ = made_class(swap)
     if before and before.behavior is not swap.behavior:
         before.behavior.left(module)
     swap.behavior.entered(module, swap.settings)
@@ -319,8 +319,7 @@ LIBRARIES = {
 def library_of(function: Any) -> str | None:
     """Which of these libraries a function, method or class comes from."""
     function = getattr(function, "__func__", function)
-    root = str(getattr(function, "__module__", "") or "").partition(".")[0]
-    return LIBRARIES.get(root)
+    return LIBRARIES.get(str(getattr(function, "__module__", "") or "").partition(".")[0])
 
 
 def conflict_of(module: nn.Module) -> str | None:
@@ -413,3 +412,157 @@ def _give_back(module: nn.Module, module_class: type[nn.Module]) -> None:
         restore(module)
     else:
         apply(module, swap)
+
+
+# --- what parts ask for ---
+
+# A part is a generator ``find(model, request)``. :mod:`liger_multi.patching.apply` carries out
+# every change before it asks for the next one, so a part sees the model as its earlier changes
+# left it.
+
+
+@dataclass(frozen=True, eq=False)
+class Replace:
+    """Give a module the class of a swap.
+
+    Attributes:
+        path: Of the module in the model.
+        module: The module.
+        swap: Its new class.
+        replaced_by: What the report says that runs now; None for no line.
+        options: Options of the line.
+        op: The operator of the line; by default that of the swap.
+    """
+
+    path: str
+    module: nn.Module
+    swap: Swap
+    replaced_by: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    op: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """Give a module the class back that it had before it was patched, if it was.
+
+    Attributes:
+        path: Of the module in the model.
+        module: The module.
+        instead_of: An operator whose line for this module, of the same call, goes away; there is
+            no line for the restored class then.
+    """
+
+    path: str
+    module: nn.Module
+    instead_of: str = ""
+
+
+@dataclass(frozen=True)
+class Relabel:
+    """Modules that an earlier part replaced run another operator after all.
+
+    Attributes:
+        paths: Of the modules.
+        op: The operator of their lines.
+        replaced_by: What these say now.
+    """
+
+    paths: frozenset[str]
+    op: str
+    replaced_by: str
+
+
+Change: TypeAlias = Replace | Restore | Relabel | Skipped
+
+
+# --- modules whose methods call functions of ours under global names of their modeling file ---
+
+# A behavior says which calls of a class it serves, and by what. The methods are made with the
+# class of an instance: copies that load our function
+# (:mod:`liger_multi.patching.evidence.redirect`).
+
+Call: TypeAlias = "tuple[str, FunctionType, str, Any]"
+"""A method's name, the method, a global name that it calls, and what stands there."""
+
+
+class Calling(Patched):
+    """A module whose methods call other functions than those of its class."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Make the methods with the class: it is made wherever something patches or unpickles."""
+        super().__init_subclass__(**keywords)
+        if "_liger_multi_swap" in vars(cls):
+            renew(cls)
+
+    @staticmethod
+    def find_calls(stock: type) -> list[Call]:
+        """The calls of a class that are served."""
+        raise NotImplementedError
+
+    @staticmethod
+    def served(name: str, called: Any, settings: Any) -> FunctionType:
+        """The function that replaces a call; :func:`named` by its options."""
+        raise NotImplementedError
+
+    @staticmethod
+    def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
+        """The method that replaces one, whose ``copy`` calls the functions that are served."""
+        return copy
+
+
+def renew(patched_class: type) -> None:
+    """Make the methods of a class of ours from those that its original class has now."""
+    patched_class = next(
+        k for k in patched_class.__mro__ if any(b.__base__ is Calling for b in k.__bases__)
+    )
+    swap: Swap = vars(patched_class)["_liger_multi_swap"]
+    behavior = cast("type[Calling]", swap.behavior)
+    methods: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
+    for method, function, name, called in behavior.find_calls(swap.stock):
+        methods.setdefault(method, (function, {}))[1][name] = called
+    if methods == vars(patched_class).get("_liger_multi_methods"):
+        return
+    for method in vars(patched_class).get("_liger_multi_methods", {}):
+        delattr(patched_class, method)
+    for method, (function, used) in methods.items():
+        targets = {
+            name: redirect.while_current(
+                function, name, behavior.served(name, called, swap.settings)
+            )
+            for name, called in used.items()
+        }
+        around = functools.partial(_while_it_holds, swap=swap, name=method)
+        setattr(patched_class, method, redirect.redirected(function, targets, around))
+    patched_class._liger_multi_methods = methods  # type: ignore[attr-defined]
+
+
+def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
+    """A method that is the copy, as long as the original class has what it was copied from.
+
+    It may be called, by somebody who holds it, when the module has its original class again.
+    """
+    behavior, stock = cast("type[Calling]", swap.behavior), swap.stock
+    ours = behavior.whole(getattr(stock, name), copy, swap.settings)
+
+    @functools.wraps(copy)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module_class = type(self)
+        if issubclass(module_class, behavior) and _method_holds(module_class, name):
+            return ours(self, *args, **kwargs)
+        return getattr(stock, name)(self, *args, **kwargs)
+
+    return cast(FunctionType, method)
+
+
+@constant_in_graphs
+def _method_holds(module_class: Any, name: str) -> bool:
+    copied_from, _ = module_class._liger_multi_methods[name]
+    return getattr(module_class._liger_multi_swap.stock, name, None) is copied_from
+
+
+def named(function: Any, name: str, options: Options) -> FunctionType:
+    """The name that a function has in the globals of a modeling file."""
+    suffix = "".join(f"_{value}" for value in options.shown().values())
+    function.__name__ = f"_liger_multi_{name}{suffix}"
+    return cast(FunctionType, function)

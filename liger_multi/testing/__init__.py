@@ -13,10 +13,8 @@ from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi.testing import samples, tolerance
-    from liger_multi.testing.bisection.compare import bisect
-    from liger_multi.testing.bisection.result import Bisection
-    from liger_multi.testing.checks import check_operator
-    from liger_multi.testing.formulas import FORMULAS
+    from liger_multi.testing.bisection.compare import Bisection, bisect
+    from liger_multi.testing.checks import FORMULAS, check_operator
     from liger_multi.testing.samples import Sample
     from liger_multi.testing.tolerance import TOLERANCES, excess
 
@@ -33,9 +31,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FORMULAS": "formulas",
+    "FORMULAS": "checks",
     "TOLERANCES": "tolerance",
-    "Bisection": "bisection.result",
+    "Bisection": "bisection.compare",
     "Sample": "samples",
     "bisect": "bisection.compare",
     "check_operator": "checks",

@@ -9,14 +9,15 @@ and 0.0 does not equal -0.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several, without_cache
@@ -103,23 +104,24 @@ def recorded() -> Iterator[list[tuple[Primitive, tuple[Any, ...], tuple[Any, ...
     def call_and_keep(prim: Primitive, *args: Any) -> Any:
         kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
         result = original(prim, *args)
-        calls.append((prim, kept, tuple(_kept(t) for t in several(result))))
+        calls.append((prim, kept, tuple(t.detach().clone() for t in several(result))))
         return result
 
     with mock.patch.object(Primitive, "call", call_and_keep):
         yield calls
 
 
-def _kept(output: Tensor) -> Tensor:
-    return output.detach().clone()
-
-
 def calls_of(
-    op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order
+    op: str,
+    sample: Sample,
+    dtype: torch.dtype,
+    device: torch.device,
+    order: Order,
+    mode: str = "",
 ) -> list[Call]:
-    """The calls of forward and backward that a sample leads to."""
+    """The calls of forward and backward that a sample leads to under a setting of the switch."""
     tensors = inputs(sample, device, dtype)
-    with recorded() as recorded_calls:
+    with recorded() as recorded_calls, use(deterministic=SETTINGS[mode]):
         result, _ = outputs(call(op, tensors, sample.options, **{op: order}))
         generator = torch.Generator().manual_seed(1)
         upstream: dict[str, Tensor | None] = {
@@ -135,7 +137,10 @@ def calls_of(
 def check_repeat(op_call: Call, mode: str) -> None:
     """The same call twice, between other allocations."""
     first = op_call.run(mode)
-    blocks = [torch.full((size,), float("nan"), device=_device(op_call)) for size in (100, 5000)]
+    blocks = [
+        torch.full((size,), float("nan"), device=op_call.args[op_call.prim.anchor].device)
+        for size in (100, 5000)
+    ]
     second = op_call.run(mode)
     del blocks
     _require(op_call, mode, "repeat", first, second, "a second call")
@@ -154,8 +159,7 @@ def check_recompute(
 
     named: Any = {op: order, "deterministic": SETTINGS[mode]}
     with recorded() as recorded_calls:
-        returned = checkpoint(run, *[tensors[n] for n in names], use_reentrant=False)
-        result, _ = outputs(returned)
+        result, _ = outputs(checkpoint(run, *[tensors[n] for n in names], use_reentrant=False))
         grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
     forwards = [(prim, args, out) for prim, args, out in recorded_calls if prim is OPS[op].fwd]
     if len(forwards) == 2:
@@ -245,11 +249,6 @@ def check_chunk(op_call: Call, mode: str) -> None:
                 )
 
 
-def _device(op_call: Call) -> torch.device:
-    device: torch.device = op_call.args[op_call.prim.anchor].device
-    return device
-
-
 def _require(
     op_call: Call, mode: str, name: str, expected: Sequence[Any], got: Sequence[Any], what: str
 ) -> None:
@@ -285,8 +284,12 @@ def check_promises(
         AssertionError: A promise is broken; the message names it.
     """
     checked = set()
-    for op_call in calls_of(op, sample, dtype, device, order):
-        for mode in MODES:
+    for mode in MODES:
+        calls: list[Call] = []
+        with contextlib.suppress(BackendUnavailableError):  # refused: nothing is promised
+            # backward gets what forward kept under the same setting
+            calls = calls_of(op, sample, dtype, device, order, mode)
+        for op_call in calls:
             promises = op_call.promise(mode)
             for name in sorted(promises & CHECKS.keys()):
                 if name == "chunk" and "chunk" not in op_call.prim.params:
@@ -304,3 +307,94 @@ CHECKS: dict[str, Callable[[Call, str], Any]] = {
     "rows": check_rows,
     "chunk": check_chunk,
 }
+
+
+# --- training runs that are compared bit by bit: many steps of a small model ---
+
+# A digest covers the loss of every step and all parameters after the last one, so that two runs
+# have equal digests only if every one of these bits is equal.
+
+STEPS = 100
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is left of a training run.
+
+    Attributes:
+        first: Loss of the first step.
+        last: Loss of the last step.
+        losses: Digest of all losses.
+        parameters: Digest of all parameters.
+    """
+
+    first: float
+    last: float
+    losses: str
+    parameters: str
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of tensors with their shapes and dtypes, shortened."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        sha256.update(f"{tuple(plain.shape)} {plain.dtype}".encode())
+        sha256.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()[:16]
+
+
+def batches(
+    vocabulary: int, device: torch.device | str, steps: int = STEPS, rows: int = 2, length: int = 16
+) -> Iterator[Batch]:
+    """Random tokens, the same in every run: five batches in turn, of which a model can learn.
+
+    Lengths and numbers of ignored labels vary.
+    """
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step % 5)
+        size = length - step % 5
+        ids = torch.randint(3, vocabulary, (rows, size), generator=generator)
+        labels = ids.clone()
+        labels[0, : 1 + step % 3] = -100
+        yield {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+def train(model: nn.Module, batches: Iterable[Batch], lr: float = 1e-3) -> Trained:
+    """Train a model that returns its loss with AdamW; on a device, no step waits for it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    fused = parameters[0].device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=fused)
+    losses: list[Tensor] = []
+    for batch in batches:
+        output: Any = model(**batch)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(output.loss.detach().clone())
+    return Trained(losses[0].item(), losses[-1].item(), digest(losses), digest(parameters))
+
+
+def train_twice(
+    make: Callable[[], nn.Module],
+    batches: Callable[[], Iterable[Batch]],
+    deterministic: bool | str = True,
+) -> tuple[Trained, Trained]:
+    """Two runs of equal models on equal batches under a setting of the switch.
+
+    Args:
+        make: Builds the model, with the same weights every time.
+        batches: The batches of one run.
+        deterministic: As :func:`liger_multi.use` takes it.
+    """
+    runs = []
+    with use(deterministic=deterministic):
+        for _ in range(2):
+            model = make()
+            device = next(model.parameters()).device
+            # the second run meets other addresses, and memory with other contents
+            blocks = [torch.full((1000 * n,), float("nan"), device=device) for n in range(1, 9)]
+            del blocks[::2]
+            runs.append(train(model, batches()))
+    return runs[0], runs[1]

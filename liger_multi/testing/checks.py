@@ -19,17 +19,105 @@ import torch
 from torch import Tensor
 
 from liger_multi import ops
+from liger_multi._torch_private import tensor_constructors
 from liger_multi.dispatch.bitwise import several
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, operators, unavailable
 from liger_multi.dispatch.torch_ops import Primitive
-from liger_multi.errors import BackendUnavailableError, unknown
+from liger_multi.errors import BackendUnavailableError, check_name
 from liger_multi.testing import samples
-from liger_multi.testing.formulas import FORMULAS
-from liger_multi.testing.poison import guarded, overwritten
-from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Sample, declared
 from liger_multi.testing.tolerance import excess
+
+# --- memory that shows when it is read unwritten, and when a kernel leaves its tensors ---
+
+# Uninitialized memory holds NaN. Inputs stand between guards of the same values: what reads past
+# the end of a tensor meets NaN, or an index that no tensor has, and what writes there is found.
+
+GUARD_BYTES = 4096
+"""Of each guard: tensors keep the alignment that PyTorch gives them."""
+
+_EMPTY: dict[Any, tuple[str, ...]] = {
+    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
+    torch.Tensor: ("new_empty", "new_empty_strided"),
+}
+
+
+def poison_value(dtype: torch.dtype) -> float | int | bool | None:
+    """What uninitialized memory of a dtype holds under test: NaN, the largest integer, or True."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype is torch.bool:
+        return True
+    try:
+        return torch.iinfo(dtype).max
+    except TypeError:
+        return None  # quantized and sub-byte dtypes cannot be filled
+
+
+def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = original(*args, **kwargs)
+        value = poison_value(tensor.dtype)
+        if value is not None and tensor.numel():
+            with torch.no_grad():
+                tensor.fill_(value)
+        return tensor
+
+    empty.__name__ = original.__name__
+    empty.__wrapped__ = original  # type: ignore[attr-defined]
+    return empty
+
+
+def poison_empty() -> None:
+    """Fill whatever the ``empty`` family returns, for the rest of the process; idempotent."""
+    # cached there: contexts such as torch.device("meta") know the functions that are replaced here
+    constructors = tensor_constructors()
+    if constructors is not None:
+        constructors()
+    for owner, names in _EMPTY.items():
+        for name in names:
+            original = getattr(owner, name)
+            if not hasattr(original, "__wrapped__"):
+                setattr(owner, name, _poisoned(original))
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides between two guards of :func:`poison_value`."""
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in spans) if tensor.numel() else 0
+    value, pad = poison_value(tensor.dtype), GUARD_BYTES // tensor.element_size()
+    if value is None:
+        return tensor
+    memory = torch.full((extent + 2 * pad,), value, dtype=tensor.dtype, device=tensor.device)
+    source = tensor.detach().as_strided((extent,), (1,)) if extent else tensor.detach().view(-1)
+    memory[pad : pad + extent] = source
+    copy = memory.as_strided(tensor.shape, tensor.stride(), pad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def overwritten(tensor: torch.Tensor) -> bool:
+    """Whether a guard of :func:`guarded` has changed."""
+    value, pad = poison_value(tensor.dtype), tensor.storage_offset()
+    if value is None or not pad:
+        return False
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    memory = tensor.detach().as_strided((count,), (1,), 0)
+    extent = memory.numel() - 2 * pad
+    guards = torch.cat([memory[:pad], memory[pad + extent :]])
+    return not bool((guards.isnan() if guards.is_floating_point() else guards == value).all())
+
+
+# --- the plain PyTorch formula of every operator ---
+
+# A formula takes the parts of adapters by name, as samples have them.
+
+Formula = Callable[..., Any]
+
+FORMULAS: dict[str, Formula] = {op: declared(op, "formula") for op in operators()}
+"""Formulas by operator; forms that an option chooses have the formula of the public function."""
+
 
 # --- where a backend can be tested ---
 
@@ -91,7 +179,7 @@ class WrongResultError(AssertionError):
 
 
 def inputs(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a sample between guards (:mod:`liger_multi.testing.poison`)."""
+    """The tensors of a sample between guards (:func:`poison_empty`)."""
     return {name: guarded(t) for name, t in sample.make(device, dtype).items()}
 
 
@@ -420,10 +508,8 @@ def check_operator(
         RuntimeError: The backend cannot run on this machine.
         AssertionError: A result, gradient or input is wrong; the message names the sample.
     """
-    if op not in operators():
-        raise ValueError(unknown("operator", op, operators(), "liger-multi explain"))
-    if backend not in backends():
-        raise ValueError(unknown("backend", backend, backends()))
+    check_name(ValueError, "operator", op, operators(), "liger-multi explain")
+    check_name(ValueError, "backend", backend, backends())
     if not implemented(backend, op):
         raise ValueError(f"{backend} does not implement {op}")
     reason = None if device is not None else refusal(backend)

@@ -37,7 +37,7 @@ class Tensor:
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
         (last two
             axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows) or ``expanded``
-            (stride 0 over rows).
+            (stride 0 over rows), or ``sorted`` (along the last axis: ids that are ranges).
     """
 
     shape: tuple[int, ...]
@@ -99,6 +99,7 @@ _LAYOUTS: dict[str, Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]] = {
     "swapped": lambda x, shape: x.transpose(1, 2).contiguous().transpose(1, 2),
     "rows": _rows,
     "expanded": lambda x, shape: x.expand(shape),
+    "sorted": lambda x, shape: x.sort(-1).values,
 }
 
 
@@ -236,8 +237,7 @@ def declared(op: str, name: str) -> Any:
 
 def of(op: str) -> tuple[Sample, ...]:
     """The samples of an operator, from its contract."""
-    samples: tuple[Sample, ...] = declared(op, "SAMPLES")
-    return samples
+    return declared(op, "SAMPLES")  # type: ignore[no-any-return]
 
 
 def compiled(op: str) -> tuple[Sample, ...]:

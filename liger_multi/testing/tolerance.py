@@ -43,5 +43,4 @@ def excess(got: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
     )
     error = (got.double() - right).abs()
     equal = (got.double() == right) | (got.isnan() & right.isnan())
-    ratio = torch.where(equal, 0, error / bound)
-    return float(torch.nan_to_num(ratio, nan=float("inf")).max())
+    return float(torch.nan_to_num(torch.where(equal, 0, error / bound), nan=float("inf")).max())

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if (DEVICE := harness.device_of("triton")) is None:
     pytest.skip("kernels on a CPU need TRITON_INTERPRET=1", allow_module_level=True)
 
-from liger_multi.patching.attention import tiles
+from liger_multi.patching.attention import interface
 from tests.decoding import all_ones, model, prompt, roll_out, train
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -78,12 +78,12 @@ def test_keys_in_other_columns(form, dtype):
     whole = ops.attention(q, k, v, causal=True, window=WINDOW)
     for last in (80, 128, 200, 299):
         (keys, offset, mask), (values, *_) = (form(x, last, last % 7 + 1) for x in (k, v))
-        columns = tiles.shifts(mask, offset)
+        columns = interface.key_shifts(mask, offset)
         assert columns
         end = torch.full((1, 1), keys.shape[2], dtype=torch.int32, device=DEVICE)
         ranges = torch.stack([end - WINDOW, end], -1)
-        ranges = tiles.shifted_ranges(ranges, True, columns, (1, int(end)), q.device)
-        keys, values = (tiles.shifted(x, columns) for x in (keys, values))
+        ranges = interface.shifted_ranges(ranges, True, columns, (1, int(end)), q.device)
+        keys, values = (interface.shifted(x, columns) for x in (keys, values))
         one = ops.attention(q[:, :, last : last + 1], keys, values, ranges=ranges)
         assert torch.equal(one[:, :, 0], whole[:, :, last]), last
 
@@ -92,8 +92,8 @@ def test_gradients_of_shifted_keys():
     """They are those of the keys as they were; columns before them get none."""
     q, k, v = (x[:, :, :70].clone().requires_grad_() for x in inputs(torch.float32, 2))
     columns = (5, 100)
-    ranges = tiles.shifted_ranges(None, True, columns, (70, 70), q.device)
-    shifted = (tiles.shifted(x, columns) for x in (k, v))
+    ranges = interface.shifted_ranges(None, True, columns, (70, 70), q.device)
+    shifted = (interface.shifted(x, columns) for x in (k, v))
     with liger_multi.use(deterministic=False):
         ours = torch.autograd.grad(ops.attention(q, *shifted, ranges=ranges).sum(), (q, k, v))
         right = torch.autograd.grad(ops.attention(q, k, v, causal=True).sum(), (q, k, v))

@@ -30,7 +30,7 @@ from ci.static import (
 )
 from ci.static import launch as static_launch
 from ci.static import table as static_table
-from ci.static.cases import calls
+from ci.static.cases import calls, start
 from ci.static.code import CORES, Code, resident
 from ci.static.descriptors import misread
 from ci.static.patterns import TRANSPOSED, chained_dots, problems, problems_of
@@ -55,7 +55,7 @@ from liger_multi.backends.triton.rope import rms_norm_rope
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
-from liger_multi.patching.attention import tiles
+from liger_multi.patching.attention import interface
 from liger_multi.reference.common.strict import within
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
@@ -660,7 +660,7 @@ def test_tiles_of_keys_follow_neither_the_mask_nor_the_queries(dim, item, arch):
                 for shape in shapes
             ]
         assert len({(k.block_m, k.block_n, k.num_warps) for k in configs}) == 1, configs
-        assert tiles.TILE % configs[0].block_n == 0
+        assert interface.TILE % configs[0].block_n == 0
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -720,3 +720,25 @@ def test_a_quick_verification_starts_what_small_samples_start(op):
                 all_samples |= names
                 quick |= names if sample.name in chosen else set()
     assert quick == all_samples
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("sm90" not in ARCHS, reason=str(missing(TARGETS["sm90"])))
+def test_a_quick_verification_starts_every_kernel():
+    """On a card: by samples, by promises, by entries of a launch table, and by a head in 8 bits."""
+    started = set()
+    for op, chosen in cases(Target("triton", "cuda:0"), "*", "quick").items():
+        by_name = {s.name: s for s in samples.of(op)}
+        named = {(c.sample, getattr(torch, c.dtype)) for c in chosen if c.check == "result"}
+        starts = {
+            f"{name} {dtype}": partial(start, op, by_name[name], dtype) for name, dtype in named
+        }
+        started |= {case.name for case in static_cases(TARGETS["sm90"].info, starts)}
+    others = set(kernels()) - started
+    assert others == {
+        "_gemm_by_rows_kernel",  # promises of bits
+        "_largest_kernel",
+        "_round_8_bits_kernel",
+        "_round_both_ways_kernel",
+        "_selective_scan_team_kernel",  # BY_TABLE
+    }

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import liger_multi
 from liger_multi.cli.main import main
 from liger_multi.memory import estimate, profile
-from liger_multi.memory.four_bits import adapted_in_four_bits
+from liger_multi.memory.estimation import adapted_in_four_bits
 from liger_multi.memory.recorder import stored
 from liger_multi.ops import QuantizedWeight, _quantized
 from tests.models import build

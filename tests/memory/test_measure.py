@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import liger_multi
 from benchmarks.memory import Case
 from liger_multi.memory import Profile, compare, format_bytes, measure, peak_memory, profile
-from liger_multi.memory.breakdown import summarize
+from liger_multi.memory.breakdown import HIDDEN, OLDER, join, summarize
 from liger_multi.memory.measure import Peak
-from liger_multi.memory.profiling import HIDDEN, OLDER, join
 from liger_multi.memory.recorder import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER, Block, Recorder
 
 # --- peaks ---

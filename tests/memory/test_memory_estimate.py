@@ -642,7 +642,7 @@ def test_scratch_of_launchers(name, direction):
     from ci.static import TARGETS, recorded
     from liger_multi.dispatch import registry
     from liger_multi.dispatch.launch import simulate
-    from liger_multi.memory.meta_kernels import SCRATCH
+    from liger_multi.memory.simulation import SCRATCH
 
     tensors = KERNELS[name]
     launcher = getattr(registry.module("triton", name), direction)

@@ -21,11 +21,9 @@ from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, cost, passes, search, store
+from liger_multi.memory.planning import Candidate, cost, predict, search, store
 from liger_multi.memory.planning.cost import CARDS, card_of
-from liger_multi.memory.planning.passes import Passes
-from liger_multi.memory.planning.predict import Predictor
-from liger_multi.memory.planning.result import plan_page
+from liger_multi.memory.planning.predict import Passes, Predictor
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.sizes import SIZES, Source
@@ -605,7 +603,7 @@ def test_plans_of_a_thousand_cards():
 def test_page_without_offloading():
     space = replace(SPACE, offload=False, offload_states=(None,))
     training_plan = plan(limited_config(), "1GiB", 1, 4, 512, space=space, limits=False)
-    assert {row[4] for row in plan_page(training_plan).sections[1].rows} == {"-"}
+    assert {row[4] for row in training_plan.page().sections[1].rows} == {"-"}
 
 
 def test_picture_labels_fit(tmp_path, monkeypatch):
@@ -684,7 +682,7 @@ def simulate_all(monkeypatch):
         monkeypatch.setattr(
             simulated,
             "_trace",
-            lambda settings, recompute: passes.Trace(
+            lambda settings, recompute: predict.Trace(
                 *simulated._simulate(settings, recompute, simulated.shapes.depth)
             ),
         )

@@ -30,7 +30,7 @@ from liger_multi.memory import (
     offload_activations,
     profile,
 )
-from liger_multi.memory import compress as codes
+from liger_multi.memory import offload as codes
 from liger_multi.memory.choosing import Cost, Stats
 from liger_multi.memory.offload import Offload, _Plain
 from liger_multi.memory.recompute import ATTENTION, keeps

@@ -111,7 +111,7 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
     pytest.importorskip("triton")
     from liger_multi.backends.triton.attention import attention as kernels
     from liger_multi.backends.triton.attention import blocks
-    from liger_multi.patching.packing import blocks as plan
+    from liger_multi.patching.packing import tree as plan
     from liger_multi.patching.packing.tree import planted
 
     if (device := harness.device_of("triton")) is None:

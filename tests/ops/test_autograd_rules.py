@@ -236,28 +236,27 @@ def test_no_function_of_autograd_is_left_out():
                 if "@first_derivatives_only(" not in text:
                     left.add(f"{path.relative_to(package).as_posix()}:{node.name}")
     inert = {  # nothing is computed in them, or nobody trains with them
-        "bench/peers.py:_PairProducts",
         "bench/peers.py:_QuackLayerNorm",
         "bench/peers.py:_Products",
         "bench/measure.py:Identity",
-        "compat/liger_kernel/chunked/functions.py:_Sealed",
+        "compat/liger_kernel/preference.py:_Sealed",
         "memory/planning/shapes.py:_Product",
         "memory/simulation.py:_Attention",
         "ops/linear_float8.py:_LinearFloat8",
     }
     # these mark their gradients themselves, or return those that they get
     differentiable = {
-        "compat/liger_kernel/chunked/bases.py:_EagerGradients",
+        "compat/liger_kernel/bases.py:_EagerGradients",
         "dispatch/early_save.py:_Result",
-        "patching/float8/shards.py:_Master",
-        "patching/head/log_probs.py:_Connected",
+        "patching/float8/weight.py:_Master",
+        "patching/head/reductions.py:_Connected",
         "patching/head/storage.py:_Connect",
         "patching/head/storage.py:_Through",
         "patching/shards.py:_Exchange",
         "patching/shards.py:_Gather",
         "patching/shards.py:_Sum",
     }
-    assert left == inert | differentiable | {"dispatch/double_backward.py:_Raises"}
+    assert left == inert | differentiable | {"dispatch/autograd.py:_Raises"}
 
 
 # --- one tensor in several arguments ---

@@ -43,10 +43,10 @@ from liger_multi.patching import (
     unpatch,
     unregister,
 )
+from liger_multi.patching import mlp as find_mlps
+from liger_multi.patching import norms as find_norms
 from liger_multi.patching.experts import find as find_experts
-from liger_multi.patching.mlp import find as find_mlps
-from liger_multi.patching.norms import find as find_norms
-from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
+from liger_multi.testing.bitwise import STEPS, batches, digest, train, train_twice
 from tests import models
 from tests.models import (
     ARCHITECTURES,

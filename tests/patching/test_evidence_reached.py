@@ -20,8 +20,8 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi.patching import patch
-from liger_multi.patching.evidence import branches
-from liger_multi.patching.evidence.branches import Outcomes
+from liger_multi.patching.evidence import reached
+from liger_multi.patching.evidence.reached import Outcomes
 from tests.models import Mlp, Norm, assert_same_training, batch, build, pair, variant
 from tests.patching.test_norms_find import equal
 
@@ -538,15 +538,15 @@ def on_an_apple(m, x):
 )
 def test_branches_without_effect(make, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    branches._jumps.cache_clear()
+    reached._jumps.cache_clear()
     assert is_served(report_of(make()))
 
 
 def test_branch_on_an_available_device(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    branches._jumps.cache_clear()
+    reached._jumps.cache_clear()
     report = report_of(variant(Norm, on_an_apple))
-    branches._jumps.cache_clear()
+    reached._jumps.cache_clear()
     assert not is_served(report)
     assert "a branch that depends on its input" in reasons(report)
 

@@ -20,9 +20,8 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
-from liger_multi.patching import patch
+from liger_multi.patching import mlp, patch
 from liger_multi.patching.evidence.probe import probe_context
-from liger_multi.patching.mlp import fused as mlp
 from tests.comparing import recorded
 from tests.models import Calls, Holder, Mlp, Norm, assert_same_training, batch, build, pair, variant
 from tests.patching.test_apply import forget_probes

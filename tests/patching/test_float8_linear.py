@@ -18,11 +18,9 @@ from liger_multi import ops
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
-from liger_multi.patching.float8 import code_cache
 from liger_multi.patching.float8 import linear as float8
 from liger_multi.patching.float8.linear import Float8Linear
-from liger_multi.patching.float8.shards import GatheredWeight
-from liger_multi.patching.float8.weight import Float8Weight
+from liger_multi.patching.float8.weight import Float8Weight, GatheredWeight
 from liger_multi.reference.float8.rows import PLAIN, dequantized
 from tests.comparing import Operations, gradients
 from tests.models import VOCABULARY, build
@@ -270,9 +268,9 @@ def test_manual_loop_after_an_optimizer():
 
     llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)
-    repeated(lambda: step(llama), 2 * code_cache.USES)
-    waiting = code_cache._followed()[-1].weights.values()
-    assert max(len(w.uses) for w in waiting) < code_cache.USES
+    repeated(lambda: step(llama), 2 * float8.USES)
+    waiting = float8._followed()[-1].weights.values()
+    assert max(len(w.uses) for w in waiting) < float8.USES
 
     def train():
         step(llama)
@@ -280,7 +278,7 @@ def test_manual_loop_after_an_optimizer():
             p.data.add_(p.grad, alpha=-0.05)
 
     with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
-        repeated(train, 2 * code_cache.USES)
+        repeated(train, 2 * float8.USES)
     step(llama)
     optimizer.step()
 
@@ -337,7 +335,7 @@ def test_passes_without_gradients_do_not_read_kept_codes():
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
     def count():
-        return sum(w.cached is not None for f in code_cache._followed() for w in f.weights.values())
+        return sum(w.cached is not None for f in float8._followed() for w in f.weights.values())
 
     llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)

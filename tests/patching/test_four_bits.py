@@ -14,7 +14,7 @@ from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.ops import QuantizedWeight
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.four_bits.weights import quantized_weight
+from liger_multi.patching.four_bits import quantized_weight
 from tests.models import assert_same_training, batch, build
 
 # rows of whole blocks: bitsandbytes 0.50 decodes others wrongly on a CPU, not on a GPU

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from liger_multi import ops
 from liger_multi.patching import patch, patched, real_logits, unpatch
-from liger_multi.patching.head import linear_loss as heads_of_losses
+from liger_multi.patching.head import loss as heads_of_losses
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
 from tests.comparing import assert_same_gradients, gradients, recorded

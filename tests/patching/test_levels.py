@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_multi import ops
-from liger_multi.patching.mixers.levels import STILL, PerToken, scan, windowed
+from liger_multi.patching.mixers import STILL, PerToken, scan, windowed
 from liger_multi.patching.packing.tree import planted
 
 TREES = {

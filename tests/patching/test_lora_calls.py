@@ -25,7 +25,7 @@ from test_lora import ATTENTION, MLP, lora
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
-from liger_multi.patching.lora.fused import SharedInput, together
+from liger_multi.patching.lora import SharedInput, together
 from liger_multi.patching.swap import swapped
 from tests.models import batch, build, filled, patched_copy, variant
 

@@ -20,9 +20,8 @@ from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
 from liger_multi.arguments import cache_parameter
-from liger_multi.patching.mixers.calls import SERVED as SERVED_BY
-from liger_multi.patching.mixers.calls import differs, gates, sizes_of
-from liger_multi.patching.mixers.fused import FusedMixer
+from liger_multi.patching.mixers import SERVED as SERVED_BY
+from liger_multi.patching.mixers import FusedMixer, differs, gates, sizes_of
 from liger_multi.patching.options import MIXER_OPS
 from liger_multi.patching.packing import hybrids
 from liger_multi.patching.packing.samples import (

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.norms import rotated
+from liger_multi.patching import rotated_norms as rotated
 from tests.models import (
     adapters,
     assert_same_training,

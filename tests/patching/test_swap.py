@@ -27,16 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import liger_multi.patching
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    Replacement,
-    modeltypes,
-    patch,
-    patched,
-    register,
-    unpatch,
-    unregister,
-)
-from liger_multi.patching.held import HeldPatch
+from liger_multi.patching import Replacement, apply, patch, patched, register, unpatch, unregister
+from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.harness import PATIENCE
 from tests.models import (
@@ -349,7 +341,7 @@ def small():
 def clean():
     """Whether no model type is patched, and the constructor is that of transformers."""
     stock = transformers.PreTrainedModel.post_init.__module__ == "transformers.modeling_utils"
-    return not modeltypes._requests and stock and not hasattr(post_init(), "__wrapped__")
+    return not apply._requests and stock and not hasattr(post_init(), "__wrapped__")
 
 
 def post_init():
@@ -428,7 +420,7 @@ def test_types_in_threads_leave_nothing_patched():
                     if generator.random() < 0.2:
                         patch(model_type)
                         unpatch(model_type)
-                observed.append(modeltypes.registered(model_type))
+                observed.append(apply.is_type_patched(model_type))
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))

@@ -229,7 +229,7 @@ def test_the_kinds_of_inputs_of_a_batch():
 
 
 WRONG = """
-from liger_multi.patching.norms import find as norms
+from liger_multi.patching import norms
 from liger_multi.reference.norms import rms_norm
 from tests.sweep.cases import Pair
 from tests.sweep.run import sweep

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 import liger_multi
 from liger_multi.dispatch.op import Op
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.watch import Executed, serves
+from liger_multi.patching.report import Executed, serves
 from tests.models import Graphs, Holder, batch, build
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.patching.options import ROTATED
-from liger_multi.patching.watch import Executed, executed, serves
+from liger_multi.patching.report import Executed, executed, serves
 from tests import comparing
 from tests.sweep import multimodal
 from tests.sweep.cases import Pair, build, inputs

@@ -23,8 +23,14 @@ from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import ConfigurationError
 from liger_multi.reference.norms import rms_norm as reference
 from liger_multi.testing import bisect
-from liger_multi.testing.bisection.digest import BLOCK, digest, distance, on_host, relative
-from liger_multi.testing.bisection.recorder import path_of
+from liger_multi.testing.bisection.recorder import (
+    BLOCK,
+    digest,
+    distance,
+    on_host,
+    path_of,
+    relative,
+)
 from tests import models
 
 PLANTED = {"rms_norm": ["planted", "reference"]}

@@ -417,7 +417,7 @@ CLEAN = {
     "from liger_multi.testing.samples import Sample\n",
     "liger_multi/testing/__init__.py": "",
     "liger_multi/testing/samples.py": "import torch\n",
-    "liger_multi/testing/formulas.py": "from liger_multi.ops import rms_norm\n",
+    "liger_multi/testing/checks.py": "from liger_multi.ops import rms_norm\n",
     "liger_multi/testing/suite/plugin.py": "import pytest\n",
     "liger_multi/nn/__init__.py": "from liger_multi.ops import rms_norm\n__all__ = ['rms_norm']\n",
     "liger_multi/patching/__init__.py": "import transformers\nfrom liger_multi import nn\n",
@@ -489,7 +489,7 @@ PLANTED = {
     "operator imports a formula": (
         "layer",
         "liger_multi/ops/rms_norm.py",
-        "from liger_multi.testing.formulas import FORMULAS\n",
+        "from liger_multi.testing.checks import FORMULAS\n",
     ),
     "samples import an operator": (
         "layer",
@@ -622,7 +622,7 @@ PLANTED = {
         "liger_multi/nn/__init__.py",
         "try:\n    from transformers import X\nexcept ImportError:\n    X = None\n",
     ),
-    "formulas import pytest": ("optional", "liger_multi/testing/formulas.py", "import pytest\n"),
+    "formulas import pytest": ("optional", "liger_multi/testing/checks.py", "import pytest\n"),
     "core imports matplotlib in a class": (
         "optional",
         "liger_multi/dispatch/op.py",
@@ -674,7 +674,7 @@ PLANTED = {
             "reference/norms/rms_norm.py": "from torch.nn import Module as M\nx = M._call_impl",
             "backends/triton/norms/rms_norm.py": "import torch\nx = torch._grouped_mm",
             "backends/cuda/rms_norm.py": "import torch\na = torch.ops.aten\nx = a._to_copy.default",
-            "liger_multi/testing/formulas.py": "import torch\nx = getattr(torch._C, 'y', None)",
+            "liger_multi/testing/checks.py": "import torch\nx = getattr(torch._C, 'y', None)",
             "liger_multi/testing/samples.py": "import torch\nx = getattr(torch, '_scaled_mm')",
             "liger_multi/nn/__init__.py": "import torch\nx = cast(Any, torch)._C\n__all__ = ['x']",
             "liger_multi/patching/__init__.py": "from torch.utils._pytree import tree_map",

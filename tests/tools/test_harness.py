@@ -16,7 +16,7 @@ import yaml
 
 from ci import portable
 from ci import suite as parts
-from liger_multi.testing.poison import poison_value
+from liger_multi.testing.checks import poison_value
 from tests import harness, processes
 from tests.comparing import ULPS, assert_same_gradients, difference
 

@@ -20,7 +20,7 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.documents import yaml_of
 from liger_multi.errors import ConfigurationError
 from liger_multi.testing import bitwise, checks, samples
-from liger_multi.testing.poison import guarded, overwritten
+from liger_multi.testing.checks import guarded, overwritten
 from liger_multi.testing.verify import cases, quarantine
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_multi.compat.liger_kernel import functional, losses, modules, op_functions
-from liger_multi.compat.liger_kernel.outputs import NAMES
+from liger_multi.compat.liger_kernel import functional, modules, op_functions
+from liger_multi.compat.liger_kernel.signatures import NAMES
 from liger_multi.testing import FORMULAS
 from tests import processes
 
@@ -356,7 +356,7 @@ def test_modules_and_classes_agree(name):
     options, short, places, call = MODULES[name]
     case = f"Liger{short}Function"
     args = leaves(CASES[case][0], torch.float32)
-    module = (getattr(modules, name, None) or getattr(losses, name))(*options)
+    module = getattr(modules, name)(*options)
     expected = several(function(case).apply(*args))
     with torch.no_grad():
         for parameter, place in zip(module.parameters(), places, strict=True):
@@ -626,7 +626,7 @@ KEPT = LABELS != -100
 )
 def test_vocab_parallel_option_errors(options, text):
     with pytest.raises(ValueError, match=text):
-        losses.LigerVocabParallelCrossEntropy(**options)
+        modules.LigerVocabParallelCrossEntropy(**options)
 
 
 def test_expert_parameter_order():
@@ -649,8 +649,8 @@ def test_cross_entropy_output_is_a_mutable_dataclass():
 def test_fixed_fused_linear_cross_entropy_items(items):
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8)
     expected = F.cross_entropy(x @ w.T, LABELS, reduction="sum") / (items or 3)
-    actual = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, unknown=1)
-    more = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, return_token_accuracy=True)
+    actual = modules.fixed_fused_linear_cross_entropy(x, w, LABELS, items, unknown=1)
+    more = modules.fixed_fused_linear_cross_entropy(x, w, LABELS, items, return_token_accuracy=True)
     torch.testing.assert_close((actual, more.loss), (expected, expected))
     torch.testing.assert_close(*(torch.autograd.grad(y, x) for y in (actual, expected)))
     assert more.token_accuracy is not None
@@ -716,12 +716,12 @@ def test_causal_lm_loss_matches_transformers(count):
     labels = torch.tensor([[1, 2, -100, 4, 5], [6, -100, 8, 9, 10]])
     more = {} if count is None else {"num_items_in_batch": count}
     expected = ForCausalLMLoss(hidden @ weight.T, labels, 11, **more)
-    got = losses.LigerForCausalLMLoss(
+    got = modules.LigerForCausalLMLoss(
         hidden, weight, labels, hidden_size=8, cu_seq_lens_q=None, **more
     )
     torch.testing.assert_close(got, expected)
     moved = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    got = losses.LigerForCausalLMLoss(hidden, weight, None, 8, shift_labels=moved, **more)
+    got = modules.LigerForCausalLMLoss(hidden, weight, None, 8, shift_labels=moved, **more)
     torch.testing.assert_close(got, expected)
 
 

@@ -5,13 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import ops
-from liger_multi.compat.liger_kernel import functional, losses
-from liger_multi.compat.liger_kernel.chunked import (
-    bases,
-    functions,
-    policy,
-    preference,
-)
+from liger_multi.compat.liger_kernel import bases, functional, modules, policy, preference
 from liger_multi.compat.liger_kernel.op_functions import LigerCrossEntropyFunction
 from liger_multi.errors import DoubleBackwardError
 from liger_multi.losses import Logits, policy_loss
@@ -101,10 +95,10 @@ DPO = preference.LigerFusedLinearDPOLoss
         (DPO, {"loss_type": "nothing"}, "^Unsupported loss_type: nothing"),
         (DPO, {"loss_type": "exo_pair"}, "^label_smoothing must be > 0 for loss_type='exo_pair'"),
         (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0.0, 0.5\) .*'robust'"),
-        (losses.LigerCrossEntropyLoss, {"label_smoothing": 2.0}, "label_smoothing"),
-        (losses.LigerFusedLinearCrossEntropyLoss, {"reduction": "x"}, "reduction"),
-        (losses.LigerCrossEntropyLoss, {"softcap": -1.0}, "softcap"),
-        (losses.LigerFusedLinearJSD, {"temperature": 0.0}, "temperature"),
+        (modules.LigerCrossEntropyLoss, {"label_smoothing": 2.0}, "label_smoothing"),
+        (modules.LigerFusedLinearCrossEntropyLoss, {"reduction": "x"}, "reduction"),
+        (modules.LigerCrossEntropyLoss, {"softcap": -1.0}, "softcap"),
+        (modules.LigerFusedLinearJSD, {"temperature": 0.0}, "temperature"),
     ],
 )
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
@@ -166,12 +160,12 @@ def test_functional_grpo_positional_arguments(pairs, loss_type):
         after = (pos, neg, temperature, False, True, 1)
         if loss_type == "sapo" and min(pos, neg) <= 0:
             with pytest.raises(ValueError, match="sapo_temperature must be > 0"):
-                functions.liger_fused_linear_grpo(*first, *after)
+                preference.liger_fused_linear_grpo(*first, *after)
             continue
         module = policy.LigerFusedLinearGRPOLoss(
             loss_type=loss_type, max_completion_length=10, temperature=float(temperature)
         )
-        got, expected = functions.liger_fused_linear_grpo(*first, *after), module(*before)
+        got, expected = preference.liger_fused_linear_grpo(*first, *after), module(*before)
         torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match="sapo_temperature_neg must be positive"):
         policy.LigerFusedLinearGRPOLoss(sapo_temperature_neg=0.0)
@@ -206,7 +200,7 @@ def test_cross_entropy_target_out_of_bounds(monkeypatch):
     """They raise on every device, as Liger-Kernel's assertion does, which people catch."""
     logits, target = torch.randn(4, 11, requires_grad=True), torch.tensor([1, -100, 11, 3])
     calls = (
-        losses.LigerCrossEntropyLoss(),
+        modules.LigerCrossEntropyLoss(),
         functional.liger_cross_entropy,
         lambda x, t: LigerCrossEntropyFunction.apply(x, t, None),
     )
@@ -333,7 +327,7 @@ def test_custom_distillation_loss_bounds_memory():
 def test_subclass_of_sealed_function_raises():
     with pytest.raises(TypeError, match="derive from LigerFusedLinearPreferenceBase"):
 
-        class Own(functions.LigerFusedLinearDPOFunction):
+        class Own(preference.LigerFusedLinearDPOFunction):
             @staticmethod
             def preference_loss_fn(*args):
                 return 0.0
@@ -341,7 +335,7 @@ def test_subclass_of_sealed_function_raises():
 
 def test_functional_simpo_argument_order(pairs):
     b = pairs
-    got, _ = functions.liger_fused_linear_simpo(b.hidden, b.weight, b.target, b.bias, -100, 2.0)
+    got, _ = preference.liger_fused_linear_simpo(b.hidden, b.weight, b.target, b.bias, -100, 2.0)
     expected, _ = preference.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(
         b.weight, b.hidden, b.target, b.bias
     )
@@ -354,7 +348,7 @@ def test_base_class_double_backward_raises():
     hidden = torch.randn(4, 5, 8, requires_grad=True)
     weight = torch.randn(11, 8, requires_grad=True)
     target = torch.randint(0, 11, (4, 5))
-    loss = functions.LigerFusedLinearORPOFunction.apply(hidden, weight, target)[0]
+    loss = preference.LigerFusedLinearORPOFunction.apply(hidden, weight, target)[0]
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(DoubleBackwardError):
         torch.autograd.grad(gradient.square().sum(), weight)

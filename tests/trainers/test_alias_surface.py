@@ -21,7 +21,7 @@ import yaml
 
 import liger_multi
 from liger_multi.compat import liger_kernel as alias
-from liger_multi.compat.liger_kernel import choosing, finder, functional, helpers, op_functions
+from liger_multi.compat.liger_kernel import finder, functional, helpers, op_functions
 from liger_multi.dispatch.config import current
 from tests.trainers import liger_suite
 
@@ -204,23 +204,25 @@ def nothing_chosen(monkeypatch):
     for name in ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT", "LIGER_KERNEL_IMPL_SOFTMAX"):
         monkeypatch.delenv(name, raising=False)
     yield
-    choosing.set_impl(None)
+    op_functions.set_impl(None)
 
 
 def test_available_impls_on_cpu():
-    assert choosing.available_impls("softmax", "cpu") == ["pytorch"]
-    assert choosing.all_impls("softmax") == ["nvidia-triton", "ascend-triton", "pytorch"]
-    assert choosing.all_impls("nothing") == choosing.available_impls("nothing") == []
-    assert [impl.impl_name for impl in choosing.list_registered("rope")] == [*choosing.BACKENDS]
-    assert choosing.get_registered("rope", "nvidia-cutile") is None
-    assert "cuda" in choosing.get_discovery_failures() or torch.cuda.is_available()
+    assert op_functions.available_impls("softmax", "cpu") == ["pytorch"]
+    assert op_functions.all_impls("softmax") == ["nvidia-triton", "ascend-triton", "pytorch"]
+    assert op_functions.all_impls("nothing") == op_functions.available_impls("nothing") == []
+    assert [impl.impl_name for impl in op_functions.list_registered("rope")] == [
+        *op_functions.BACKENDS
+    ]
+    assert op_functions.get_registered("rope", "nvidia-cutile") is None
+    assert "cuda" in op_functions.get_discovery_failures() or torch.cuda.is_available()
 
 
 def test_available_impls_on_device(monkeypatch):
-    monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
-    assert choosing.available_impls("softmax", "cuda") == ["nvidia-triton", "pytorch"]
-    assert choosing.resolve_impl("softmax", device="cuda").impl_name == "nvidia-triton"
-    assert choosing.resolve_impl("softmax", "triton", "cuda").impl_name == "nvidia-triton"
+    monkeypatch.setattr(op_functions.registry, "unavailable", lambda name: None)
+    assert op_functions.available_impls("softmax", "cuda") == ["nvidia-triton", "pytorch"]
+    assert op_functions.resolve_impl("softmax", device="cuda").impl_name == "nvidia-triton"
+    assert op_functions.resolve_impl("softmax", "triton", "cuda").impl_name == "nvidia-triton"
 
 
 def chosen_backend():
@@ -229,21 +231,21 @@ def chosen_backend():
 
 def test_set_impl_pytorch_configures_reference():
     liger_multi.configure(None)
-    choosing.set_impl("triton")
-    assert choosing.get_impl() == "nvidia-triton"
+    op_functions.set_impl("triton")
+    assert op_functions.get_impl() == "nvidia-triton"
     assert chosen_backend() == ("auto",)
-    choosing.set_impl("pytorch")
+    op_functions.set_impl("pytorch")
     assert chosen_backend() == ("reference",)
-    choosing.set_impl(None)
-    assert choosing.get_impl() is None
+    op_functions.set_impl(None)
+    assert op_functions.get_impl() is None
     assert chosen_backend() == ("auto",)
 
 
 def test_set_impl_keeps_user_configuration():
     try:
         liger_multi.configure({"default": "reference"})
-        choosing.set_impl("triton")
-        choosing.set_impl(None)
+        op_functions.set_impl("triton")
+        op_functions.set_impl(None)
         assert chosen_backend() == ("reference",)
     finally:
         liger_multi.configure(None)
@@ -254,12 +256,12 @@ def test_impl_argument_scope(monkeypatch):
     monkeypatch.setattr(
         functional.ops, "rms_norm", lambda x, *_, **__: calls.append(chosen_backend()) or x
     )
-    monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
-    monkeypatch.setattr(choosing, "available_impls", lambda *_: ["nvidia-triton", "pytorch"])
+    monkeypatch.setattr(op_functions.registry, "unavailable", lambda name: None)
+    monkeypatch.setattr(op_functions, "available_impls", lambda *_: ["nvidia-triton", "pytorch"])
     op_functions.rms_norm(LOGITS, None)
     op_functions.rms_norm(LOGITS, None, impl="pytorch")
     op_functions.rms_norm(LOGITS, None, backend="pytorch")
-    choosing.set_impl("pytorch")
+    op_functions.set_impl("pytorch")
     op_functions.rms_norm(LOGITS, None, impl="triton")
     op_functions.rms_norm(LOGITS, None)
     reference, auto = ("reference",), ("auto",)
@@ -283,28 +285,28 @@ def test_impl_argument_scope(monkeypatch):
 def test_absent_impl_precedence_and_fallback(monkeypatch, variable, argument, chosen, expected):
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
-    choosing.set_impl(chosen)
-    with pytest.warns(choosing.LigerImplFallbackWarning, match=f"{expected}' is not available"):
+    op_functions.set_impl(chosen)
+    with pytest.warns(op_functions.LigerImplFallbackWarning, match=f"{expected}' is not available"):
         actual = op_functions.softmax(LOGITS, impl=argument)
     assert torch.equal(actual, functional.liger_softmax(LOGITS))
     monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
-    with pytest.raises(choosing.ImplNotAvailableError, match=expected):
+    with pytest.raises(op_functions.ImplNotAvailableError, match=expected):
         op_functions.softmax(LOGITS, impl=argument)
 
 
 def test_unknown_impl_errors():
-    with pytest.raises(choosing.BackendNotAvailableError, match="No 'nope' implementation"):
+    with pytest.raises(op_functions.BackendNotAvailableError, match="No 'nope' implementation"):
         op_functions.softmax(LOGITS, impl="nope")
-    with pytest.raises(choosing.NoImplAvailableError, match=r"op 'nope'\. Operators: rms_norm"):
+    with pytest.raises(op_functions.NoImplAvailableError, match=r"op 'nope'\. Operators: rms_norm"):
         op_functions.dispatch("nope", LOGITS)
-    with pytest.raises(choosing.ImplNotAvailableError, match=r"op 'nope'\. Registered: <none>"):
+    with pytest.raises(op_functions.ImplNotAvailableError, match=r"op 'nope'\. Registered: <none>"):
         op_functions.dispatch("nope", LOGITS, impl="triton")
     with pytest.raises(ValueError, match="mode must be 'default', got 'fast'"):
         op_functions.softmax(LOGITS, mode="fast")
     with pytest.raises(NotImplementedError, match="docs/extending"):
-        choosing.register_impl("softmax", impl_name="mine")
+        op_functions.register_impl("softmax", impl_name="mine")
     with pytest.raises(NotImplementedError, match="docs/extending"):
-        choosing.declare_op_locations("softmax", [])
+        op_functions.declare_op_locations("softmax", [])
 
 
 X, W = torch.randn(4, 6), torch.rand(6)
@@ -341,8 +343,8 @@ def test_functional_dispatch_matches(name):
 
 
 def test_functional_covers_operators():
-    assert sorted(CALLS) == sorted(op_functions.FUNCTIONS) == sorted(choosing.OPERATORS)
-    assert {*choosing.OPERATORS} <= {*liger_multi.ops.__all__}
+    assert sorted(CALLS) == sorted(op_functions.FUNCTIONS) == sorted(op_functions.OPERATORS)
+    assert {*op_functions.OPERATORS} <= {*liger_multi.ops.__all__}
 
 
 def test_top_level_set_impl(installed):
@@ -362,7 +364,9 @@ def test_impl_variable_at_install(installed, monkeypatch):
     alias.uninstall()
     liger_multi.configure(None)
     monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
-    with pytest.warns(choosing.LigerImplFallbackWarning, match="every operator: 'nvidia-cutile'"):
+    with pytest.warns(
+        op_functions.LigerImplFallbackWarning, match="every operator: 'nvidia-cutile'"
+    ):
         alias.install()
     alias.uninstall()
     monkeypatch.setenv("LIGER_KERNEL_IMPL", "pytorch")

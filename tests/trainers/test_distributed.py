@@ -483,7 +483,7 @@ def same_bits(run, stock, eight, order="patch shard", autocast=False, **options)
 
 @case()
 def fsdp2_gathers_codes_of_trained_weights(run):
-    from liger_multi.patching.float8.shards import TrainedShard
+    from liger_multi.patching.float8.weight import TrainedShard
 
     for order in ("patch shard", "shard patch"):
         ours = same_bits(run, run.build(), {"gather": True}, order)

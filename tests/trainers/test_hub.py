@@ -13,7 +13,7 @@ kernels = pytest.importorskip("kernels")
 from transformers.integrations import hub_kernels  # noqa: E402
 
 from liger_multi.compat import hub  # noqa: E402
-from liger_multi.patching.mixers.calls import SERVED  # noqa: E402
+from liger_multi.patching.mixers import SERVED  # noqa: E402
 
 AVAILABLE = hub_kernels.is_kernels_available()
 """Whether transformers accepts this version of the library, and so has marked its layers."""

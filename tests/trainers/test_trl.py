@@ -15,12 +15,8 @@ import liger_multi
 from liger_multi import losses, trees
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.integrations import (
-    SharedPrefixes,
-    TrainerCallback,
-    prefixes,
-    share_prefixes,
-)
+from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
+from liger_multi.integrations import trainer as trainer_module
 from tests.comparing import recorded
 from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer
 
@@ -193,8 +189,8 @@ def test_shared_prefixes_of_answers_that_are_all_truncated(
 
 def test_shared_prefixes_log_statistics_in_chunks(saved, tmp_path, tree_tokens, monkeypatch):
     """Of DPO, whose means and accuracies of logits need all classes of a token."""
-    monkeypatch.setattr(prefixes, "ROWS", 3)
-    shapes = recorded(monkeypatch, prefixes, "real_logits", lambda logits: logits.shape[:2])
+    monkeypatch.setattr(trainer_module, "ROWS", 3)
+    shapes = recorded(monkeypatch, trainer_module, "real_logits", lambda logits: logits.shape[:2])
     callbacks = [TrainerCallback(shared_prefixes=True)]
     assert_same(
         run("DPO", saved, tmp_path / "stock"), run("DPO", saved, tmp_path / "ours", callbacks), 2

@@ -102,10 +102,10 @@ def fitted(
 
 
 @triton.jit
-def dot(a, b, total):
+def dot(a, b, total, PARTS: tl.constexpr = 3):
     """``total + a @ b`` in fp32; Triton's interpreter cannot multiply bf16, so there it is cast.
 
-    Beside bf16, fp32 is taken as three parts in bf16, whose products are exact.
+    Beside bf16, fp32 is taken as three parts in bf16, whose products are exact; or as two.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -113,12 +113,12 @@ def dot(a, b, total):
         return tl.dot(a, b, total, input_precision="ieee")
     elif a.dtype == tl.bfloat16:
         b0, b1, b2 = bf16_parts(b)
-        total = tl.dot(a, b0, total, input_precision="ieee")
-        return add_dot(a, b2, add_dot(a, b1, total))
+        total = add_dot(a, b1, tl.dot(a, b0, total, input_precision="ieee"))
+        return add_dot(a, b2, total) if PARTS == 3 else total
     elif b.dtype == tl.bfloat16:
         a0, a1, a2 = bf16_parts(a)
-        total = tl.dot(a0, b, total, input_precision="ieee")
-        return add_dot(a2, b, add_dot(a1, b, total))
+        total = add_dot(a1, b, tl.dot(a0, b, total, input_precision="ieee"))
+        return add_dot(a2, b, total) if PARTS == 3 else total
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
@@ -342,6 +342,7 @@ def _grouped_weight_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Gradient of a weight: out[e, m, n] = sum over rows s of e of p[source(s), m] q[source(s), n].
 
@@ -367,7 +368,7 @@ def _grouped_weight_kernel(
         p_mask, q_mask = mask & (m < m_size)[None, :], mask & (n < n_size)[None, :]
         p = tl.load(p_ptrs + p_row[:, None] * p_stride, mask=p_mask, other=0.0)
         q = tl.load(q_ptrs + q_row[:, None] * q_stride, mask=q_mask, other=0.0)
-        total = dot(tl.trans(p), q, total)
+        total = dot(tl.trans(p), q, total, PARTS)
     assume_rows(out_ptr, n_size, 2 * BLOCK_M)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     out_ptr += (group.to(tl.int64) * m_size + first_m) * n_size + first_n
@@ -398,10 +399,12 @@ def weight_gradient(
     groups: Groups,
     turned: bool,
     dtype: Optional[torch.dtype] = None,
+    parts: int = 3,
 ) -> Tensor:
     """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``.
 
-    The result has the dtype of the left rows, if no other one is given.
+    The result has the dtype of the left rows, if no other one is given. ``parts``: bf16 numbers
+    that stand for one in fp32 beside rows in bf16.
     """
     if turned:
         left, right = right, left
@@ -411,7 +414,7 @@ def weight_gradient(
     if dtype is None and by_library(k, p, q):
         return _gradient_by_library(k, left, right, groups)
     out = p.new_empty(groups.count, m, n, dtype=dtype)
-    return _gradient_by_kernel(k, left, right, groups, out)
+    return _gradient_by_kernel(k, left, right, groups, out, parts=parts)
 
 
 WRITTEN_SHARE = 1.0
@@ -456,6 +459,7 @@ def _gradient_by_kernel(
     groups: Groups,
     out: Tensor,
     done: Optional[Tensor] = None,
+    parts: int = 3,
 ) -> Tensor:
     """Fill ``out`` for all groups but those within the first rows, whose number is in ``done``."""
     p, q = left.source, right.source
@@ -480,7 +484,7 @@ def _gradient_by_kernel(
             m_steps,
             n_steps,
         ),
-        (k.block_m, k.block_n, k.block_k, k.stages),
+        (k.block_m, k.block_n, k.block_k, k.stages, parts),
         k.num_warps,
     )
     return out

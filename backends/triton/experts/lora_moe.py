@@ -30,7 +30,6 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
     assume_cols,
-    bf16_parts,
     cdiv,
     power_of_2,
     round_to,
@@ -61,18 +60,11 @@ __all__ = ["backward", "forward", "supports"]
 
 
 @triton.jit
-def _thin_dot(low, w, total, PRODUCT: tl.constexpr, PRODUCTS: tl.constexpr):
-    """``total`` and one of the products of bf16 parts that make ``low @ w``, the largest last.
-
-    Of fp32 two parts count, 16 bits: the sum is rounded to 8 bits with the row that it is added to.
-    Two products of fp32 beside bf16, three of two in fp32, else one.
-    """
-    if PRODUCTS == 1:
-        return dot(low, w, total)
-    elif PRODUCTS == 2:
-        return dot(bf16_parts(low)[1 - PRODUCT], w, total)
-    else:
-        return dot(bf16_parts(low)[PRODUCT == 0], bf16_parts(w)[PRODUCT == 1], total)
+def _part_of(x, second):
+    """The first or, where ``second`` says so, the second bf16 part of x; 16 bits together."""
+    first = round_to(x.to(tl.float32), tl.bfloat16)
+    rest = round_to(x.to(tl.float32) - first.to(tl.float32), tl.bfloat16)
+    return tl.where(second, rest, first)
 
 
 @triton.jit
@@ -101,8 +93,10 @@ def _grouped_update_kernel(
 
     Program: BLOCK_M sorted rows of one group by BLOCK_N columns, by the table of tiles; programs
     past its last tile return.
-    Reads low and the group's w, BLOCK_R of the rank at a time and once for each product of their
-    parts, and its tile of the rows, which it writes back, rounded once.
+    Reads low and the group's w, BLOCK_R of the rank at a time, and its tile of the rows, which it
+    writes back, rounded once. Beside rows in bf16, fp32 counts as two parts in bf16: the sum is
+    rounded to 8 bits. Products of parts (PRODUCTS: two of fp32 beside bf16, four of two in fp32)
+    follow each other along the contraction, so that one dot adds all of them.
     """
     tile = tl.program_id(0) // steps
     group = tl.load(tiles_ptr + 2 * tile)
@@ -114,19 +108,23 @@ def _grouped_update_kernel(
     # a tile's rows span less than 2 GiB
     assume_cols(cols, LONGEST_ROW // (2 * BLOCK_M))
     assume_cols(first_col, LONGEST_ROW // (2 * BLOCK_M))
-    col, r = first_col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    col, k = first_col + tl.arange(0, BLOCK_N), tl.arange(0, PRODUCTS * BLOCK_R)
+    r, pair = k % BLOCK_R, k // BLOCK_R
     inside, here = (col < cols)[None, :], (first + m < stop)[:, None]
     low_ptr += first.to(tl.int64) * rank
     w_ptr += group.to(tl.int64) * w_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for pair in tl.static_range(PRODUCTS):  # in turn: see add_dot
-        for start in tl.range(0, rank, BLOCK_R):
-            mask = start + r < rank
-            at = m[:, None] * rank + (start + r)[None, :]
-            low = tl.load(low_ptr + at, mask=here & mask[None, :], other=0.0)
-            at = col[None, :] * n_stride + (start + r)[:, None] * r_stride
-            w = tl.load(w_ptr + at, mask=mask[:, None] & inside, other=0.0)
-            total = _thin_dot(low, w, total, pair, PRODUCTS)
+    for start in tl.range(0, rank, BLOCK_R):
+        mask = start + r < rank
+        at = m[:, None] * rank + (start + r)[None, :]
+        low = tl.load(low_ptr + at, mask=here & mask[None, :], other=0.0)
+        at = col[None, :] * n_stride + (start + r)[:, None] * r_stride
+        w = tl.load(w_ptr + at, mask=mask[:, None] & inside, other=0.0)
+        if PRODUCTS > 1:
+            low = _part_of(low, (pair % 2 == 1)[None, :])
+        if PRODUCTS > 2:
+            w = _part_of(w, (pair > 1)[:, None])
+        total = dot(low, w, total)
     rows_ptr += first.to(tl.int64) * cols
     ptrs, mask = rows_ptr + (m[:, None] * cols + col[None, :]), here & inside
     y = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) + scale * total
@@ -160,7 +158,7 @@ def add_(
     cols, rank = rows.shape[1], low.shape[1]
     k = choice("lora_moe.update", update_config, rows, groups, cols, rank)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
-    counts = {torch.bfloat16: 2, torch.float32: 3} if rows.dtype == torch.bfloat16 else {}
+    counts = {torch.bfloat16: 2, torch.float32: 4} if rows.dtype == torch.bfloat16 else {}
     products = counts.get(w.dtype, 1)
     launch(
         _grouped_update_kernel,
@@ -200,7 +198,9 @@ class Adapter:
         return da, db
 
     def _gradient(self, name: str, left: RowOperand, right: RowOperand, groups: Groups) -> Tensor:
-        return weight_gradient(name, left, right, groups, False, torch.float32).mul_(self.scale)
+        parts = 3 if self.a.dtype == torch.float32 else 2  # of which a gradient keeps 8 to 11 bits
+        product = weight_gradient(name, left, right, groups, False, torch.float32, parts)
+        return product.mul_(self.scale)
 
 
 def _adapter(a: Optional[Tensor], b: Optional[Tensor], scale: float) -> Optional[Adapter]:

@@ -138,7 +138,7 @@ def install(*, force: bool = False) -> None:
     sys.meta_path.insert(0, _FINDER)
     _look_again()
     if os.environ.get("LIGER_KERNEL_IMPL"):
-        importlib.import_module(f"{HERE}.choosing").read_variables()
+        importlib.import_module(f"{HERE}.op_functions").read_variables()
 
 
 def uninstall() -> None:
@@ -151,9 +151,9 @@ def uninstall() -> None:
     models = sys.modules.get(f"{HERE}.models")
     if models is not None:
         models.forget_types()
-    choosing = sys.modules.get(f"{HERE}.choosing")
-    if choosing is not None:
-        choosing.set_impl(None)
+    op_functions = sys.modules.get(f"{HERE}.op_functions")
+    if op_functions is not None:
+        op_functions.set_impl(None)
     megatron = sys.modules.get(f"{HERE}.megatron")
     if megatron is not None:
         megatron.restore()
@@ -225,8 +225,6 @@ HOMES: dict[str, dict[str, str]] = {
         ),
         "transformers.experimental": "LigerEmbedding",
         "transformers.experimental.embedding": "LigerEmbedding",
-    },
-    "losses": {
         "transformers.cross_entropy": "LigerCrossEntropyLoss",
         "transformers.fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
         "transformers.fused_linear_jsd": "LigerFusedLinearJSD",
@@ -238,7 +236,7 @@ HOMES: dict[str, dict[str, str]] = {
         "transformers.vocab_parallel_cross_entropy": "LigerVocabParallelCrossEntropy",
         "transformers.model.loss_utils": "LigerForCausalLMLoss fixed_fused_linear_cross_entropy",
     },
-    "outputs": {
+    "signatures": {
         "transformers.functional": "CrossEntropyOutput",
         "transformers.model.loss_utils": "unpack_cross_entropy_result",
     },
@@ -269,35 +267,40 @@ HOMES: dict[str, dict[str, str]] = {
             "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu "
             "jsd kl_div layer_norm rms_norm rope softmax swiglu"
         ),
-        "backends": "dispatch",
-        "backends.dispatch": "dispatch",
-        "ops": "apply_tiled_mlp",
-        "ops.tiled_mlp": "apply_tiled_mlp",
-        "ops.vocab_parallel_cross_entropy": "validate_formula_and_mode",
-    },
-    "choosing": {
-        "backends": f"{_IMPLS} {_NEW_IMPLS} Capability",
-        "backends.dispatch": f"{_IMPLS} emit_fallback_warning",
+        "backends": f"dispatch {_IMPLS} {_NEW_IMPLS} Capability",
+        "backends.dispatch": f"dispatch {_IMPLS} emit_fallback_warning",
         "backends.registry": (
             f"{_NEW_IMPLS} all_registered_ops declare_op_locations get_discovery_failures "
             "get_registered list_registered"
         ),
         "backends.capability": "Capability PYTORCH_FALLBACK",
+        "ops": "apply_tiled_mlp",
+        "ops.tiled_mlp": "apply_tiled_mlp",
+        "ops.vocab_parallel_cross_entropy": "validate_formula_and_mode",
     },
-    "chunked.preference": {
+    "preference": {
         "chunked_loss": (
             "LigerFusedLinearDPOLoss LigerFusedLinearORPOLoss LigerFusedLinearCPOLoss "
             "LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss LigerFusedLinearJSDLoss "
             "LigerFusedLinearCosineSimilarityLoss"
         ),
-        "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss",
-        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
+        "chunked_loss.cosine_similarity_loss": (
+            "LigerFusedLinearCosineSimilarityLoss LigerFusedLinearCosineSimilarityFunction"
+        ),
+        "chunked_loss.grpo_loss": "LigerFusedLinearGRPOFunction",
         **{
-            f"chunked_loss.{name.lower()}_loss": f"LigerFusedLinear{name}Loss"
-            for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO")
+            f"chunked_loss.{name.lower()}_loss": (
+                f"LigerFusedLinear{name}Loss LigerFusedLinear{name}Function"
+            )
+            for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO", "JSD")
         },
+        "chunked_loss.functional": (
+            "liger_fused_linear_orpo liger_fused_linear_dpo liger_fused_linear_jsd "
+            "liger_fused_linear_cosine liger_fused_linear_cpo liger_fused_linear_simpo "
+            "liger_fused_linear_kto liger_fused_linear_grpo"
+        ),
     },
-    "chunked.policy": {
+    "policy": {
         "ops": "GrpoLossFunction",
         "ops.grpo_loss": "GrpoLossFunction",
         "transformers.grpo_loss": "triton_grpo_loss",
@@ -306,19 +309,7 @@ HOMES: dict[str, dict[str, str]] = {
             "LigerFusedLinearGRPOLoss k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn"
         ),
     },
-    "chunked.functions": {
-        "chunked_loss.functional": (
-            "liger_fused_linear_orpo liger_fused_linear_dpo liger_fused_linear_jsd "
-            "liger_fused_linear_cosine liger_fused_linear_cpo liger_fused_linear_simpo "
-            "liger_fused_linear_kto liger_fused_linear_grpo"
-        ),
-        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityFunction",
-        **{
-            f"chunked_loss.{name.lower()}_loss": f"LigerFusedLinear{name}Function"
-            for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD")
-        },
-    },
-    "chunked.bases": {
+    "bases": {
         "chunked_loss.fused_linear_preference": "LigerFusedLinearPreferenceBase",
         "chunked_loss.fused_linear_unpaired_preference": "LigerFusedLinearUnpairedPreferenceBase",
         "chunked_loss.fused_linear_ppo": "LigerFusedLinearPPOBase",
@@ -386,8 +377,8 @@ OF_OPS = (
 )
 """File of ``liger_kernel.ops`` and its class, without ``Liger`` and ``Function``."""
 
-EXPORTED = ("modules", "losses")
-"""What submodules of ``transformers`` have of these modules here, ``transformers`` has too."""
+EXPORTED = "modules"
+"""What submodules of ``transformers`` have of this module here, ``transformers`` has too."""
 
 _CAUSAL = (
     "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe "
@@ -414,7 +405,7 @@ def _sources() -> Iterator[tuple[str, str, str]]:
     for home, paths in HOMES.items():
         for path, names in paths.items():
             yield path, home, names
-            if home in EXPORTED:
+            if home == EXPORTED:
                 yield "transformers", home, names
     for file, _, name in (entry.partition(":") for entry in OF_OPS.split()):
         for path in (f"ops.{file}", "ops"):
@@ -439,7 +430,7 @@ TREE = _table()
 DYNAMIC = {
     **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
     **{path: ("model_forward", names) for path, names in FORWARDS.items()},
-    "transformers.model.output_classes": ("outputs", ""),
+    "transformers.model.output_classes": ("signatures", ""),
 }
 """Submodules that also have what ``functions(path, names)`` of a module here makes."""
 
@@ -447,7 +438,7 @@ _AUTO = {"AutoLigerKernelForCausalLM": "models"}
 _ORPO = {"LigerORPOTrainer": "models"}
 _VERSIONS = "IS_TRANSFORMERS_V5_OR_LATER MIN_SUPPORTED_TRANSFORMERS_VERSION transformer_version"
 LAZY = {
-    "": dict.fromkeys(_CHOICE.split(), "choosing"),
+    "": dict.fromkeys(_CHOICE.split(), "op_functions"),
     "transformers": _AUTO,
     "transformers.auto_model": _AUTO,
     "transformers.trainer": _ORPO,

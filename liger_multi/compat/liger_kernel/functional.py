@@ -16,8 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks, losses, ops
-from liger_multi.compat.liger_kernel.outputs import NAMES, CrossEntropyOutput, TargetError
-from liger_multi.compat.liger_kernel.signatures import adapter
+from liger_multi.compat.liger_kernel.signatures import (
+    NAMES,
+    CrossEntropyOutput,
+    TargetError,
+    adapter,
+)
 from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_log_prob
 
 __all__ = ["CrossEntropyOutput"]

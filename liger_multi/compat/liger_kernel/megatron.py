@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi.compat.liger_kernel.losses import LigerVocabParallelCrossEntropy
+from liger_multi.compat.liger_kernel.modules import LigerVocabParallelCrossEntropy
 
 _HERE = "apply_liger_kernel_to_megatron"
 

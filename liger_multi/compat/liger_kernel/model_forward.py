@@ -21,11 +21,11 @@ from liger_multi import ops, patching
 from liger_multi._torch_private import outside_of_graphs
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.functional import casting_of, liger_rms_norm
-from liger_multi.compat.liger_kernel.losses import (
+from liger_multi.compat.liger_kernel.modules import (
     LigerForCausalLMLoss,
     LigerFusedLinearCrossEntropyLoss,
 )
-from liger_multi.compat.liger_kernel.outputs import (
+from liger_multi.compat.liger_kernel.signatures import (
     CrossEntropyOutput,
     extended,
     make_loaded,
@@ -378,8 +378,7 @@ def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> No
 
 def _gelu_mlp(self: Any, x: Tensor) -> Tensor:
     inner = ops.geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh")
-    result: Tensor = self.down_proj(inner)
-    return result
+    return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
 def _patch_geglu_module(module: nn.Module) -> None:

@@ -15,10 +15,10 @@ from torch import nn
 
 from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional, model_forward
-from liger_multi.errors import PatchError, loading, unknown
-from liger_multi.patching import PatchReport, modeltypes, registered
-from liger_multi.patching.mlp.kinds import MLP_OPS
-from liger_multi.patching.norms.kinds import NORM_OPS
+from liger_multi.errors import PatchError, check_name, loading
+from liger_multi.patching import PatchReport, registered
+from liger_multi.patching.apply import is_type_patched, register_type
+from liger_multi.patching.kinds import MLP_OPS, NORM_OPS
 from liger_multi.patching.options import BUILT_IN, OFF, PACKING
 
 _DENSE = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
@@ -89,8 +89,7 @@ def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
     choices = {**dict(ruled), **choices}
     known = (*BUILT_IN, *registered.probes())
     for name in choices:
-        if name not in known:
-            raise PatchError(unknown("kernel option", name, known))
+        check_name(PatchError, "kernel option", name, known)
     return {name: value for name, value in choices.items() if value is not _ON.get(name, True)}
 
 
@@ -124,7 +123,7 @@ def _patch_type(model_type: str, flags: Mapping[str, Any]) -> None:
     choices = _choices(flags)
     _refuse_replaced_loss(choices)
     patching.patch(model_type, **choices)  # which checks what is asked for
-    modeltypes.register(model_type, functools.partial(_patch_instance, flags=dict(flags)))
+    register_type(model_type, functools.partial(_patch_instance, flags=dict(flags)))
     _types.add(model_type)
 
 
@@ -170,7 +169,7 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 def forget_types() -> None:
     """Stop patching the model types that were named through these functions."""
     for model_type in sorted(_types):
-        if modeltypes.registered(model_type):
+        if is_type_patched(model_type):
             patching.unpatch(model_type)
     _types.clear()
 

@@ -45,8 +45,7 @@ class _Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What the class of the MLP computes."""
         owner: Any = self.__dict__["owner"]
-        output: Tensor = type(owner).forward(owner, x)
-        return output
+        return type(owner).forward(owner, x)  # type: ignore[no-any-return]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the MLP."""
@@ -66,8 +65,7 @@ class _TiledForward:
     def __call__(self, x: Tensor) -> Tensor:
         """The MLP, some tokens at a time."""
         self.tiled.train(self.mlp.training)
-        output: Tensor = self.tiled(x)
-        return output
+        return self.tiled(x)  # type: ignore[no-any-return]
 
 
 class Applied:

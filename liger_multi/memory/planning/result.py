@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi.documents import read_yaml
-from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.errors import ConfigurationError, check_name, shown, unknown
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import ATTENTIONS, OPTIMIZERS
-from liger_multi.page import Page
+from liger_multi.page import Page, Paged
 from liger_multi.pictures import INK, PAPER, PARTS, figure
 
 # --- what is decided, and what is predicted ---
@@ -126,8 +126,7 @@ class Settings:
         """
         known = {f.name: f.default for f in fields(cls)}
         for name, value in data.items():
-            if name not in known:
-                raise ConfigurationError(unknown(f"field of {source}", name, known))
+            check_name(ConfigurationError, f"field of {source}", name, known)
             optional = name in ("chunk", "offload_states") and value is None
             types: dict[str, type] = {"chunk": int, "offload_states": str}
             value_class = types.get(name, type(known[name]))
@@ -205,7 +204,7 @@ class Candidate:
 
 
 @dataclass
-class TrainingPlan:
+class TrainingPlan(Paged):
     """The candidates for a model, a memory and a number of devices.
 
     Attributes:
@@ -283,13 +282,38 @@ class TrainingPlan:
         """Write ready files for a candidate; None: the best one. Returns what was written."""
         return write(self, Path(folder), candidate or self.best)
 
-    def __str__(self) -> str:
-
-        return plan_page(self).plain()
-
-    def __rich__(self) -> Any:
-
-        return plan_page(self).rich()
+    def page(self) -> Page:
+        """The best, the others, the limits and notes."""
+        page = Page()
+        best, most = self.best if self.best.fits else self.nearest, self.host_memory_bytes
+        facts = [
+            ("model", f"{self.model}, {self.layers} layers"),
+            (
+                "devices",
+                f"{self.devices} x {format_bytes(self.memory_bytes)}, rates of {self.card}",
+            ),
+            ("may be used", format_bytes(self.budget_bytes)),
+            *([("may be used of the host, each", format_bytes(most))] if most else []),
+            ("best" if best.fits else "nearest", str(best.settings)),
+            ("peak", format_bytes(best.peak_bytes)),
+            ("batch", f"{best.settings.sequences} x {best.settings.sequence:,} tokens a step"),
+        ]
+        if best.host_bytes:
+            facts.append(("on the host, each", format_bytes(best.host_bytes)))
+        if self.largest_batch:
+            largest = f"{self.largest_batch} (any way: {self.most_batch})"
+            facts.append(("largest micro-batch", largest))
+            longest = f"{self.longest_sequence:,} (any way: {self.most_sequence:,})"
+            facts.append(("longest sequence", longest))
+        page.add("TrainingPlan" if best.fits else "Nothing fits", facts)
+        chosen = self.candidates[:ROWS]
+        if best not in chosen:
+            chosen = [*chosen, best]
+        page.add("Ways, the fastest that fits first", list(map(row_of, chosen)), HEADER)
+        left = len(self.candidates) - len(chosen)
+        names = [*self.notes, *([f"{left} more ways were weighed"] if left > 0 else [])]
+        page.add("Notes", [(f"{i}.", note) for i, note in enumerate(names, 1)])
+        return page
 
 
 # --- ready files ---
@@ -372,8 +396,7 @@ def load(path: str | Path) -> Settings:
         raise ConfigurationError(f"{str(path)!r} has no mapping of settings, got {shown(content)}")
     known = ("version", "model", "peak_bytes", "memory_bytes", "devices", "settings")
     for name in content:
-        if name not in known:
-            raise ConfigurationError(unknown(f"key of {str(path)!r}", name, known))
+        check_name(ConfigurationError, f"key of {str(path)!r}", name, known)
     if content.get("version") != VERSION:
         raise ConfigurationError(
             f"{str(path)!r} has version {content.get('version')!r}, this is {VERSION}"
@@ -515,36 +538,6 @@ def row_of(candidate: Candidate) -> tuple[str, ...]:
 HEADER = ("way", "batch", "loss rows", "peak", "on the host", "fits", "time")
 
 
-def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
-    """The best, the others, the limits and notes."""
-    page = Page()
-    best, most = plan.best if plan.best.fits else plan.nearest, plan.host_memory_bytes
-    facts = [
-        ("model", f"{plan.model}, {plan.layers} layers"),
-        ("devices", f"{plan.devices} x {format_bytes(plan.memory_bytes)}, rates of {plan.card}"),
-        ("may be used", format_bytes(plan.budget_bytes)),
-        *([("may be used of the host, each", format_bytes(most))] if most else []),
-        ("best" if best.fits else "nearest", str(best.settings)),
-        ("peak", format_bytes(best.peak_bytes)),
-        ("batch", f"{best.settings.sequences} x {best.settings.sequence:,} tokens a step"),
-    ]
-    if best.host_bytes:
-        facts.append(("on the host, each", format_bytes(best.host_bytes)))
-    if plan.largest_batch:
-        facts.append(("largest micro-batch", f"{plan.largest_batch} (any way: {plan.most_batch})"))
-        longest = f"{plan.longest_sequence:,} (any way: {plan.most_sequence:,})"
-        facts.append(("longest sequence", longest))
-    page.add("TrainingPlan" if best.fits else "Nothing fits", facts)
-    shown = plan.candidates[:rows]
-    if best not in shown:
-        shown = [*shown, best]
-    page.add("Ways, the fastest that fits first", list(map(row_of, shown)), HEADER)
-    left = len(plan.candidates) - len(shown)
-    names = [*plan.notes, *([f"{left} more ways were weighed"] if left > 0 else [])]
-    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(names, 1)])
-    return page
-
-
 # --- memory of candidates by part ---
 
 LABEL_WIDTH = 52  # characters of a line
@@ -576,8 +569,7 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
         # in two lines, for names of ways leave little width to the axis
         axis.set_xlabel(f"{name} at the peak\ntime per token beside the bars; dashed: the budget")
         axis.grid(axis="y", visible=False)
-        size = format_bytes(plan.memory_bytes)
-        axis.set_title(f"{plan.model}, {plan.devices} x {size}")
+        axis.set_title(f"{plan.model}, {plan.devices} x {format_bytes(plan.memory_bytes)}")
         canvas.legend(loc="outside lower center", ncols=4)
 
 

@@ -19,7 +19,7 @@ import torch
 from liger_multi.dispatch.registry import device_type
 from liger_multi.dispatch.stored import assumed_memory
 from liger_multi.dtypes import short_name
-from liger_multi.errors import PlanError, shown
+from liger_multi.errors import PlanError, check_name, shown
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.cost import Card, card_of, host_bytes
 from liger_multi.memory.planning.predict import Predictor
@@ -34,7 +34,7 @@ from liger_multi.memory.planning.result import (
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.recompute import POLICIES
-from liger_multi.memory.setup import OPTIMIZERS, known, positive
+from liger_multi.memory.setup import OPTIMIZERS, positive
 from liger_multi.memory.sizes import Source, beyond
 
 # --- the search ---
@@ -225,7 +225,7 @@ def _check(
     positive(devices=devices, sequence=sequence, batch=1 if batch is None else batch)
     if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
         raise ValueError(f"headroom must be a share from 0 to below 1, got {shown(headroom)}")
-    known("optimizer", optimizer, OPTIMIZERS)
+    check_name(ValueError, "optimizer", optimizer, OPTIMIZERS)
     tables: tuple[tuple[str, tuple[str, ...], Any], ...] = (
         ("precision", space.precisions, dict.fromkeys(PRECISIONS)),
         ("spread", space.spreads, dict.fromkeys(SPREADS)),
@@ -233,7 +233,7 @@ def _check(
     )
     for what, names, table in tables:
         for name in names:
-            known(what, name, table)
+            check_name(ValueError, what, name, table)
     for ranks in space.ranks:
         positive(ranks=ranks)
 

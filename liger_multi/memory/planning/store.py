@@ -42,8 +42,7 @@ def folder() -> Path:
 
 def digest(data: Any) -> str:
     """A digest of plain data."""
-    text = json.dumps(data, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 # --- what a simulation depends on, besides the architecture ---
@@ -173,8 +172,7 @@ class Store:
         try:
             head, _, text = self._path.read_text(encoding="utf-8").partition("\n")
             if head == self._head(text):
-                sections: dict[str, dict[str, Any]] = json.loads(text)
-                return sections
+                return json.loads(text)  # type: ignore[no-any-return]
         except (OSError, ValueError):
             pass
         return {}

@@ -23,7 +23,7 @@ from liger_multi._torch_private import current_autograd_node
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.planning.cost import EXPERTS, OWN
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS
-from liger_multi.memory.simulation import Simulation
+from liger_multi.memory.simulation import CHUNKED, Simulation
 
 # --- a step, cut ---
 
@@ -224,8 +224,7 @@ class Head:
 
     def as_data(self) -> dict[str, Any]:
         """Plain data."""
-        segments = [self.loss.as_data(), self.backward.as_data()]
-        return {"segments": segments, "ends": self.ends}
+        return {"segments": [self.loss.as_data(), self.backward.as_data()], "ends": self.ends}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Head:
@@ -712,7 +711,6 @@ def _bytes(tensor: Tensor) -> int:
 def _entered(target: str) -> tuple[str, ...]:
     """Operators whose inner operators are seen and counted one by one."""
     from liger_multi.dispatch.op import OPS
-    from liger_multi.memory.meta_kernels import CHUNKED
 
     return tuple(OPS) if target == "cpu" else CHUNKED
 

@@ -32,6 +32,7 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi import checks
@@ -41,9 +42,66 @@ from liger_multi.errors import ConfigurationError, PackingError
 from liger_multi.ops.attention import attention
 from liger_multi.patching import shards
 from liger_multi.patching.attention import support as attention_support
-from liger_multi.patching.attention import tiles
-from liger_multi.patching.packing.blocks import causal_ranges
-from liger_multi.patching.packing.tree import Tree, run, running
+from liger_multi.patching.packing.tree import Tree, causal_ranges, run, running
+
+# --- tiles of keys at fixed tokens, for ``deterministic="rows"`` ---
+
+# A kernel sums over keys a tile at a time, and its tiles begin at multiples of their size. A
+# cache of a sliding window has dropped the first keys, and left padding stands before the first
+# token: there a token lies in another column than in the whole sequence, its tiles are other
+# ones, and with them the order of the sum. Columns that nobody sees, put before the keys, give it
+# its own tiles back.
+
+TILE = 128
+"""A multiple of every kernel's tile of keys."""
+
+
+def key_shifts(attention_mask: Tensor | None, offset: int) -> tuple[int, ...]:
+    """Columns to put before the keys, for each element of the batch or for all; none where empty.
+
+    Args:
+        attention_mask: ``(B, T)``, true at tokens; None where every column is one.
+        offset: Column of the first key in that mask, or in the sequence. Waits for the device where
+            there is a mask.
+    """
+    first = [0] if attention_mask is None else attention_mask.bool().int().argmax(-1).tolist()
+    columns = tuple((offset - token) % TILE for token in first)
+    return columns if any(columns) else ()
+
+
+def shifted(x: Tensor, columns: tuple[int, ...]) -> Tensor:
+    """Keys or values ``(B, H, S, D)`` behind zeros; all elements of the batch become as long."""
+    if len(set(columns)) == 1:
+        return F.pad(x, (0, 0, columns[0], 0))
+    most = max(columns)
+    pads = [(0, 0, before, most - before) for before in columns]
+    return torch.stack([F.pad(row, pad) for row, pad in zip(x, pads, strict=True)])
+
+
+def shifted_ranges(
+    ranges: Tensor | None,
+    causal: bool,
+    columns: tuple[int, ...],
+    sizes: tuple[int, int],
+    device: torch.device,
+) -> Tensor:
+    """The ranges ``(B or 1, L, 2 n)`` of queries behind the same columns.
+
+    Args:
+        ranges: Those of the keys as they were; None for a causal mask or none.
+        causal: Which of the two it is: the queries are the last keys.
+        columns: As :func:`key_shifts` returns them.
+        sizes: Queries and keys.
+        device: Of the result.
+    """
+    queries, keys = sizes
+    if ranges is None:
+        last = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device)
+        last = last if causal else torch.full_like(last, keys)
+        ranges = torch.stack([torch.zeros_like(last), last], -1)[None]
+    before = torch.tensor(columns, dtype=torch.int32, device=device)
+    return ranges.to(device) + before[:, None, None]
+
 
 # --- masks ---
 
@@ -66,7 +124,7 @@ class KeyMask:
         dense: ``(B, 1, L, S)`` bool, for a mask of another form.
         shape: ``(B, 1, L, S)``, of the mask that this one stands for.
         shifts: Columns to put before the keys, where rows must be independent
-            (:mod:`~liger_multi.patching.attention.tiles`).
+            (:func:`key_shifts`).
     """
 
     ndim = 4
@@ -102,9 +160,7 @@ class KeyMask:
         """The ranges of queries behind :attr:`shifts`, computed once for all layers."""
         if self._shifted is None:
             sizes = self.shape[2:]
-            self._shifted = tiles.shifted_ranges(
-                self.ranges, self.causal, self.shifts, sizes, device
-            )
+            self._shifted = shifted_ranges(self.ranges, self.causal, self.shifts, sizes, device)
         return self._shifted
 
     def contiguous(self) -> KeyMask:
@@ -219,7 +275,7 @@ def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any
     """A mask function whose queries see their own sample alone; the same one for one sample."""
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-    if _tracing():
+    if torch.compiler.is_compiling():
         of_tokens = _graph.ids
     else:
         ids, others = _samples.get() or (None, ())
@@ -272,13 +328,17 @@ def mask(
     assert q_length is not None
     queries = q_length
     shape = (batch_size, 1, queries, kv_length)
-    if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
+    if (
+        not torch.compiler.is_compiling()
+        and attention_mask is not None
+        and attention_mask.shape[-1] >= kv_length
+    ):
         attention_mask = None if bool(attention_mask.all()) else attention_mask
     if attention_mask is None and queries == kv_length:
         mask_function = _kept_apart(mask_function, batch_size, queries, options.get("config"))
     last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
-    padding = None if _tracing() else attention_mask
-    shifts = tiles.shifts(padding, kv_offset) if by_rows() else ()
+    padding = None if torch.compiler.is_compiling() else attention_mask
+    shifts = key_shifts(padding, kv_offset) if by_rows() else ()
     if attention_mask is None and (last or queries == kv_length):
         if mask_function is causal_mask_function and allow_is_causal_skip:
             return KeyMask(shape, causal=True, shifts=shifts)
@@ -431,29 +491,21 @@ def _reads_tensors(function: Any) -> bool:
     return bool(tensors) or any(_reads_tensors(v) for v in values if callable(v))
 
 
-def _tracing() -> bool:
-    return torch.compiler.is_compiling()
-
-
 def _compressed(
     shape: tuple[int, int, int, int],
     dense: Callable[[], Iterator[Tensor]],
     shifts: tuple[int, ...],
 ) -> KeyMask:
     """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
-    parts = [one_range(part) for part in dense()]
-    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if _tracing():
-        assert_async(
-            exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
-        )
-        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
-    if bool(exact.all()):
-        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
-    parts = [_two_ranges(part) for part in dense()]
-    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if bool(exact.all()):
-        return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
+    for ranges_of in (one_range, _two_ranges):
+        parts = [ranges_of(part) for part in dense()]
+        ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+        if torch.compiler.is_compiling():
+            assert_async(
+                exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
+            )
+        if torch.compiler.is_compiling() or bool(exact.all()):
+            return KeyMask(shape, ranges=ranges[:, 0], shifts=shifts)
     return KeyMask(shape, dense=torch.cat(list(dense()), 2))
 
 
@@ -574,13 +626,12 @@ def forward(
         causal, ranges = key_mask.causal, key_mask.ranges
         if key_mask.shifts:
             causal, ranges = False, key_mask.shifted_ranges(k.device)
-            k, v = (tiles.shifted(x, key_mask.shifts) for x in (k, v))
+            k, v = (shifted(x, key_mask.shifts) for x in (k, v))
         return attention(
             q, k, v, causal=causal, sinks=sinks, softcap=softcap, scale=scaling, ranges=ranges
         )
 
-    y = shards.spread("attention", attend, (q, k, v), {"sinks": s_aux})
-    return y.transpose(1, 2), None
+    return shards.spread("attention", attend, (q, k, v), {"sinks": s_aux}).transpose(1, 2), None
 
 
 @constant_in_graphs

@@ -112,7 +112,11 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
         name: OrderedDict() if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()
     }
-    fresh = {name: value for name, value in fresh.items() if not _is_large(value)}
+    fresh = {
+        name: value
+        for name, value in fresh.items()
+        if not (type(value) is Tensor and value.numel() > LARGEST)
+    }
     fresh |= own_copies(fresh, {})
     if has_own_forward(module):
         del fresh["forward"]  # it is bound to the module
@@ -179,10 +183,6 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
         own = copy.deepcopy(value) if is_cache(value) else value
     memo[id(value)] = own
     return own
-
-
-def _is_large(value: Any) -> bool:
-    return type(value) is Tensor and value.numel() > LARGEST
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -159,7 +159,7 @@ def redirected(
     inner, made_inner = _inner(function), None
     cells, itself = list(function.__closure__ or ()), None
     for at, cell in enumerate(cells):
-        contents = _contents(cell)
+        contents = reached.contents(cell)
         if inner is not None and contents is inner:
             made_inner = redirected(inner, targets)
             cells[at] = CellType(made_inner)
@@ -196,15 +196,8 @@ def _layers(function: FunctionType) -> Iterator[FunctionType]:
 def _inner(function: FunctionType) -> FunctionType | None:
     """The function that a decorator's function wraps and holds in a cell."""
     inner = vars(function).get("__wrapped__")
-    contents = any(_contents(cell) is inner for cell in function.__closure__ or ())
+    contents = any(reached.contents(cell) is inner for cell in function.__closure__ or ())
     return inner if contents and isinstance(inner, FunctionType) else None
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 def _names(code: CodeType) -> set[str]:

@@ -68,13 +68,19 @@ def is_watched_by_users(module: nn.Module) -> bool:
         return False
     attributes: dict[str, Any] = module.__dict__
     hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
-    return "forward" in attributes or not all(_of_library(hook) for hook in hooks)
+    return "forward" in attributes or not all(
+        is_infrastructure(hook, _OF_LIBRARIES) for hook in hooks
+    )
 
 
-def _of_library(hook: Any) -> bool:
+_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
+
+
+def is_infrastructure(hook: Any, libraries: tuple[str, ...] = _INFRASTRUCTURE) -> bool:
+    """Whether a hook belongs to a library that gathers and shards parameters, not to the user."""
     while hasattr(hook, "func"):  # a partial
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_OF_LIBRARIES)
+    return str(getattr(hook, "__module__", "")).startswith(libraries)
 
 
 def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:

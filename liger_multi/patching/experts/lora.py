@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import probe_context, random
 from liger_multi.patching.evidence.signature import code_holds, is_watched
 from liger_multi.patching.experts.find import looks_like_experts
@@ -30,15 +29,25 @@ from liger_multi.patching.experts.fused import (
     ExpertsSettings,
     FusedExperts,
     apply_experts,
+    computes_in_weight_dtype,
     is_probed_call,
     routes_of,
 )
 from liger_multi.patching.experts.quantized import is_watched_by_others, stack_declared
-from liger_multi.patching.experts.selection import computes_in_weight_dtype
-from liger_multi.patching.lora.fused import Adapter, adapters
+from liger_multi.patching.lora import Adapter, adapters
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, conflict_of, original, stock_class, stock_of
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    conflict_of,
+    original,
+    stock_class,
+    stock_of,
+)
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
 

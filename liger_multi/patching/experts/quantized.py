@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import autocast, autocast_dtype
+from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import current
-from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._quantized import PIECE_BYTES
 from liger_multi.parameters import declared
@@ -244,7 +244,10 @@ class _InGroups(torch.autograd.Function):
         """Sums over groups for what all have, and slices of the factors' gradients."""
         x, index, routing, *thin = saved
         needs = ctx.needs_input_grad[1:]
-        wide = [_sums(t) if need else None for t, need in ((x, needs[0]), (routing, needs[2]))]
+        wide = [
+            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) if need else None
+            for t, need in ((x, needs[0]), (routing, needs[2]))
+        ]
         sliced = [torch.zeros_like(t) if n else None for t, n in zip(thin, needs[3:], strict=True)]
         for some, weights in ctx.groups.slices():
             own = [t[some].detach() for t in thin]
@@ -265,10 +268,6 @@ class _InGroups(torch.autograd.Function):
             None if s is None else s.to(t.dtype) for s, t in zip(wide, (x, routing), strict=True)
         )
         return (None, dx, None, drouting, *sliced)
-
-
-def _sums(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def in_groups(

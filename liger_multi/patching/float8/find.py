@@ -8,20 +8,28 @@ from collections.abc import Iterator
 from torch import nn
 
 from liger_multi.parameters import stored
-from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.float8.linear import (
     Float8Linear,
     Float8Settings,
     GatheringFloat8Linear,
     float8_refusal,
 )
-from liger_multi.patching.float8.shards import unit_of, units
-from liger_multi.patching.head.find import find_heads
+from liger_multi.patching.float8.weight import unit_of, units
+from liger_multi.patching.head.module import find_heads
 from liger_multi.patching.linear import LinearByRows, looks_like_linear
-from liger_multi.patching.lora.fused import looks_like_lora, matrices
+from liger_multi.patching.lora import looks_like_lora, matrices
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, conflict_of, stock_class, swapped
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    conflict_of,
+    stock_class,
+    swapped,
+)
 
 
 def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:

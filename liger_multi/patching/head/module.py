@@ -9,13 +9,16 @@ for which no process sees another one's logits; everything else takes the origin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_work
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
@@ -25,6 +28,7 @@ from liger_multi.patching.evidence.signature import (
     PLAIN,
     calls_replaced,
     global_hooks,
+    is_infrastructure,
     is_plain_linear,
 )
 from liger_multi.patching.head.deferred import (
@@ -33,15 +37,28 @@ from liger_multi.patching.head.deferred import (
     TracedGuard,
     count_optimizer_steps,
 )
-from liger_multi.patching.head.linear_loss import follow, unfollow
-from liger_multi.patching.head.loss import loss_logits
+from liger_multi.patching.head.loss import follow_weight, loss_logits, unfollow_weight
 from liger_multi.patching.head.protocol import lazy_logits
-from liger_multi.patching.head.rules import is_infrastructure
 from liger_multi.patching.head.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
-from liger_multi.patching.lora.fused import adapters, fits, looks_like_lora
-from liger_multi.patching.options import HeadSettings
-from liger_multi.patching.report import warn_once
-from liger_multi.patching.swap import Patched, buried, has_own_forward, original, unpatched_class
+from liger_multi.patching.linear import LinearByRows
+from liger_multi.patching.lora import FusedLora, adapters, fits, looks_like_lora
+from liger_multi.patching.options import HeadSettings, Request
+from liger_multi.patching.report import Skipped, warn_once
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Replace,
+    Restore,
+    Swap,
+    apply,
+    buried,
+    has_own_forward,
+    loss_conflict,
+    original,
+    stock_class,
+    swapped,
+    unpatched_class,
+)
 
 
 class LazyHead(Patched):
@@ -59,26 +76,24 @@ class LazyHead(Patched):
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
         """A loss of the layer's weight, for which nobody calls the layer, is looked for."""
-        follow(module, output_dtype)
+        follow_weight(module, output_dtype)
 
     @staticmethod
     def left(module: nn.Module) -> None:
         """The same, no more."""
-        unfollow(module)
+        unfollow_weight(module)
 
     def __setstate__(self, state: Any) -> None:
         """The same for a copy."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        follow(self, output_dtype)
+        follow_weight(self, output_dtype)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward that the layer was built with, or the operator of independent rows."""
         layer = self.layer if isinstance(self, Evaluated) else self  # read before, or not
         own = unpatched_class(layer).forward
         if own is nn.Linear.forward and by_rows():
-            from liger_multi.ops import linear
-
-            return linear(hidden, self.weight, self.bias)
+            return ops.linear(hidden, self.weight, self.bias)
         return cast(Tensor, own(self, hidden))
 
     def thin(self) -> tuple[Tensor, ...]:
@@ -174,19 +189,18 @@ class LazyAdaptedHead(LazyHead):
         if not issubclass(module_class, LazyAdaptedHead):
             return module_class.forward(self, *args, **kwargs)
         plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
-        if not plain or adapted_head_refusal(self) or not _all_fit(self, args[0]):
+        if (
+            not plain
+            or adapted_head_refusal(self)
+            or not all(fits(args[0], one) for one in adapters(self))
+        ):
             return original(module_class)(self, *args, **kwargs)
         return LazyHead.forward(self, args[0])
 
 
-def _all_fit(head: Any, hidden: Tensor) -> bool:
-    return all(fits(hidden, one) for one in adapters(head))  # type: ignore[arg-type]
-
-
 def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype of real logits; None where the original forward would raise."""
-    device_type = hidden.device.type
-    asked = autocast_dtype(device_type)
+    asked = autocast_dtype(hidden.device.type)
     if asked is not None and hidden.dtype != torch.float64:
         return asked
     return hidden.dtype if hidden.dtype == weight.dtype else None
@@ -406,3 +420,211 @@ def _closed_over(function: Any) -> list[Any]:
 
 def _one(layouts: Any) -> Any:
     return layouts[0] if isinstance(layouts, tuple) and len(layouts) == 1 else layouts
+
+
+# --- the output embedding, whose loss is fused; it stays so when a vocabulary is resized ---
+
+
+def with_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that may have an output embedding."""
+    for module in model.modules():
+        if callable(getattr(module, "get_output_embeddings", None)):
+            yield module
+
+
+def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
+    """The output embeddings of a model with their paths, or the reason why there is none.
+
+    Linear layers in PyTorch's loss modules are output embeddings too.
+    """
+    outputs = (_output_embedding(module) for module in with_heads(model))
+    head = next((each for each in outputs if each is not None), None)
+    paths = {id(m): path for path, m in model.named_modules()}
+    heads = [] if head is None else [(paths.get(id(h), ""), h) for h in _inside(head)]
+    for path, loss in model.named_modules():
+        within = _LOSS_MODULE is not None and isinstance(loss, _LOSS_MODULE)
+        if within and all(h is not loss.linear for _, h in heads):
+            heads.append((f"{path}.linear".strip("."), loss.linear))
+    missing = "the model has no output embedding (get_output_embeddings gives none)"
+    return heads, "" if heads else missing
+
+
+def inner_heads(model: nn.Module, heads: list[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Linear output embeddings of models within a model, which are not ``heads`` and not patched.
+
+    Of each its path, and that of the model that it belongs to.
+    """
+    paths = {id(m): path for path, m in model.named_modules()}
+    known = {id(part) for head in heads for part in head.modules()}
+    for owner in with_heads(model):
+        head = _output_embedding(owner)
+        is_inner = id(head) not in known and isinstance(head, nn.Linear) and id(head) in paths
+        if is_inner and not isinstance(head, LazyHead) and owner is not model:
+            known.add(id(head))
+            yield paths[id(head)], paths[id(owner)]
+
+
+def _output_embedding(owner: nn.Module) -> nn.Module | None:
+    """What a model says is its output embedding."""
+    try:
+        head = cast(Any, owner).get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _inside(head: nn.Module) -> list[nn.Module]:
+    """A head itself, or the copies and the original in a wrapper of ``modules_to_save``."""
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        original = getattr(head, "original_module", None)
+        return [*copies.values(), *([original] if isinstance(original, nn.Module) else [])]
+    return [head]
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a layer is a linear one with PyTorch's forward, as far as a class on top shows."""
+    return isinstance(head, nn.Linear) and (
+        buried(head) or stock_class(head).forward is nn.Linear.forward
+    )
+
+
+_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda head: not isinstance(head, nn.Linear) and _holds_codes(head),
+        (
+            "the output embedding is a {kind} with quantized storage ({dtype}); its "
+            "logits come from its own call"
+        ),
+    ),
+    (
+        lambda head: not _is_plain(head),
+        "the output embedding is a {kind}, not a plain linear layer",
+    ),
+    (
+        lambda head: _holds_codes(head),
+        (
+            "the weight of the output embedding is stored as {dtype}, "
+            "which only its own call can turn into numbers"
+        ),
+    ),
+    (
+        lambda head: type(stored(head)).__module__.startswith("torchao."),
+        "the weight of the output embedding is a {weight}, whose products are its own",
+    ),
+)
+"""Why a head that is nobody else's has no lazy logits: the first that holds, with its reason."""
+
+
+def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | None:
+    """Why a module cannot be a lazy head, or None; ``owners`` are the modules around it."""
+    class_name = type(head).__name__
+    if hasattr(head, "base_layer"):
+        if "forward" in vars(head) and not has_own_forward(head):
+            return f"somebody else replaced the forward of this {class_name}"
+        return adapted_head_refusal(head)
+    parallel = is_sharded(head, owners)
+    if parallel and (reason := sharded_refusal(head)):
+        return reason
+    if "forward" in vars(head) and not has_own_forward(head) and not parallel:
+        return f"somebody else replaced the forward of this {class_name}"
+    reason = next((text for holds, text in _REFUSALS if holds(head)), None)
+    if reason is None:
+        return None
+    weight = type(stored(head)).__name__
+    return reason.format(kind=class_name, dtype=_dtype(head), weight=weight)
+
+
+def _holds_codes(head: nn.Module) -> bool:
+    """Whether a weight is integers or FP8."""
+    dtype = _dtype(head)
+    return dtype is not None and (dtype.itemsize < 2 or not dtype.is_floating_point)
+
+
+def _dtype(head: nn.Module) -> torch.dtype | None:
+    """The dtype of a weight that is not computed."""
+    weight = stored(head)
+    return None if weight is None else weight.dtype
+
+
+def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:
+    """The class of lazy heads that fits a module which is not refused."""
+    if hasattr(head, "base_layer"):
+        return LazyAdaptedHead
+    return ShardedHead if is_sharded(head, owners) else LazyHead
+
+
+_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+
+
+def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
+    """The output embedding."""
+    settings = request.head
+    heads, missing = find_heads(model)
+    if settings is None:
+        for path, module in heads:
+            if not isinstance(module, LinearByRows):
+                yield Restore(path, module)
+        return
+    op = _LOSSES[0] if settings.fused else _LOSSES[1]
+    if missing:
+        yield Skipped("", op, missing, strict=request.whole)
+    theirs = next((why for m in with_heads(model) if (why := loss_conflict(m))), None)
+    for path, module in heads:
+        if settings.fused and hasattr(module, "base_layer"):
+            yield from _unwrapped(path, module)
+        if isinstance(module, FusedLora) and not head_refusal(module):  # it is more than that
+            yield Restore(path, module, instead_of="lora")
+        around = [m for p, m in model.named_modules() if not p or path.startswith(f"{p}.")]
+        refusal = theirs or head_refusal(module, around)
+        if refusal:
+            for name, inner in module.named_modules():  # patched before an adapter came on top
+                if not isinstance(inner, (FusedLora, LinearByRows)):
+                    yield Restore(f"{path}.{name}".strip("."), inner)
+            yield Skipped(path, op, refusal)
+            continue
+        swap = Swap(op, stock_class(module), behavior(module, around), settings)
+        yield Replace(path, module, swap, op, settings.shown)
+        follow_resizing()
+    for path, owner in inner_heads(model, [head for _, head in heads]):
+        call = f"liger_multi.patch(model.{owner})"
+        reason = f"it is the output embedding of a model within the model: {call} patches it"
+        yield Skipped(path, op, reason, strict=False)
+
+
+def _unwrapped(path: str, module: nn.Module) -> Iterator[Change]:
+    """A head that was patched before an adapter came on top of it is its plain base again."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, LazyHead) and inner is not module:
+            yield Restore(f"{path}.{name}", inner)
+
+
+_LOSS_MODULE: Any = getattr(nn, "LinearCrossEntropyLoss", None)  # since PyTorch 2.13
+_MARK = "_liger_multi_resizes"
+
+
+def follow_resizing() -> None:
+    """Wrap ``PreTrainedModel.resize_token_embeddings``, once; models without a patch see no change.
+
+    A method of the class, since nothing is written into models: copies would hold the original's.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    model_class = getattr(library, "PreTrainedModel", None)
+    if model_class is None or hasattr(model_class.resize_token_embeddings, _MARK):
+        return
+    stock = model_class.resize_token_embeddings
+
+    @functools.wraps(stock)
+    def resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = [swapped(head) for _, head in find_heads(self)[0] if isinstance(head, LazyHead)]
+        result = stock(self, *args, **kwargs)
+        for _, head in find_heads(self)[0] if any(before) else ():
+            swap = before[0]
+            if swap is None or stock_class(head) is not swap.stock or head_refusal(head):
+                continue
+            if behavior(head) is swap.behavior:
+                apply(head, swap)
+        return result
+
+    setattr(resize_token_embeddings, _MARK, True)
+    model_class.resize_token_embeddings = resize_token_embeddings

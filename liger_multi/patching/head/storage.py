@@ -22,17 +22,17 @@ from liger_multi._torch_private import (
     make_wrapper_subclass,
     throw_on_mutable_data_ptr,
     transforms_active,
+    without_saved_tensor_hooks,
 )
-from liger_multi.dispatch.double_backward import not_differentiable
-from liger_multi.patching.head.deferred import DeferredLogits
-from liger_multi.patching.head.loss import SWAPS, loss_logits, without_hooks
-from liger_multi.patching.head.rules import (
+from liger_multi.dispatch.autograd import not_differentiable
+from liger_multi.patching.head.deferred import (
     WRITTEN_BELOW,
     WRITTEN_SINCE,
-    as_saved_by_the_head,
+    DeferredLogits,
     recording,
     warn_above_budget,
 )
+from liger_multi.patching.head.loss import SWAPS, loss_logits, without_hooks
 
 Derive = Callable[..., Tensor]
 
@@ -64,7 +64,10 @@ class Group:
 
     def materialize(self) -> None:
         """Turn every member into an ordinary tensor, parents first."""
-        with self.lock, recording(), as_saved_by_the_head():
+        # Without hooks on saved tensors: the head's forward, which stands behind, ran outside of
+        # them. A checkpointed function would count tensors that its recomputation, on real logits,
+        # never saves.
+        with self.lock, recording(), without_saved_tensor_hooks():
             living = self.living()
             self.members.clear()  # weak references forbid the swap
             try:

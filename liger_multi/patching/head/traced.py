@@ -20,17 +20,17 @@ from liger_multi._torch_private import (
     instruction_translator,
 )
 from liger_multi.patching.head import steps
-from liger_multi.patching.head.deferred import DeferredLogits
-from liger_multi.patching.head.loss import CrossEntropyCall, fused, on_real
-from liger_multi.patching.head.protocol import LazyLogits, head_of
-from liger_multi.patching.head.rules import (
+from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,
     HOOKS,
     OBJECT_IN_FUNCTION,
     PRODUCT,
+    DeferredLogits,
     asked_for,
     refuse_late_hook,
 )
+from liger_multi.patching.head.loss import CrossEntropyCall, fused, on_real
+from liger_multi.patching.head.protocol import LazyLogits, head_of
 from liger_multi.patching.head.steps import RECORDED
 from liger_multi.patching.head.storage import real_tensor
 from liger_multi.patching.report import warn_once
@@ -169,7 +169,12 @@ class TracedLogits:
                     return loss
         elif func is torch.autograd.grad and any(_passed_by(x) for x in asked_for(*args, **kwargs)):
             raise RuntimeError(GRADIENT_BY_LOGITS)
-        elif func in RECORDED and func not in _READ and _is_lazy(first):
+        elif (
+            func in RECORDED
+            and func not in _READ
+            and isinstance(first, TracedLogits)
+            and not first.shared.real
+        ):
             return first._step(func, *args[1:], **kwargs)  # type: ignore[union-attr]
         exchanged = func is Tensor.matmul and not isinstance(first, TracedLogits)
         if exchanged and torch.compiler.is_compiling():  # logits @ w looks as w @ logits does
@@ -422,10 +427,6 @@ def loss_takes_tensors() -> bool:
             return True
         tracing = tracing.parent
     return False
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, TracedLogits) and not value.shared.real
 
 
 def _passed_by(value: Any) -> bool:

@@ -24,8 +24,7 @@ from liger_multi._torch_private import assert_async
 from liger_multi.arguments import parameters_of
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
-from liger_multi.patching.mixers.calls import SERVED, WHOLE, mixer_calls, unserved
-from liger_multi.patching.mixers.fused import FusedMixer
+from liger_multi.patching.mixers import SERVED, WHOLE, FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.samples import rows_of, sample_ids
 from liger_multi.patching.packing.tree import offered, running
 from liger_multi.patching.swap import Patched, Swap, unpatched_class
@@ -186,10 +185,15 @@ def packing(model: nn.Module) -> dict[str, Swap]:
     Those that take embeddings and have mixers tell these where samples begin, if everything that
     mixes is served and gets keyword arguments. Else the whole model refuses such rows.
     """
-    mixers = {p: _lacking(m) for p, m in model.named_modules() if _mixes(unpatched_class(m))}
+    mixers = {p: _lacking(m) for p, m in model.named_modules() if mixer_calls(unpatched_class(m))}
     if not any(isinstance(model.get_submodule(p), FusedMixer) for p in mixers):
         return {}
-    bases = [p for p, m in model.named_modules() if _takes_embeddings(m) and _holds(p, mixers)]
+    bases = [
+        p
+        for p, m in model.named_modules()
+        if "inputs_embeds" in inspect.signature(unpatched_class(m).forward).parameters
+        and _holds(p, mixers)
+    ]
     bases = [p for p in bases if not any(q != p and _holds(p, [q]) for q in bases)]
     lacking = {name for names in mixers.values() for name in names}
     lacking |= {
@@ -276,10 +280,6 @@ def _masks_by_positions(forward: Callable[..., Any]) -> bool:
     return all(has_positions(call) for call in masks)
 
 
-def _mixes(module_class: type) -> bool:
-    return bool(mixer_calls(module_class))
-
-
 def _lacking(module: nn.Module) -> list[str]:
     """The functions of a mixer that get no ids of samples."""
     lacking = unserved(unpatched_class(module))
@@ -296,10 +296,6 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def _holds(path: str, others: Iterable[str]) -> bool:
     return any(not path or other == path or other.startswith(f"{path}.") for other in others)
-
-
-def _takes_embeddings(module: nn.Module) -> bool:
-    return "inputs_embeds" in inspect.signature(unpatched_class(module).forward).parameters
 
 
 def _passes_on(model: nn.Module, base: str, path: str) -> bool:

@@ -18,8 +18,7 @@ from liger_multi.patching.attention.interface import KeyMask
 def rows_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """The ids or embeddings of a call, ``(B, T, ...)``."""
     tokens = arguments.get("input_ids")
-    rows: Tensor | None = arguments.get("inputs_embeds") if tokens is None else tokens
-    return rows
+    return arguments.get("inputs_embeds") if tokens is None else tokens  # type: ignore[no-any-return]
 
 
 # --- masks ---
@@ -72,8 +71,7 @@ def _by_ranges(mask: KeyMask, tokens: int) -> Tensor | None:
     first, end = ranges.unflatten(-1, (-1, 2)).unbind(-1)
     if mask.shape[3] == tokens:
         place = torch.arange(tokens, device=ranges.device)[:, None]
-        inside: Tensor = ((first <= place) & (place < end)).any(-1)
-        return inside
+        return ((first <= place) & (place < end)).any(-1)  # type: ignore[no-any-return]
     return _by_last(torch.where(first < end, end - 1, -1).amax(-1))
 
 
@@ -184,8 +182,7 @@ def is_numbered(mask: Any) -> bool:
         return False
     if mask.is_floating_point() or mask.device.type == "meta":
         return False
-    on = ((mask[:, 1:] >= mask[:, :-1]) | (mask[:, 1:] == 0)).all()
-    return bool(on & (mask.amax() > 1))
+    return bool(((mask[:, 1:] >= mask[:, :-1]) | (mask[:, 1:] == 0)).all() & (mask.amax() > 1))
 
 
 def several(arguments: Mapping[str, Any]) -> bool:

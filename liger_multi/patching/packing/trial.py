@@ -77,8 +77,7 @@ class Row:
 
     def ends(self) -> Tensor:
         """Where samples begin and end."""
-        lengths = [0, self.first, self.tokens]
-        return torch.tensor(lengths, device=self.device, dtype=torch.int32)
+        return torch.tensor([0, self.first, self.tokens], device=self.device, dtype=torch.int32)
 
     def mask(self, dtype: torch.dtype, causal: bool = True) -> Tensor:
         """A mask ``(1, 1, tokens, tokens)`` that hides the other sample, and what comes later."""
@@ -350,7 +349,10 @@ class Trial:
     def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
         """The same for the tokens of one sample, which nothing stands beside."""
         unchanged = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
-        kwargs = {n: v[:, part] if _long(v, self.row) else v for n, v in unchanged.items()}
+        kwargs = {
+            n: v[:, part] if isinstance(v, Tensor) and v.shape[:2] == (1, self.row.tokens) else v
+            for n, v in unchanged.items()
+        }
         kwargs["use_cache"] = False  # and the positions that the model makes itself
         torch.manual_seed(0)
         tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
@@ -361,10 +363,6 @@ class Trial:
             return {"input_ids": self.row.ids(first, second)}
         moved = torch.where(self.row.samples().bool()[..., None], second > 0, first > 0)
         return {"inputs_embeds": torch.where(moved, -self.embeds.flip(1), self.embeds)}
-
-
-def _long(value: Any, row: Row) -> bool:
-    return isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
 
 
 def above(change: float, limit: float) -> float:
@@ -394,8 +392,7 @@ def per_token(output: Any, tokens: int) -> Tensor:
 def relative(plain: Tensor, other: Tensor) -> Tensor:
     """Changes of tokens, relative to the size of their numbers."""
     size = plain.norm(dim=-1).clamp_min(1e-30)
-    changes: Tensor = (other - plain).norm(dim=-1) / size
-    return changes
+    return (other - plain).norm(dim=-1) / size  # type: ignore[no-any-return]
 
 
 # --- a model that is left as it was ---

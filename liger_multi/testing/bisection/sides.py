@@ -20,8 +20,7 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.errors import ConfigurationError, shown, unknown
 from liger_multi.patcher import patcher
 from liger_multi.testing.bisection import recorder as recording
-from liger_multi.testing.bisection.digest import computed
-from liger_multi.testing.bisection.recorder import Key, Recorder, path_of, tensors_in
+from liger_multi.testing.bisection.recorder import Key, Recorder, computed, path_of, tensors_in
 
 # --- what a configuration says ---
 

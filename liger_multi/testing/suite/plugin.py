@@ -7,7 +7,7 @@ Expected failures are a text file with one test id and its reason per line::
 
 ``*`` in an id stands for any text. A test that passes unexpectedly fails, so that its line goes.
 
-Uninitialized memory holds NaN (:mod:`liger_multi.testing.poison`).
+Uninitialized memory holds NaN (:mod:`liger_multi.testing.checks`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch
 
 from liger_multi.dispatch.registry import backends
 from liger_multi.errors import unknown
-from liger_multi.testing.checks import device_of, refusal
-from liger_multi.testing.poison import poison_empty
+from liger_multi.testing.checks import device_of, poison_empty, refusal
 
 # --- expected failures ---
 

@@ -21,6 +21,10 @@ from liger_multi.testing.samples import Sample
 IS_SIMULATED = False
 """Whether devices are simulated, and as slow as an interpreter; a simulation sets it."""
 LEVELS = ("quick", "default", "full")
+BY_TABLE = ("selective_scan.team",)
+"""Keys of kernels that nothing but a launch table starts."""
+HEAD = "fused_linear_cross_entropy"
+"""The operator whose GEMMs are also checked in 8 bits; other heads share its kernels."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Case:
         dtype: Of inputs whose dtype the sample leaves open, such as ``bfloat16``.
         check: ``result``: outputs and gradients against fp64. ``promises``: what contract and
             backend promise of bits. ``entry``: the result with one entry of a launch table.
-            ``mixed``: forward or backward by the reference.
+            ``mixed``: forward or backward by the reference. ``float8 head``: GEMMs in 8 bits,
+            of numbers that 8 bits hold.
         entry: Key of the launch table and number of its entry.
     """
 
@@ -77,8 +82,7 @@ class Target:
 
 def targets(device: torch.device, backend: str | None = None) -> list[Target]:
     """The backends of a device, or one of them."""
-    every = _targets(device)
-    return [target for target in every if backend in (None, target.backend)]
+    return [target for target in _targets(device) if backend in (None, target.backend)]
 
 
 def _targets(device: torch.device) -> Iterator[Target]:
@@ -128,6 +132,8 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     names = ("float32", "bfloat16") if level != "quick" and not slow else ("float32",)
     for sample, name in itertools.product(small if level == "full" else filled[:first], names):
         yield Case(op, target.backend, sample.name, name, "promises")
+    if op == HEAD:
+        yield Case(op, target.backend, "whole-numbers", "bfloat16", "float8 head")
     if level == "full":
         yield from (Case(op, target.backend, s.name, "float32", "mixed") for s in small)
 
@@ -153,7 +159,8 @@ def _dtypes(target: Target, sample: Sample, level: str) -> tuple[torch.dtype, ..
     return dtypes
 
 
-def entries(device: torch.device) -> list[tuple[str, int]]:
-    """The entries of the device's launch table by key and number."""
+def entries(device: torch.device, level: str) -> list[tuple[str, int]]:
+    """The entries of the device's launch table that a level runs, by key and number."""
     table = table_of(device_info(device))
-    return [(key, number) for key, several in table.items() for number in range(len(several))]
+    keys = [key for key in table if level != "quick" or key in BY_TABLE]
+    return [(key, number) for key in keys for number in range(len(table[key]))]

@@ -7,6 +7,7 @@ when it ended. It ends itself after an error of a device that would spoil what f
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -16,13 +17,17 @@ from typing import Any
 import torch
 
 from liger_multi.dispatch import launch
+from liger_multi.dispatch.config import Configuration, parse, within
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.errors import BackendUnavailableError, summary
+from liger_multi.reference.cross_entropy.float8 import unsupported
 from liger_multi.testing import bitwise, checks, samples
-from liger_multi.testing.checks import WrongResultError
-from liger_multi.testing.poison import poison_empty
+from liger_multi.testing.checks import WrongResultError, poison_empty
 from liger_multi.testing.verify.cases import Case
 
+FLOAT8_HEADS: dict[str, tuple[str, ...] | None] = {"float8_logits": None, "float8": ()}
+"""Ways to multiply in 8 bits, and outputs with gradients: "float8" rounds the gradients too."""
+EVEN = torch.empty(64, 32, device="meta")  # a weight of the sizes that every device takes
 MOST_TEXT = 600  # characters of a message
 
 
@@ -31,6 +36,7 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
     sample = next(s for s in samples.of(case.op) if s.name == case.sample)
     dtype = getattr(torch, case.dtype)
     forward, backward = checks.runs(case.backend, case.op)
+    heads = FLOAT8_HEADS if case.check == "float8 head" else {"exact": None}
     orders = {"mixed": [(forward, REFERENCE), (REFERENCE, backward)]}
     try:
         worst = 0.0
@@ -38,8 +44,13 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
             order = list(dict.fromkeys((forward, backward, REFERENCE)))
             bitwise.check_promises(case.op, sample, dtype, device, order)
         else:
-            for first, second in orders.get(case.check, [(forward, backward)]):
-                errors = checks.compare(case.op, sample, dtype, device, first, second)
+            if case.check == "float8 head" and (reason := unsupported(device, EVEN)):
+                raise BackendUnavailableError(reason)
+            both = [(forward, backward)]
+            pairs = itertools.product(heads.items(), orders.get(case.check, both))
+            for (products, used), (first, second) in pairs:
+                with within(Configuration((parse({"head_gemms": products}, case.name),))):
+                    errors = checks.compare(case.op, sample, dtype, device, first, second, used)
                 worst = max(worst, *errors.values(), 0.0)
         synchronize(device)
         return {"verdict": "right", "worst": worst}

@@ -20,8 +20,7 @@ from liger_multi.dispatch.registry import REFERENCE, chain, module, serving
 from liger_multi.documents import read_yaml, yaml_of
 from liger_multi.errors import ConfigurationError, shown_path
 from liger_multi.testing.verify.cases import Case, Target
-from liger_multi.testing.verify.report import findings
-from liger_multi.testing.verify.run import Result
+from liger_multi.testing.verify.run import Result, findings
 
 KEY = "quarantine"
 Sections = dict[str, dict[str, tuple[str, str]]]
@@ -91,7 +90,10 @@ def kept(path: Path, checked: Iterable[str], device: torch.device) -> Sections:
         for op, order in named.items():
             if op not in names or not _within(section, mine):
                 reason = reasons.get((section, op), f"since {old.since}")
-                sections.setdefault(section, {})[op] = (_flow(order), reason)
+                sections.setdefault(section, {})[op] = (
+                    order[0] if len(order) == 1 else f"[{', '.join(order)}]",
+                    reason,
+                )
     return sections
 
 
@@ -165,10 +167,6 @@ def lifted(results: Sequence[Result], device: torch.device) -> list[tuple[str, s
                 verdict = "stays: it is still wrong" if stays else "right now: it would be lifted"
                 rows.append((section, op, verdict if op in checked else "was not checked"))
     return rows
-
-
-def _flow(order: tuple[str, ...]) -> str:
-    return order[0] if len(order) == 1 else f"[{', '.join(order)}]"
 
 
 def block(sections: Sections, since: str, made_with: str) -> str:

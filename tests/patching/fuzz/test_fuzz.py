@@ -526,7 +526,7 @@ def test_a_case_is_drawn_again_from_its_seed(fuzz_modules):
 @pytest.mark.slow
 def test_fault_is_detected_and_printed(fuzz_modules, monkeypatch):
     """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
-    from liger_multi.patching.mlp import fused as mlp
+    from liger_multi.patching import mlp
 
     monkeypatch.setattr(mlp, "holds", lambda module, signature: True)
     case, _ = fuzz_modules.run(0, 60).failures[0]

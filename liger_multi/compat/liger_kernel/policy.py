@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from liger_multi import losses, ops
-from liger_multi.compat.liger_kernel.chunked import bases
-from liger_multi.compat.liger_kernel.chunked.bases import check_policy, ranks, sampler_ratios
-from liger_multi.compat.liger_kernel.losses import Options, defaults_of
-from liger_multi.compat.liger_kernel.outputs import ArgumentError
-from liger_multi.compat.liger_kernel.signatures import adapter, function_class
+from liger_multi.compat.liger_kernel import bases
+from liger_multi.compat.liger_kernel.bases import check_policy, ranks, sampler_ratios
+from liger_multi.compat.liger_kernel.modules import Options, defaults_of
+from liger_multi.compat.liger_kernel.signatures import ArgumentError, adapter, function_class
 from liger_multi.losses import policy as formulas
 from liger_multi.losses.policy import POLICY, _vespo_weight
 from liger_multi.losses.shared import divisor, masked_mean

@@ -6,6 +6,13 @@ whose result is the gradient of every leading argument of the base's ``forward``
 of single answers and of policies get log-probabilities (:func:`liger_multi.losses.tokens`);
 losses of distillation get blocks of rows of logits, whose number of rows this library chooses.
 Logits of all rows are never held, and ``chunk_forward``, which would return them, is not there.
+
+``compiled`` is taken and changes nothing, and so does ``chunk_size`` of the losses: the loss of a
+token, once it is known, is a handful of numbers, and logits are chunked by bytes whatever the
+batch. The base classes call the loss of a subclass with chunks of log-probabilities of that size.
+The preference losses return ``(loss, (chosen log-probabilities, rejected ones, mean of the chosen
+logits, mean of the rejected ones, NLL of the chosen, ...))``; what is
+returned with the loss has no gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +27,10 @@ from torch import Tensor
 
 from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.functional import wide
-from liger_multi.compat.liger_kernel.outputs import ArgumentError
-from liger_multi.dispatch.double_backward import not_differentiable
+from liger_multi.compat.liger_kernel.signatures import ArgumentError
+from liger_multi.dispatch.autograd import not_differentiable
 from liger_multi.losses.one_pass import curved, mean_logits, tiled_sum
-from liger_multi.losses.pairs import pair_tokens, sequences
+from liger_multi.losses.preference import pair_tokens, sequences
 from liger_multi.losses.shared import divisor
 
 Tensors = tuple[Tensor, Tensor, Tensor | None]

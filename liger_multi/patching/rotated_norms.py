@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.arguments import cache_parameter, has_cache
-from liger_multi.patching.changes import Change, Replace
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import (
     Watch,
@@ -34,13 +33,20 @@ from liger_multi.patching.evidence.probe import (
     skeleton,
 )
 from liger_multi.patching.evidence.signature import code_holds, globally_hooked, holds, is_watched
-from liger_multi.patching.lora.fused import SharedInput, in_one
-from liger_multi.patching.norms.fused import FusedNorm, NormSettings, Rotation, apply_rotated
+from liger_multi.patching.lora import SharedInput, in_one
+from liger_multi.patching.norms import FusedNorm, NormSettings, Rotation, apply_rotated
 from liger_multi.patching.options import ROTATED, Options, Request
-from liger_multi.patching.report import Skipped
+from liger_multi.patching.report import Skipped, executed
 from liger_multi.patching.rotary import FusedRotary, Rotary, recognized, rotary_calls
-from liger_multi.patching.swap import Patched, Swap, made_class, swapped, unpatched_class
-from liger_multi.patching.watch import executed
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Replace,
+    Swap,
+    made_class,
+    swapped,
+    unpatched_class,
+)
 
 NORMS = (
     ("q_norm", "k_norm"),
@@ -180,7 +186,12 @@ def _rotated(
         cast(RotatedNormsSettings, swap.around_settings),
     )
     cos_sin, names = kwargs.get(ANGLES), settings.norms
-    known = rotated is not None and _copy_holds(rotated, swap.stock) and _norms_hold(module, names)
+    known = (
+        rotated is not None
+        and getattr(swap.stock, "forward", None) is rotated.made_from
+        and rotated.holds()
+        and _norms_hold(module, names)
+    )
     if rotated is None or not known or not _angles_fit(module, args, kwargs, cos_sin):
         return inner.forward(module, *args, **kwargs)
     handed = kwargs
@@ -274,11 +285,6 @@ def _normalized(norm: Any, x: Tensor, axis: int) -> Tensor:
         return cast(Tensor, norm(x))
     rows = norm(x.movedim(axis, 2).flatten(2))
     return cast(Tensor, rows.unflatten(2, (-1, x.shape[-1])).movedim(2, axis))
-
-
-def _copy_holds(copy: Copy, stock: Any) -> bool:
-    """Whether the class has the forward that was copied, and that its rotary function."""
-    return getattr(stock, "forward", None) is copy.made_from and copy.holds()
 
 
 def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], angles: Any) -> bool:

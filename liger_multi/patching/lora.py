@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.evidence.signature import (
@@ -24,9 +26,24 @@ from liger_multi.patching.float8.linear import (
     wide_dtype,
     wide_parts,
 )
-from liger_multi.patching.four_bits.linear import is_four_bit
-from liger_multi.patching.options import Options, run_bound
-from liger_multi.patching.swap import Patched, original, stock_of, swapped
+from liger_multi.patching.four_bits import is_four_bit
+from liger_multi.patching.options import Options, Request, run_bound
+from liger_multi.patching.report import Skipped
+from liger_multi.patching.rotary import FusedRotary
+from liger_multi.patching.swap import (
+    Change,
+    Patched,
+    Relabel,
+    Replace,
+    Restore,
+    Swap,
+    buried,
+    conflict_of,
+    original,
+    stock_class,
+    stock_of,
+    swapped,
+)
 
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -84,8 +101,12 @@ def adapters(layer: Any) -> list[Adapter] | str:
             continue
         a, b, drop = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
         if name in layer.lora_variant:
-            return f"its adapter {name!r} is no plain LoRA ({_variant(layer, name)})"
-        if type(drop) is not nn.Identity and not (type(drop) is nn.Dropout and _rests(drop)):
+            return (
+                f"its adapter {name!r} is no plain LoRA ({type(layer.lora_variant[name]).__name__})"
+            )
+        if type(drop) is not nn.Identity and not (
+            type(drop) is nn.Dropout and not (drop.training and drop.p)
+        ):
             return f"its adapter {name!r} has a dropout, whose numbers PEFT draws"
         if not is_plain_linear(a) or not is_plain_linear(b) or is_watched(drop):
             return f"something stands around the adapter {name!r}"
@@ -96,14 +117,6 @@ def adapters(layer: Any) -> list[Adapter] | str:
             return f"the scale of its adapter {name!r} is a {type(scale).__name__}"
         low_rank.append(Adapter(a.weight, b.weight, scale))
     return low_rank
-
-
-def _variant(layer: Any, name: str) -> str:
-    return type(layer.lora_variant[name]).__name__
-
-
-def _rests(drop: nn.Dropout) -> bool:
-    return not (drop.training and drop.p)
 
 
 def one_adapter(layer: Any) -> Adapter | None:
@@ -147,8 +160,6 @@ class FusedLora(Patched):
         low_rank = "called in another form" if other else adapters(self)
         if isinstance(low_rank, str) or not all(fits(x, one) for one in low_rank):
             return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
-        from liger_multi.ops import lora_update
-
         options = cast(Options, module_class._liger_multi_swap.settings)
         base_output = cast(Any, self).base_layer(x)
         if autocast_dtype(x.device.type) is None and base_output.dtype != x.dtype:
@@ -156,7 +167,7 @@ class FusedLora(Patched):
 
         def updated(base: Tensor) -> Tensor:
             for a, b, scale in low_rank:
-                base = lora_update(base, x, a, b, scale=scale)
+                base = ops.lora_update(base, x, a, b, scale=scale)
             return base
 
         return cast(Tensor, run_bound(options, ("lora_update",), updated, base_output))
@@ -252,8 +263,7 @@ def _outputs_of(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
     swap = swapped(layers[0])
     if swap is None:  # another thread has just taken the patch away
         return {}
-    options = cast(Options, swap.settings)
-    outputs = run_bound(options, ("lora_qkv",), _run, adapted, x)
+    outputs = run_bound(cast(Options, swap.settings), ("lora_qkv",), _run, adapted, x)
     return {layer: y for (layer, _), y in zip(adapted, outputs, strict=False)}
 
 
@@ -266,8 +276,6 @@ def _usable(layer: Any, x: Tensor) -> Adapter | None:
 
 
 def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
-    from liger_multi.ops import LoRA, lora_qkv
-
     operands: dict[str, Any] = {}
     scales = []
     for slot, (layer, adapter) in zip(_SLOTS, adapted, strict=False):
@@ -275,6 +283,53 @@ def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
         scales.append(scale)
         operands |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
         operands |= {f"{slot}_weight_scale": scale}
-        operands[f"{slot}_lora"] = LoRA(adapter.a, adapter.b, adapter.scale)
+        operands[f"{slot}_lora"] = ops.LoRA(adapter.a, adapter.b, adapter.scale)
     known = None if all(scale is None for scale in scales) else shared_codes(x)
-    return lora_qkv(x, **operands, quantized=known)  # type: ignore[return-value]
+    return ops.lora_qkv(x, **operands, quantized=known)  # type: ignore[return-value]
+
+
+# --- which layers ---
+
+
+def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Linear layers with LoRA adapters."""
+    for path, module in model.named_modules():
+        if not looks_like_lora(module) or hasattr(type(module), "stock_forward"):  # a patched head
+            continue
+        options = request.get("lora")
+        if options is None:
+            yield Restore(path, module)
+            continue
+        verdict = conflict_of(module) or adapters(module)
+        if isinstance(verdict, str):
+            yield Restore(path, module)
+            yield Skipped(path, "lora", verdict)
+        else:
+            swap = Swap("lora", stock_class(module), FusedLora, options)
+            yield Replace(path, module, swap, "lora_update", options.shown())
+
+
+def find_shared_inputs(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Layers with adapters that share an input: their module has them computed together."""
+    for path, module in model.named_modules():
+        layers = [] if request.get("lora") is None else projections(module)
+        yield from _shared(path, module, bool(layers) and not conflict_of(module))
+        if isinstance(module, SharedInput):
+            names = {n for n, m in module.named_children() if any(m is one for one in layers)}
+            paths = frozenset(f"{path}.{name}".strip(".") for name in names)
+            yield Relabel(paths, "lora", "lora_qkv")
+
+
+def _shared(path: str, module: nn.Module, together: bool) -> Iterator[Change]:
+    """Let a module compute its projections together, or stop doing so."""
+    swap = swapped(module)
+    if together == isinstance(module, SharedInput) or buried(module):
+        return
+    if together and swap is None:
+        yield Replace(path, module, Swap("lora", type(module), SharedInput, None))
+    elif together and swap is not None and swap.behavior is FusedRotary:
+        yield Replace(path, module, replace(swap, around=SharedInput, around_settings=None))
+    elif swap is not None and swap.around is not None and issubclass(swap.around, SharedInput):
+        yield Replace(path, module, replace(swap, around=None, around_settings=None))
+    elif not together:
+        yield Restore(path, module)
