@@ -23,6 +23,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,18 +58,23 @@ class Routes:
     layers: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def from_indices(cls, indices: Tensor) -> Routes:
+    def from_indices(cls, indices: Any) -> Routes:
         """Routes from the indices of an inference engine, ``(layers, tokens, k)`` of integers.
 
+        Args:
+            indices: A tensor or an array.
+
         Raises:
-            RoutesError: They have another shape or dtype.
+            RoutesError: They have another shape or dtype, or are below 0.
         """
-        if not isinstance(indices, Tensor) or indices.ndim != 3 or indices.is_floating_point():
+        if hasattr(indices, "__array__") and not isinstance(indices, Tensor):
+            indices = torch.as_tensor(indices)
+        if not isinstance(indices, Tensor) or indices.ndim != 3:
             raise RoutesError(
                 f"routes: indices must be integers (layers, tokens, k), got "
                 f"{checks.describe(indices)}"
             )
-        return cls(list(indices))
+        return cls([_signed(layer, number) for number, layer in enumerate(indices)])
 
     @property
     def tokens(self) -> int:
@@ -77,16 +83,37 @@ class Routes:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, in the smallest integers that hold the indices."""
-        most = max((int(x.max()) for x in self.layers if x.numel()), default=0)
+        layers = [_signed(x, number) for number, x in enumerate(self.layers)]
+        most = max((int(x.max()) for x in layers if x.numel()), default=0)
         dtype = next(
             d for d in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(d).max >= most
         )
-        torch.save([x.to("cpu", dtype) for x in self.layers], path)
+        torch.save([x.to("cpu", dtype) for x in layers], path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Routes:
         """Read what :meth:`save` wrote."""
         return cls(torch.load(path, weights_only=True))
+
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has no maximum of these
+
+
+def _signed(indices: Any, number: int) -> Tensor:
+    """Indices of one layer in a dtype that can be computed with; RoutesError where they are none.
+
+    To look at them waits for their device.
+    """
+    layer: Tensor = indices
+    integers = isinstance(layer, Tensor) and not (layer.is_floating_point() or layer.is_complex())
+    if not integers or layer.dtype == torch.bool or layer.ndim != 2:
+        raise RoutesError(
+            f"routes: layer {number} must have integers (tokens, k), got {checks.describe(layer)}"
+        )
+    layer = layer.to(torch.int64) if layer.dtype in _UNSIGNED else layer
+    if layer.numel() and int(layer.min()) < 0:
+        raise RoutesError(f"routes: layer {number} has an expert {int(layer.min())}")
+    return layer
 
 
 # --- the routers of a model ---
@@ -129,12 +156,15 @@ def _routers(model: nn.Module) -> list[_Router]:
 def _expert_count(module: nn.Module) -> int:
     """How many experts a block has; 0 where it is none."""
     experts = module._modules.get("experts")
+    while isinstance(experts, nn.Module) and "base_layer" in experts._modules:
+        experts = experts._modules["base_layer"]  # below adapters of PEFT
     if isinstance(experts, nn.ModuleList):
         return len(experts)
     if experts is None:
         return 0
     stacks = [p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3]
-    return max(stacks, default=0)
+    count = getattr(experts, "num_experts", 0)  # which dbrx's two axes do not tell
+    return max(stacks, default=count if isinstance(count, int) else 0)
 
 
 # --- a forward pass ---
@@ -149,27 +179,38 @@ class _Pass:
         sources: The row of the routers' tokens that each of its tokens is, ``(count,)``; rows of
             trees have shared ones several times.
         known: What is replayed; None where routes are recorded.
-        chosen: What every router chose, ``(rows, k)``, also for a layer that runs again.
+        chosen: What every router chose, ``(rows, k)``, also for a layer that runs again; by the
+            number of the router and the axes of its scores.
+        last: The axes of the scores by which every router chose.
     """
 
     first: int
     sources: Tensor
     known: list[Tensor] | None
-    chosen: dict[int, Tensor] = field(default_factory=dict)
+    chosen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
 
-    def indices(self, number: int, today: Tensor) -> Tensor:
+    def indices(self, number: int, axes: int, today: Tensor) -> Tensor:
         """The experts of all rows, ``(rows, k)``: by the routes, or today's without any."""
-        if number not in self.chosen:
-            self.chosen[number] = today if self.known is None else self._replayed(number, today)
-        return self.chosen[number]
+        key = number, axes
+        if key not in self.chosen:
+            self.chosen[key] = today
+            if self.known is not None and self.known[number].shape[1] == today.shape[1]:
+                self.chosen[key] = self._replayed(self.known[number], today)
+        return self.chosen[key]
 
-    def _replayed(self, number: int, today: Tensor) -> Tensor:
-        known = self.known[number][self.first : self.first + len(self.sources)]  # type: ignore[index]
-        if known.shape[1] != today.shape[1]:
+    def end(self, number: int, axes: int) -> None:
+        """A router has run, and chose by scores of so many axes."""
+        chosen = self.chosen[number, axes].shape[1]
+        if self.known and self.known[number].shape[1] != chosen:
             raise RoutesError(
-                f"routes: layer {number} chooses {today.shape[1]} experts of a token, and the "
-                f"routes have {known.shape[1]}"
+                f"routes: layer {number} chooses {chosen} experts of a token, and the routes have "
+                f"{self.known[number].shape[1]}"
             )
+        self.last[number] = axes
+
+    def _replayed(self, known: Tensor, today: Tensor) -> Tensor:
+        known = known[self.first : self.first + len(self.sources)]
         return today.index_copy(0, self.sources, known.to(today))
 
 
@@ -191,11 +232,22 @@ def _sources(arguments: Mapping[str, Any]) -> Tensor:
 
 
 class _Choosing(TorchFunctionMode):
-    """Looks for ``topk`` over experts while a layer runs, and puts the routes in its place."""
+    """Looks for ``topk`` over experts while a layer runs, and puts the routes in its place.
+
+    Routers with groups of experts first choose by ``(tokens, groups, experts of a group)``: where
+    there is one group, these are scores of all experts with an axis more than those that follow. To
+    replace that choice as well changes nothing, as the only group is taken in any case.
+    """
 
     def __init__(self, forward: _Pass, number: int, experts: int) -> None:
         super().__init__()
-        self.forward, self.number, self.experts, self.count = forward, number, experts, 0
+        self.forward, self.number, self.experts = forward, number, experts
+        self.axes: list[int] = []
+
+    @property
+    def count(self) -> int:
+        """How often the router chose among all experts, by scores with the fewest axes."""
+        return self.axes.count(min(self.axes, default=0))
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -207,10 +259,18 @@ class _Choosing(TorchFunctionMode):
         over_experts = scores.shape[:-1] == today.shape[:-1] and scores.shape[-1] == self.experts
         if not over_experts or today.shape[-1] == self.experts:
             return output
-        self.count += 1
-        indices = self.forward.indices(self.number, today.detach().flatten(0, -2))
+        self.axes.append(scores.ndim)
+        indices = self.forward.indices(self.number, scores.ndim, today.detach().flatten(0, -2))
+        if self.forward.known is not None:  # the same is recorded, in whichever order blocks begin
+            for recording in _recording.get():
+                recording.forward.chosen[recording.number, scores.ndim] = indices
         indices = indices.view(today.shape)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+_recording: ContextVar[tuple[_Choosing, ...]] = ContextVar("recording", default=())
+_REPLAYS = "_liger_multi_replays"
+"""Attribute of the forward of a layer whose routes are replayed."""
 
 
 class _Following:
@@ -220,6 +280,7 @@ class _Following:
         self.routes, self.recording = routes, recording
         self.name, self.routers = unpatched_class(model).__name__, _routers(model)
         self.count, self.running = 0, set[int]()
+        self.inputs: dict[tuple[int, int], _Pass] = {}  # of layers, by their number and address
         self.forward: _Pass | None = None
         if recording:
             routes.layers = [torch.zeros(0, 0, dtype=torch.int64)] * len(self.routers)
@@ -228,6 +289,23 @@ class _Following:
                 f"routes: {self.name} has {len(self.routers)} layers with experts, and the routes "
                 f"have {len(routes.layers)}"
             )
+        else:
+            self.routes = Routes([_signed(x, number) for number, x in enumerate(routes.layers)])
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Refuse routes whose layers have other tokens than each other, or unknown experts."""
+        for number, (layer, router) in enumerate(zip(self.routes.layers, self.routers)):
+            most = int(layer.max()) if layer.numel() else 0
+            if len(layer) != self.routes.tokens:
+                raise RoutesError(
+                    f"routes: layer 0 has {self.routes.tokens} tokens, layer {number} {len(layer)}"
+                )
+            if most >= router.experts:
+                raise RoutesError(
+                    f"routes: {router.path} has {router.experts} experts, and the routes of layer "
+                    f"{number} name expert {most}"
+                )
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the model: which tokens it has."""
@@ -240,25 +318,40 @@ class _Following:
                 f"routes: {self.name} got {last} tokens, and the routes have {self.routes.tokens}"
             )
         known = None if self.recording else self.routes.layers
-        self.forward, self.count = _Pass(self.count, sources, known), last
+        self.forward = _Pass(self.count, sources, known)
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
         """After a forward: keep what the routers chose."""
         forward, self.forward = self.forward, None
         if forward is None:
             return
-        missing = [r.path for n, r in enumerate(self.routers) if n not in forward.chosen]
+        missing = [r.path for n, r in enumerate(self.routers) if n not in forward.last]
         if missing:
             raise RoutesError(f"routes: {self.name} did not run {', '.join(missing)}")
+        self.count += len(forward.sources)
         if not self.recording:
             return
-        for number, chosen in forward.chosen.items():
-            before, rows = self.routes.layers[number], chosen[forward.sources].to(torch.int16)
+        for number, axes in forward.last.items():
+            chosen, before = forward.chosen[number, axes], self.routes.layers[number]
+            rows = chosen[forward.sources].to(torch.int16)
             self.routes.layers[number] = torch.cat([before, rows]) if before.numel() else rows
 
-    def within(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward that chooses by the routes of this pass, whenever it is called."""
-        forward, router = self.forward, self.routers[number]
+    def pass_of(self, number: int, args: Any, kwargs: Any) -> _Pass | None:
+        """The pass that a layer runs in, or runs again for: a checkpoint keeps its input."""
+        inputs = (x for x in (*args, *kwargs.values()) if type(x) is Tensor)
+        hidden = None if torch.compiler.is_compiling() else next(inputs, None)
+        if hidden is None:
+            return self.forward
+        key = number, hidden.data_ptr()
+        if self.forward is not None:
+            self.inputs[key] = self.forward
+        return self.inputs.get(key)
+
+    def within(
+        self, number: int, function: Callable[..., Any], forward: _Pass | None
+    ) -> Callable[..., Any]:
+        """A layer's forward that chooses by the routes of a pass, whenever it is called."""
+        router = self.routers[number]
         if forward is None or trying():
             return function
 
@@ -267,16 +360,20 @@ class _Following:
             if number in self.running:  # the layer's forward, in its checkpoint
                 return function(*args, **kwargs)
             self.running.add(number)
+            choosing = _Choosing(forward, number, router.experts)
+            token = _recording.set(_recording.get() + (choosing,) * self.recording)
             try:
-                with _Choosing(forward, number, router.experts) as choosing:
+                with choosing:
                     output = function(*args, **kwargs)
             finally:
+                _recording.reset(token)
                 self.running.discard(number)
             if choosing.count != 1:
                 raise RoutesError(
                     f"routes: the router of {router.path} is not recognized: it chose by topk over "
                     f"{router.experts} experts {choosing.count} times in a pass, wanted once"
                 )
+            forward.end(number, min(choosing.axes))
             return output
 
         return call
@@ -288,20 +385,26 @@ class _Following:
         names = [n for n in ("forward", CHECKPOINT) if hasattr(layer, n)]
         before = {n: table[n] for n in names if n in table}
         inner = {n: getattr(layer, n) for n in names}
+        if not self.recording and getattr(inner["forward"], _REPLAYS, False):
+            raise RoutesError(f"routes: {self.name} replays routes already; end that block before")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.within(number, inner["forward"])(*args, **kwargs)
+            known = self.pass_of(number, args, kwargs)
+            return self.within(number, inner["forward"], known)(*args, **kwargs)
 
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return inner[CHECKPOINT](self.within(number, function), *args, **kwargs)
+            known = self.within(number, function, self.forward)
+            return inner[CHECKPOINT](known, *args, **kwargs)
 
         ours = {"forward": functools.wraps(inner["forward"])(forward), CHECKPOINT: checkpoint}
+        vars(ours["forward"]).update({} if self.recording else {_REPLAYS: True})
         table.update({n: ours[n] for n in names})
 
         def leave() -> None:
             for name in names:
-                del table[name]
-            table.update(before)
+                if table.get(name) is ours[name]:  # checkpointing may be turned on meanwhile
+                    del table[name]
+                    table.update({name: before[name]} if name in before else {})
 
         return leave
 
@@ -313,18 +416,12 @@ CHECKPOINT = "_gradient_checkpointing_func"
 @contextlib.contextmanager
 def _following(model: nn.Module, routes: Routes, *, recording: bool) -> Iterator[Routes]:
     following = _Following(model, routes, recording=recording)
-    hooks = [
-        model.register_forward_pre_hook(following.begin, with_kwargs=True),
-        model.register_forward_hook(following.end),
-    ]
-    leaving = [following.install(number) for number in range(len(following.routers))]
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in range(len(following.routers)):
+            stack.callback(following.install(number))
+        stack.callback(model.register_forward_pre_hook(following.begin, with_kwargs=True).remove)
+        stack.callback(model.register_forward_hook(following.end).remove)
         yield routes
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for leave in leaving:
-            leave()
 
 
 # --- record and replay ---
@@ -342,7 +439,7 @@ def record(model: nn.Module) -> contextlib.AbstractContextManager[Routes]:
 
     Raises:
         RoutesError: A router does not choose by one ``topk`` over its experts; the model has no
-            experts, or is compiled.
+            experts.
     """
     return _following(model, Routes(), recording=True)
 
@@ -362,6 +459,6 @@ def replay(model: nn.Module, routes: Routes) -> contextlib.AbstractContextManage
 
     Raises:
         RoutesError: As :func:`record`; the routes have another number of layers, experts of a token
-            or fewer tokens.
+            or fewer tokens, or name experts that the model does not have; a block within another.
     """
     return _following(model, routes, recording=False)

@@ -85,9 +85,17 @@ class Batch:
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Numbers of the N predicted tokens, as a tensor for each branch of each tree."""
+        self._check(values)
         counts = self.counts
         parts = iter(values.split([n for each in counts for n in each]))
         return [list(itertools.islice(parts, len(each))) for each in counts]
+
+    def _check(self, values: Tensor) -> None:
+        if values.shape[:1] != self.sources.shape:
+            raise ValueError(
+                f"Batch: values must be of the {len(self.sources)} predicted tokens, got "
+                f"{checks.describe(values)}"
+            )
 
     def to_rows(self, values: Tensor) -> Tensor:
         """Numbers of the N predicted tokens at the places of the original rows, ``(B, T)``.
@@ -99,8 +107,9 @@ class Batch:
         """
         if self.rows is None:
             raise ValueError("Batch.to_rows: the batch was made by pack, which has no rows")
-        if not values.numel():
-            return values.new_zeros(self.rows.shape)
+        self._check(values)
+        if not values.numel():  # zeros of which the model has gradients, as of other values
+            return values.sum(-1).expand(self.rows.shape)
         placed = values.index_select(0, self.rows.clamp(min=0).flatten()).view(self.rows.shape)
         return torch.where(self.rows >= 0, placed, 0)
 
@@ -183,19 +192,40 @@ def _positive(name: str, value: object) -> int:
 
 def _tokens(value: object, what: str) -> list[int]:
     """Ids as a list."""
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
     if isinstance(value, Tensor):
-        if value.ndim != 1 or value.is_floating_point() or value.dtype == torch.bool:
+        if value.ndim != 1 or not _is_integral(value):
             raise TypeError(f"trees: {what} must be ids of one axis, got {checks.describe(value)}")
-        return value.tolist()
+        return _known(value.tolist(), what)
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"trees: {what} must be a list or a tensor of ids, got {value!r:.80}")
-    if not all(isinstance(token, int) for token in value):
+    if any(isinstance(token, bool) or not hasattr(token, "__index__") for token in value):
         raise TypeError(f"trees: {what} must be ids, got {value!r:.80}")
-    return list(value)
+    return _known([int(token) for token in value], what)
+
+
+def _is_integral(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+
+
+def _known(ids: list[int], what: str) -> list[int]:
+    """The ids, if a vocabulary may have them: labels have others, such as -100."""
+    if min(ids, default=0) < 0:
+        raise ValueError(f"trees: {what} has the id {min(ids)}")
+    return ids
+
+
+MOST_LEVELS = 256
 
 
 def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
     """An answer and what follows it."""
+    if depth > MOST_LEVELS:
+        raise ValueError(
+            f"trees: answers are nested in more than {MOST_LEVELS} levels; join turns of a "
+            "conversation that nothing branches off"
+        )
     children: Sequence[object] = []
     if isinstance(answer, tuple):
         if len(answer) != 2 or not isinstance(answer[1], (list, tuple)):
@@ -204,7 +234,8 @@ def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
                 f"{answer!r:.80}"
             )
         answer, children = answer
-    below = [_grown(child, f"an answer to {what}", depth + 1) for child in children]
+    what_follows = what if what.startswith("an answer") else f"an answer to {what}"
+    below = [_grown(child, what_follows, depth + 1) for child in children]
     return _Grown(_tokens(answer, what), below)
 
 
@@ -234,8 +265,8 @@ def pack(
     """Prompts with their answers as a batch, or as batches of limited size.
 
     Args:
-        groups: The trees: a prompt and its answers, each a list or a tensor ``(n,)`` of ids. An
-            answer may be a tuple of ids and of the answers that follow. All may be empty.
+        groups: The trees: a prompt and its answers, each a list, a tensor or an array ``(n,)`` of
+            ids. An answer may be a tuple of ids and of the answers that follow. All may be empty.
         pad_to: Fill the row up to a multiple of so many tokens.
         max_tokens: Return a list of batches of at most so many tokens; trees stay in order, and a
             batch is full when the next one does not fit. A tree is not split.
@@ -246,8 +277,9 @@ def pack(
 
     Raises:
         TypeError: Something is neither ids nor a tuple of ids and answers.
-        ValueError: No tokens; a tree of more than ``max_tokens``; a path of more segments than
-            attention has ranges of keys (16 that lie apart: the first answers to an answer do not).
+        ValueError: No tokens; an id below 0; a tree of more than ``max_tokens``; more than 256
+            levels; a path of more segments than attention has ranges of keys (16 that lie apart:
+            the first answers to an answer do not).
     """
     grown = [_grown(group, "a prompt") for group in groups]
     where = None if device is None else torch.device(device)
@@ -298,8 +330,9 @@ def from_batch(
         A batch whose :meth:`Batch.to_rows` gives numbers of tokens back at their places.
 
     Raises:
-        TypeError: The arguments are no tensors.
-        ValueError: Their shapes differ; no tokens; a prompt that is longer than its row.
+        TypeError: The arguments are no tensors; ids or lengths that are no integers.
+        ValueError: Their shapes differ; no tokens; an id below 0; a prompt that is longer than its
+            row; ``shortest`` or ``depth`` below 1.
     """
     if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
         raise TypeError(f"from_batch: ids and mask must be tensors, got {type(mask).__name__}")
@@ -308,17 +341,23 @@ def from_batch(
             f"from_batch: ids and mask must have one shape (B, T), got {tuple(ids.shape)} and "
             f"{tuple(mask.shape)}"
         )
+    if not _is_integral(ids):
+        raise TypeError(f"from_batch: ids must be integers, got {checks.describe(ids)}")
+    _positive("shortest", shortest)
+    _positive("depth", depth)
     columns = [row.nonzero()[:, 0].tolist() for row in mask.cpu() != 0]
-    rows = [[row[c] for c in at] for row, at in zip(ids.tolist(), columns, strict=True)]
+    rows = [
+        _known([row[c] for c in at], "a row") for row, at in zip(ids.tolist(), columns, strict=True)
+    ]
     numbers = list(range(len(rows)))
     if prompt_lengths is None:
         roots = [
             node if node.children else _Grown([], [node])
-            for node in _joined(rows, numbers, _positive("shortest", shortest), depth)
+            for node in _joined(rows, numbers, shortest, depth)
         ]
     else:
         prompts: dict[tuple[int, ...], list[int]] = {}
-        lengths = [int(n) for n in prompt_lengths]
+        lengths = _lengths(prompt_lengths)
         sizes = [len(row) for row in rows]
         if len(lengths) != len(sizes) or any(not 0 <= n <= m for n, m in zip(lengths, sizes)):
             raise ValueError(
@@ -333,6 +372,17 @@ def from_batch(
         ]
     batch = _batch(roots, pad_to, ids.device)
     return replace(batch, rows=_places(batch, roots, columns, ids))
+
+
+def _lengths(values: object) -> list[int]:
+    """Numbers of tokens, each an integer."""
+    numbers = values.tolist() if isinstance(values, Tensor) else values
+    try:
+        return [checks.integer("from_batch", "prompt_lengths", n) for n in numbers]  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(
+            f"from_batch: prompt_lengths must be integers, one a row, got {values!r:.80}"
+        ) from None
 
 
 def _joined(rows: list[list[int]], numbers: list[int], shortest: int, depth: int) -> list[_Grown]:
@@ -407,8 +457,8 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
     if announced.taken_by is None:
         raise PackingError(
             f"trees.shared: no patched model was called with {batch.tree.tokens} tokens. Call "
-            "liger_multi.patch(model) before, without packing=False; a model that is compiled as a "
-            "whole is not served, its layers may be"
+            "liger_multi.patch(model) before, without packing=False, and call that model, not a "
+            "part of it; one that is compiled as a whole is not served, its layers may be"
         )
 
 

@@ -136,7 +136,11 @@ class Device(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None:
             host_kwargs["device"] = torch.device("cpu")
+        counted = host_args[0] if func is aten.histc.default else None
+        if counted is not None:  # of integers on an accelerator only
+            host_args = (counted.double(), *host_args[1:])
         out = func(*host_args, **host_kwargs)
+        out = out if counted is None else out.to(counted.dtype)
         if device is not None and not _is_npu(device):
             return out
         declared = func._schema.arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from liger_multi import trees
 from liger_multi.distributed import shard_sequence, unshard_sequence
 from liger_multi.errors import PatchError
-from liger_multi.patching import PatchReport, patch, register_attention, shards
+from liger_multi.patching import PatchReport, patch, real_logits, register_attention, shards
 from liger_multi.patching.apply import HeldPatch
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.options import OpChoice
@@ -34,6 +35,14 @@ MARK = "_liger_multi_scored"
 _SERVED = {"input_ids", "attention_mask", "labels", "output_router_logits", "use_cache"}
 _CLOSURE = {"temperature", "outputs", "cast_lm_head_to_fp32"}
 """What TRL's forward reads of the options of its head."""
+ROWS = 256
+"""Tokens whose logits exist at a time, for what is logged of them."""
+_STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_sum_sq_probs": lambda logits, _: (2 * logits.log_softmax(-1)).logsumexp(-1),
+    "mean_logits": lambda logits, _: logits.mean(-1),
+    "is_top1": lambda logits, targets: (logits.argmax(-1) == targets).float(),
+}
+"""Numbers of every predicted token, from its logits ``(tokens, classes)`` in fp32."""
 
 
 def share_prefixes(model: nn.Module, *, shortest: int = 16) -> None:
@@ -52,7 +61,7 @@ def share_prefixes(model: nn.Module, *, shortest: int = 16) -> None:
         PatchError: TRL gave the model no fused head, or one that computes in fp32.
         ValueError: The model cannot use our attention.
     """
-    module, scored, options = _scored(model)
+    module, scored, options, autocasts = _scored(model)
     if options["cast_lm_head_to_fp32"]:
         raise PatchError("share_prefixes: cast_lm_head_to_fp32=True is not served, got it from TRL")
     register_attention()
@@ -64,7 +73,10 @@ def share_prefixes(model: nn.Module, *, shortest: int = 16) -> None:
         if not args and fused_lm_head and _is_served(kwargs):
             batch = _batch(kwargs, shortest)
             if batch.tree.tokens < int(kwargs["attention_mask"].sum()):
-                return _output(module, batch, kwargs, options)
+                with contextlib.ExitStack() as stack:
+                    for autocast in autocasts:
+                        stack.enter_context(autocast)
+                    return _output(module, batch, kwargs, options)
         return scored(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     setattr(forward, MARK, scored)
@@ -79,12 +91,20 @@ def unshare_prefixes(model: nn.Module) -> None:
             vars(module)["forward"] = scored
 
 
-def _scored(model: nn.Module) -> tuple[Any, Callable[..., Any], Mapping[str, Any]]:
-    """The module that TRL gave a fused head, its forward, and the options of the head."""
+def _scored(
+    model: nn.Module,
+) -> tuple[Any, Callable[..., Any], Mapping[str, Any], list[torch.autocast]]:
+    """The module that TRL gave a fused head, its forward, the head's options, and autocasts.
+
+    accelerate puts functions around the forward of a model that trains in mixed precision.
+    """
     for module, forward in _forwards(model):
-        function = getattr(forward, "__func__", forward)
-        if inspect.isfunction(function) and {*function.__code__.co_freevars} >= _CLOSURE:
-            return module, forward, inspect.getclosurevars(function).nonlocals
+        autocasts: list[torch.autocast] = []
+        for function in _wrapped(forward):
+            variables = inspect.getclosurevars(function).nonlocals
+            if variables.keys() >= _CLOSURE:
+                return module, forward, variables, autocasts
+            autocasts += [v for v in variables.values() if isinstance(v, torch.autocast)]
     raise PatchError(
         f"share_prefixes: TRL gave {type(model).__name__} no fused head; pass the model of a "
         "GRPOTrainer, RLOOTrainer or DPOTrainer of TRL 1.16, after the trainer was made"
@@ -96,6 +116,15 @@ def _forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         forward = vars(module).get("forward")
         if forward is not None:
             yield module, getattr(forward, MARK, forward)
+
+
+def _wrapped(forward: Any) -> Iterator[Any]:
+    """The functions that a forward consists of, the outermost first."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        if inspect.isfunction(forward):
+            yield forward
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _is_served(kwargs: Mapping[str, Any]) -> bool:
@@ -121,7 +150,9 @@ def _output(
     """What TRL's forward returns."""
     from trl.trainer.utils import FusedCausalLMOutput
 
-    names, routed = set(options["outputs"]), bool(kwargs.get("output_router_logits"))
+    names, text = set(options["outputs"]), module.config.get_text_config()
+    default = getattr(text, "output_router_logits", False)
+    routed = bool(kwargs.get("output_router_logits", default))
     arguments: dict[str, Any] = {"output_router_logits": True} if routed else {}
     scores = trees.scores(
         functools.partial(type(module).forward, module),
@@ -135,21 +166,14 @@ def _output(
     def placed(values: Tensor) -> Tensor:
         return batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)
 
-    others: dict[str, Any] = {}
-    with torch.no_grad():
-        logits = scores.output.logits[:, batch.sources].detach() / options["temperature"]
-        if "log_sum_sq_probs" in names:
-            log_p = logits.log_softmax(-1, dtype=torch.float32)
-            others["log_sum_sq_probs"] = placed((2 * log_p).logsumexp(-1)[0])
-        if "mean_logits" in names:
-            others["mean_logits"] = placed(logits.mean(-1)[0].float())
-        if "is_top1" in names:
-            others["is_top1"] = placed((logits.argmax(-1)[0] == batch.targets).float()).bool()
+    statistics = _statistics(scores.output.logits, batch, options["temperature"], names)
+    others = {name: placed(values) for name, values in statistics.items()}
+    if "is_top1" in others:
+        others["is_top1"] = others["is_top1"].bool()
     log_probs = placed(scores.log_probs)
     aux_loss = scores.output.aux_loss if routed else None
     loss = -log_probs.sum() / mask.sum().clamp(min=1)
     if aux_loss is not None:
-        text = module.config.get_text_config()
         loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
     return FusedCausalLMOutput(
         loss=loss,
@@ -159,6 +183,20 @@ def _output(
         aux_loss=aux_loss,
         **others,
     )
+
+
+def _statistics(
+    logits: Any, batch: trees.Batch, temperature: float, names: set[str]
+) -> dict[str, Tensor]:
+    """What TRL logs of the logits that predict a token, in chunks of these tokens."""
+    chunks: list[list[Tensor]] = []
+    requested = [name for name in _STATISTICS if name in names]
+    for sources, targets in zip(batch.sources.split(ROWS), batch.targets.split(ROWS), strict=True):
+        if requested:
+            with torch.no_grad():
+                part = (real_logits(logits[:, sources]).detach()[0] / temperature).float()
+                chunks.append([_STATISTICS[name](part, targets) for name in requested])
+    return {n: torch.cat(parts) for n, parts in zip(requested, zip(*chunks, strict=True))}
 
 
 class SharedPrefixes:
@@ -175,7 +213,7 @@ class SharedPrefixes:
         trainer: Any = self
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is not None:
-                module, scored, _ = _scored(model)
+                module, scored, *_ = _scored(model)
                 vars(module).pop("forward")  # a module with a forward of its own is not patched
                 patch(model)
                 vars(module)["forward"] = scored

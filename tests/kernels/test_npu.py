@@ -5,6 +5,7 @@ whose results are the common suite's: which of torch_npu's operators run, within
 who waits.
 """
 
+import copy
 import importlib
 import importlib.util
 import itertools
@@ -36,6 +37,7 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import operators
 from liger_multi.errors import BackendUnavailableError
+from liger_multi.patching import register_attention
 from liger_multi.reference.experts import fused_moe as theirs
 from liger_multi.testing import samples
 from liger_multi.testing.checks import compare
@@ -234,6 +236,44 @@ def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
     assert losses["npu"][-1] < losses["npu"][0]
     torch.testing.assert_close(losses["npu"], losses["cpu"], rtol=2e-4, atol=0)
     assert (simulated.calls - before)[f"npu::npu_{ran}"]
+
+
+TREES = ("llama", "gemma2", "gpt_oss", "mixtral", "qwen3_next", "lfm2", "bamba")
+"""Plain attention; windows and softcaps; sinks; routers; and three recurrences."""
+
+
+@compiled
+@pytest.mark.parametrize("name", TREES)
+def test_shared_prefixes_are_those_of_the_cpu(name):
+    """Log-probabilities, entropies, the loss of routers and every gradient of two trees."""
+    pytest.importorskip("transformers")
+    from liger_multi import trees
+    from tests.comparing import assert_same_gradients, gradients
+    from tests.patching import test_trees as cases
+
+    register_attention()
+    model = cases.hybrid(name) if name in TREES[-3:] else cases.served(name)
+    batch = trees.pack(cases.below(cases.NESTED + cases.PAIR), pad_to=16)
+    actual = []
+    for device in (torch.device("cpu"), NPU):
+        ours = copy.deepcopy(model).to(device)
+        scores = trees.scores(ours, batch.to(device), entropy=True)
+        values = [scores.log_probs, scores.entropy, getattr(scores.output, "aux_loss", None)]
+        values = [value.cpu() for value in values if value is not None]
+        sum((value * cases.weights_like(value)).sum() for value in values).backward()
+        grads = {name: grad.cpu() for name, grad in gradients(ours).items()}
+        actual.append(([value.detach() for value in values], grads))
+    torch.testing.assert_close(actual[1][0], actual[0][0], rtol=2e-5, atol=2e-5)
+    assert_same_gradients(actual[1][1], actual[0][1], rtol=5e-4)
+
+
+@compiled
+def test_other_branches_do_not_move_by_a_bit():
+    pytest.importorskip("transformers")
+    from tests.patching import test_trees as cases
+
+    register_attention()
+    cases.assert_no_other_branch_moves(cases.served("gemma2").to(NPU), NPU)
 
 
 # --- level 5: the vendor's compiler ---

@@ -5,16 +5,21 @@ Heads of tensor parallel models are equal to one process, and by the losses of t
 
 import copy
 import functools
+import inspect
 import pickle
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+transformers = pytest.importorskip("transformers")
+
+
 from liger_multi import ops
-from liger_multi.dispatch import config
-from liger_multi.patching import patch, real_logits, unpatch
+from liger_multi.patching import patch, patched, real_logits, unpatch
+from liger_multi.patching.head import loss as heads_of_losses
 from liger_multi.patching.head.protocol import LazyLogits
 from tests import harness
 from tests.comparing import assert_same_gradients, gradients, recorded
@@ -25,7 +30,6 @@ from tests.models import (
     assert_same_training,
     batch,
     build,
-    loss_of,
     pair,
 )
 
@@ -33,6 +37,19 @@ from tests.models import (
 @pytest.fixture(params=KINDS)
 def model_type(request):
     return request.param
+
+
+def loss_of(**inputs):
+    return lambda model: model(**inputs).loss
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_and_untied_heads(model_type, tied, device, fused):
+    stock, ours = pair(model_type, device, tied=tied, patching={"strict": True})
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+    assert_same_training(stock, ours, loss_of(**batch(device=device)))
+    assert fused.count == 1
 
 
 def test_autocast_is_remembered_outside_of_it(device):
@@ -90,6 +107,17 @@ def test_custom_loss_on_logits(read_first, device, fused):
     assert fused.count == (not read_first)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_patched_and_equal(copied, fused):
+    stock, ours = pair("qwen3", patching={})
+    other = copied(ours)
+    assert [type(m) for m in other.modules()] == [type(m) for m in ours.modules()]
+    assert_same_training(stock, other, loss_of(**batch()))
+    assert fused.count == 1
+    unpatch(other)
+    assert [type(m) for m in other.modules()] == [type(m) for m in stock.modules()]
+
+
 def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
     ours = build(model_type, patching={"fused_linear_cross_entropy": {"chunk": 4}})
     inputs = batch(rows=4, length=12)
@@ -125,7 +153,7 @@ def test_frozen_head_allocates_no_weight_gradient():
         ours(**inputs).loss.backward()
     assert shape not in widest.shapes
     assert ours.lm_head.weight.grad is None
-    assert_same_training(stock, ours)
+    assert_same_training(stock, ours, loss_of(**inputs))
 
 
 def test_head_alone_is_trained():
@@ -133,7 +161,7 @@ def test_head_alone_is_trained():
     for model in (stock, ours):
         model.model.requires_grad_(False)
     patch(ours)
-    assert_same_training(stock, ours)
+    assert_same_training(stock, ours, loss_of(**batch()))
 
 
 def test_evaluation_allocates_no_gradients_and_no_logits():
@@ -149,6 +177,14 @@ def test_evaluation_allocates_no_gradients_and_no_logits():
         torch.testing.assert_close(out.loss, expected.loss)
         torch.testing.assert_close(real_logits(out.logits), expected.logits, rtol=1e-5, atol=1e-5)
     assert not out.logits.requires_grad
+
+
+def test_inference_mode_gives_ordinary_logits():
+    stock, ours = pair("llama", patching={})
+    with torch.inference_mode():
+        expected, got = (m(**batch()) for m in (stock, ours))
+        assert type(got.logits) is torch.Tensor
+        torch.testing.assert_close(got.loss, expected.loss)
 
 
 def test_z_loss_is_added_where_gradients_are():
@@ -217,7 +253,7 @@ def test_real_logits_with_our_cross_entropy(model_type, fused, monkeypatch):
     stock, ours = pair(
         model_type, patching={"fused_linear_cross_entropy": False, "cross_entropy": True}
     )
-    assert_same_training(stock, ours)
+    assert_same_training(stock, ours, loss_of(**batch()))
     assert (len(calls), fused.count) == (1, 0)
     out = ours(**batch())
     assert not isinstance(out.logits, LazyLogits)
@@ -228,7 +264,7 @@ def test_both_losses_fuse_where_they_can(fused, monkeypatch):
     calls = recorded(monkeypatch, ops, "cross_entropy")
     stock, ours = pair("llama", patching={"cross_entropy": True})
     inputs = batch()
-    assert_same_training(stock, ours)
+    assert_same_training(stock, ours, loss_of(**inputs))
     assert (len(calls), fused.count) == (0, 1)
 
     def scaled_by_a_tensor(model):
@@ -240,28 +276,36 @@ def test_both_losses_fuse_where_they_can(fused, monkeypatch):
 
 
 def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
-    names = ("rms_norm", "gated_mlp", "rope", "fused_linear_cross_entropy")
-    by_head = {"fused_linear_cross_entropy": "reference"}
-    bound = build(
-        patching={"rms_norm": "reference", "swiglu": {"backend": "reference"}, "rope": "reference"}
-        | by_head
+    from liger_multi.dispatch import config
+
+    observed = []
+    current = config.current
+    ours = build(
+        "llama",
+        patching={
+            "rms_norm": "reference",
+            "swiglu": {"backend": "reference"},
+            "fused_linear_cross_entropy": "reference",
+        },
     )
-    free = build(patching={})
+    for name in ("rms_norm", "gated_mlp", "fused_linear_cross_entropy"):
+        stock_op = getattr(ops, name)
 
-    def choices():
-        return {n: str(config.current().choice_in(n, ("cuda", ""))) for n in names}
+        def spied(*args, name=name, stock_op=stock_op, **kwargs):
+            observed.append((name, current().choice_in(name, ("cuda", ""))))
+            return stock_op(*args, **kwargs)
 
-    calls = {n: recorded(monkeypatch, ops, n, lambda *_, n=n, **__: choices()[n]) for n in names}
-    for model, is_bound in ((bound, True), (free, False)):
-        loss_of(model).backward()
-        assert all(calls.values())
-        assert {"reference" in choice for each in calls.values() for choice in each} == {is_bound}
-        for each in calls.values():
-            each.clear()
-    assert "reference" not in choices()["rms_norm"]
+        monkeypatch.setattr(ops, name, spied)
+    ours(**batch()).loss.backward()
+    assert {name for name, _ in observed} == {"rms_norm", "gated_mlp", "fused_linear_cross_entropy"}
+    assert all("reference" in str(choice) for _, choice in observed)
+    assert "reference" not in str(current().choice_in("rms_norm", ("cuda", "")))
 
 
 # Output embeddings: which modules are one, and which of them stay as they are.
+
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 
 def hooked(model):
@@ -335,12 +379,12 @@ class Quantized(nn.Linear):
 
 def test_quantized_heads_keep_their_own_call():
     stock = build("llama", tied=False)
-    codes = nn.Parameter((stock.lm_head.weight * 8).to(torch.int8), requires_grad=False)
-    stock.lm_head = Quantized(32, stock.lm_head.out_features, bias=False)
-    stock.lm_head.weight = codes
+    head = Quantized(32, stock.lm_head.out_features, bias=False)
+    head.weight = nn.Parameter((stock.lm_head.weight * 8).to(torch.int8), requires_grad=False)
+    stock.lm_head = head
     ours = copy.deepcopy(stock)
     assert "not a plain linear layer" in str(patch(ours))
-    assert_same_training(stock, ours)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 
 def test_heads_in_eight_bits_say_so():
@@ -360,7 +404,7 @@ def test_a_resized_vocabulary_keeps_the_fused_head(tied):
     stock.load_state_dict(ours.state_dict())
     assert type(stock.lm_head) is nn.Linear
     assert ours.lm_head._liger_multi_swap.settings.fused.chunk == 5
-    assert_same_training(stock, ours)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     unpatch(ours)
     assert type(ours.lm_head) is nn.Linear
 
@@ -422,7 +466,8 @@ def test_linear_cross_entropy_of_copies_and_others(fused):
     with torch.no_grad():
         torch.testing.assert_close(of_weight(ours), of_weight(stock))
         assert fused.count == 3
-    torch.testing.assert_close(*[of_weight(m, reduction="none") for m in (stock, ours)])
+    losses = [of_weight(m, reduction="none") for m in (stock, ours)]
+    torch.testing.assert_close(*losses)
     with torch.autocast("cpu", torch.bfloat16):
         assert of_weight(ours).dtype == of_weight(stock).dtype == torch.float32
     unpatch(ours)
@@ -431,6 +476,27 @@ def test_linear_cross_entropy_of_copies_and_others(fused):
     patch(ours, fused_linear_cross_entropy=False)
     of_weight(ours)
     assert fused.count == 0
+
+
+@linear_loss
+def test_linear_cross_entropy_is_pytorchs_without_patched_heads(monkeypatch):
+    """Its function comes back with the last head; one that somebody put around ours stays."""
+    stock = inspect.unwrap(F.linear_cross_entropy)
+    monkeypatch.setattr(F, "linear_cross_entropy", stock)
+    monkeypatch.setattr(heads_of_losses, "_heads", weakref.WeakSet())
+    models = [build(patching={}), build(patching={})]
+    ours = F.linear_cross_entropy
+    assert ours is not stock
+    with pytest.raises(TypeError, match=r"linear_cross_entropy.* 'bogus'"):
+        of_weight(models[0], bogus=1)
+    unpatch(models[0])
+    assert F.linear_cross_entropy is ours
+    unpatch(models[1])
+    assert F.linear_cross_entropy is stock
+    with patched(models[0]):
+        theirs = functools.wraps(F.linear_cross_entropy)(lambda *a, **k: None)
+        monkeypatch.setattr(F, "linear_cross_entropy", theirs)
+    assert F.linear_cross_entropy is theirs
 
 
 @linear_loss

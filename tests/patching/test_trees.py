@@ -1,7 +1,14 @@
 """Shared prefixes: a branch is what it is in a batch without sharing, or the model is refused."""
 
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import contextlib
+
+import numpy as np
 import pytest
 import torch
+
+transformers = pytest.importorskip("transformers")
+
 from packaging.version import Version
 
 import liger_multi
@@ -11,7 +18,7 @@ from liger_multi.patching import patch, register_attention
 from liger_multi.patching.attention import interface
 from liger_multi.patching.packing.tree import Tree
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import adapters, build, redrawn, transformers
+from tests.models import build, redrawn
 from tests.sweep import cases
 from tests.sweep.run import liven
 from tests.sweep.trees import judge
@@ -23,7 +30,8 @@ def attention():
 
 
 def tokens(count, seed):
-    return torch.randint(3, 200, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 200, (count,), generator=generator).tolist()
 
 
 FLAT = [(tokens(13, 1), [tokens(7, 2), tokens(1, 3), tokens(5, 4)])]
@@ -47,7 +55,12 @@ ROUTED = {"output_router_logits": True}
 
 
 def served(model_type="llama", **config):
-    model = redrawn(build(model_type, **config))
+    """A patched model whose tokens depend on each other visibly."""
+    model = build(model_type, **config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
     model.set_attn_implementation("liger_multi")
     patch(model)
     return model
@@ -63,7 +76,8 @@ def unshared(model, batch, **arguments):
     for number, node in enumerate(batch.nodes):
         waiting.append(number)
         if node.leaf:
-            row_of.update(dict.fromkeys(waiting, next(rows)))
+            row = next(rows)
+            row_of.update(dict.fromkeys(waiting, row))
             waiting.clear()
     answer = [[] for _ in range(batch.nodes[-1].root + 1)]
     for number, (node, is_root) in enumerate(batch._nodes()):
@@ -78,10 +92,15 @@ def unshared(model, batch, **arguments):
     return answer, output
 
 
+def weights_like(values):
+    """Another weight for every element."""
+    return torch.randn(values.shape, generator=torch.Generator().manual_seed(3))
+
+
 def loss_of(log_probs):
     """A sum in which every token has another weight."""
     flat = torch.cat([part for each in log_probs for part in each])
-    return (flat * torch.randn(flat.shape, generator=torch.Generator().manual_seed(3))).sum()
+    return (flat * weights_like(flat)).sum()
 
 
 def assert_equal_to_unshared(model, batch, rtol=5e-4, **arguments):
@@ -125,7 +144,8 @@ def test_equal_to_unshared(model_type, groups):
 
 @pytest.mark.parametrize("groups", [FLAT, NESTED], ids=["flat", "nested"])
 def test_windows_shorter_than_the_prefix(groups):
-    assert_equal_to_unshared(served("mistral", sliding_window=3), trees.pack(groups))
+    model = served("mistral", sliding_window=3)
+    assert_equal_to_unshared(model, trees.pack(groups))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -137,13 +157,16 @@ def test_checkpointing(reentrant):
     assert_equal_to_unshared(model, trees.pack(NESTED))
 
 
-def swept(model_type, head="ForCausalLM"):
-    pair = cases.of_type(model_type, head)
-    model = cases.build(pair)
+def hybrid(model_type):
+    """A tiny hybrid, patched."""
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = cases.build(pairs[model_type])
     liven(model)
     model.set_attn_implementation("liger_multi")
     patch(model)
-    return pair, model.train()
+    return model.train()
 
 
 @older_refuse
@@ -151,7 +174,7 @@ def swept(model_type, head="ForCausalLM"):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
 def test_hybrids(model_type, reentrant):
     """Layers that run again in backward, outside of the block, follow the tree too."""
-    _, model = swept(model_type)
+    model = hybrid(model_type)
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
@@ -179,9 +202,15 @@ def test_padding():
 
 
 def test_adapters():
+    peft = pytest.importorskip("peft")
     model = build("llama")
     model.set_attn_implementation("liger_multi")
-    model = adapters(model, ["q_proj", "v_proj", "up_proj", "down_proj"], std=0.3)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.normal_(std=0.3)
     patch(model)
     assert_equal_to_unshared(model, trees.pack(FLAT))
 
@@ -196,7 +225,8 @@ EDGES = {
     "chain": [(tokens(6, 1), [(tokens(3, 2), [([], [(tokens(2, 3), [tokens(1, 4)])])])])],
     "chain below": [(tokens(6, 1), [(tokens(3, 2), [tokens(2, 3)]), (tokens(2, 4), [[]])])],
     "ends within": [(tokens(6, 1), [(tokens(3, 2), [[], tokens(2, 3)])])],
-    "tensors": [(torch.tensor(tokens(6, 1)), [torch.tensor(tokens(2, 2)), tokens(2, 3)])],
+    "tensors": [(torch.tensor(tokens(6, 1)), [torch.tensor(tokens(2, 2)).short(), tokens(2, 3)])],
+    "arrays": [(np.array(tokens(6, 1)), [[*np.array(tokens(2, 2))], np.array([3], np.uint8)])],
 }
 
 
@@ -229,8 +259,8 @@ def test_one_path_is_a_plain_row(answers, pad_to, window, monkeypatch):
 @older_refuse
 def test_one_path_has_no_ids_of_samples(monkeypatch):
     """The mixers of a hybrid compute it in one call, as a plain row."""
-    _, model = swept("qwen3_next")
-    batch = trees.pack(below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])]))
+    model, groups = hybrid("qwen3_next"), below([(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3)])])])
+    batch = trees.pack(groups)
     trees.scores(model, batch)  # after a trial, which has branches
     monkeypatch.setattr(Tree, "scans", None)
     monkeypatch.setattr(Tree, "window", None)
@@ -316,8 +346,14 @@ def test_positions_of_images(model_type):
 
 def with_pixels(model_type):
     """A tiny model, what it takes beside tokens, and a tree whose prompt has images."""
-    pair, model = swept(model_type, "ForConditionalGeneration")
-    whole = cases.inputs(pair, model)
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForConditionalGeneration")}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = cases.build(pairs[model_type])
+    liven(model)
+    model.set_attn_implementation("liger_multi")
+    patch(model)
+    whole = cases.inputs(pairs[model_type], model)
     ids = whole["input_ids"]
     inputs = {n: v[: len(v) // len(ids)] for n, v in whole.items() if "pixel" in n or "grid" in n}
     answers = [[10 + token % 50 for token in tokens(count, count)] for count in (4, 1, 6)]
@@ -342,7 +378,12 @@ def test_rows_do_not_depend_on_siblings():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_no_other_branch_moves_by_a_bit(model_type):
-    model, batch = served(model_type), trees.pack(NESTED + PAIR)
+    assert_no_other_branch_moves(served(model_type))
+
+
+def assert_no_other_branch_moves(model, device="cpu"):
+    """When a token of one is another one."""
+    batch = trees.pack(NESTED + PAIR, device=device)
     with torch.no_grad(), trees.shared(batch):
         plain = model(**batch.inputs).logits[0]
         for segment in range(len(batch.tree.lengths)):
@@ -351,9 +392,50 @@ def test_no_other_branch_moves_by_a_bit(model_type):
             ids[0, start] += 1
             moved = model(**{**batch.inputs, "input_ids": ids}).logits[0]
             below = batch.tree.below(segment)
-            inside = torch.isin(batch.tree.segments(ids.device), torch.tensor(below))
+            numbers = batch.tree.segments(ids.device)
+            inside = torch.isin(numbers, torch.tensor(below, device=device))
             assert torch.equal(moved[~inside], plain[~inside])
             assert not torch.equal(moved[inside], plain[inside])
+
+
+def of_row(states):
+    """The last token sees the first one, whatever path it is on."""
+    return torch.cat([states[:, :-1], states[:, -1:] + states[:, :1]], 1)
+
+
+LEAKS = {
+    "the token before": lambda h: h + 0.5 * torch.nn.functional.pad(h, (0, 0, 1, -1)),
+    "five tokens before": lambda h: h + 0.5 * torch.nn.functional.pad(h, (0, 0, 5, -5)),
+    "a sum": lambda h: h + 0.02 * h.cumsum(1),
+    "the end of a row": of_row,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leak", [None, *LEAKS.values()], ids=["none", *LEAKS])
+def test_a_class_that_lets_tokens_see_others_is_refused(leak, dtype):
+    """Also in 16 bits, and where few tokens of a branch are concerned."""
+
+    class Leaking(transformers.LlamaModel):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            states = output.last_hidden_state
+            output.last_hidden_state = leak(states) if leak else states
+            return output
+
+    model = build().to(dtype)
+    redrawn(model).model.__class__ = Leaking
+    model.set_attn_implementation("liger_multi")
+    patch(model)
+    match = "the output of a branch differs"
+    refused = pytest.raises(PackingError, match=match) if leak else contextlib.nullcontext()
+    with refused:
+        trees.scores(model, trees.pack(NESTED))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_routers_in_16_bits_are_served(model_type):
+    trees.scores(served(model_type).bfloat16(), trees.pack(NESTED))
 
 
 # --- from rows ---
@@ -486,6 +568,14 @@ def test_paths_of_too_many_segments():
         trees.pack([answer])
 
 
+def deep(levels):
+    """A branch within a branch, and so on."""
+    answer = [1]
+    for _ in range(levels):
+        answer = ([1], [answer])
+    return answer
+
+
 @pytest.mark.parametrize(
     ("groups", "error", "match"),
     [
@@ -494,9 +584,56 @@ def test_paths_of_too_many_segments():
         ([(["a"], [])], TypeError, "a prompt must be ids"),
         ([([1], [(2, 3, 4)])], TypeError, "a tuple of ids and a list of answers"),
         ([(torch.ones(2), [])], TypeError, "ids of one axis"),
+        ([(torch.ones(2) + 0j, [])], TypeError, "ids of one axis"),
+        ([([1, True], [])], TypeError, "a prompt must be ids"),
+        ([([1], [[2, -100]])], ValueError, "an answer to a prompt has the id -100"),
+        ([deep(300)], ValueError, "nested in more than 256 levels"),
         ([("text", [])], TypeError, "a list or a tensor"),
     ],
 )
 def test_wrong_trees(groups, error, match):
     with pytest.raises(error, match=match):
         trees.pack(groups)
+
+
+ROWS = torch.tensor([tokens(6, 1)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"ids": ROWS.float()}, TypeError, "ids must be integers"),
+        ({"ids": ROWS - 300}, ValueError, "a row has the id -"),
+        ({"prompt_lengths": [1]}, ValueError, r"within the rows' \[6, 6\], got \[1\]"),
+        ({"prompt_lengths": [1, 7]}, ValueError, r"got \[1, 7\]"),
+        ({"prompt_lengths": 3}, TypeError, "prompt_lengths must be integers"),
+        ({"prompt_lengths": [1.5, 1]}, TypeError, "prompt_lengths must be integers"),
+        ({"prompt_lengths": [1, 1], "shortest": 0}, ValueError, "shortest must be at least 1"),
+        ({"depth": 0}, ValueError, "depth must be at least 1, got 0"),
+    ],
+)
+def test_wrong_rows(arguments, error, match):
+    with pytest.raises(error, match=match):
+        trees.from_batch(**{"ids": ROWS, "mask": torch.ones(2, 6), **arguments})
+
+
+def test_numbers_of_other_tokens():
+    batch = trees.from_batch(ROWS, torch.ones(2, 6), shortest=2)
+    for method in (batch.split, batch.to_rows):
+        with pytest.raises(ValueError, match=r"of the 0 predicted tokens, got .*\(3,\)"):
+            method(torch.ones(3))
+
+
+def test_arguments_that_do_not_fit_a_tree():
+    model, batch = served(), trees.pack(FLAT)
+    with pytest.raises(PackingError, match="got logits_to_keep beside shared prefixes"):
+        trees.scores(model, batch, logits_to_keep=1)
+    with trees.shared(batch), pytest.raises(PackingError, match="a mask of its own"):
+        model(**{**batch.inputs, "attention_mask": torch.ones(1, 1, 26, 26)})
+
+
+def test_log_probs_without_a_predicted_token_have_gradients():
+    batch = trees.from_batch(ROWS, torch.ones(2, 6), prompt_lengths=[6, 6])
+    model = served()
+    batch.to_rows(trees.scores(model, batch).log_probs).sum().backward()
+    assert not any(grad.any() for grad in gradients(model).values())

@@ -14,6 +14,7 @@ import liger_multi
 from liger_multi import losses, ops, trees
 from liger_multi.errors import PatchError
 from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
+from liger_multi.integrations import trainer as trainer_module
 from tests.comparing import recorded
 from tests.models import (
     Calls,
@@ -149,6 +150,41 @@ def test_shared_prefixes(name, way, saved, tmp_path, tree_tokens, monkeypatch):
     assert_same(expected, run(name, saved, tmp_path / "shared", callbacks), steps=2)
     assert len(tree_tokens) >= 2
     assert all(tokens < unshared for tokens, unshared in tree_tokens)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_prefixes_in_mixed_precision(name, saved, tmp_path, tree_tokens, monkeypatch):
+    """accelerate puts an autocast around the forward that TRL made."""
+    monkeypatch.setitem(KINDS, name, SHARED[name])
+    expected = run(name, saved, tmp_path / "stock", bf16=True)
+    ours = run(name, saved, tmp_path / "ours", [TrainerCallback(shared_prefixes=True)], bf16=True)
+    assert ours[0] == pytest.approx(expected[0], abs=2e-2)
+    torch.testing.assert_close(ours[1], expected[1], rtol=1e-2, atol=1e-3)
+    assert len(tree_tokens) >= 2
+
+
+def test_shared_prefixes_of_answers_that_are_all_truncated(
+    saved, tmp_path, tree_tokens, monkeypatch
+):
+    """A batch without a token that counts has a loss of 0, and gradients."""
+    data, defaults, call = KINDS["GRPO"]
+    options = {**defaults, "mask_truncated_completions": True, "max_completion_length": 1}
+    monkeypatch.setitem(KINDS, "GRPO", (data, options, call))
+    expected = run("GRPO", saved, tmp_path / "stock")
+    ours = run("GRPO", saved, tmp_path / "ours", [TrainerCallback(shared_prefixes=True)])
+    assert_same(expected, ours, steps=2)
+    assert len(tree_tokens) >= 2
+
+
+def test_shared_prefixes_log_statistics_in_chunks(saved, tmp_path, tree_tokens, monkeypatch):
+    """Of DPO, whose means and accuracies of logits need all classes of a token."""
+    monkeypatch.setattr(trainer_module, "ROWS", 3)
+    shapes = recorded(monkeypatch, trainer_module, "real_logits", lambda logits: logits.shape[:2])
+    callbacks = [TrainerCallback(shared_prefixes=True)]
+    assert_same(
+        run("DPO", saved, tmp_path / "stock"), run("DPO", saved, tmp_path / "ours", callbacks), 2
+    )
+    assert max(shapes) == (1, 3)
 
 
 def test_shared_prefixes_need_a_head_of_trl():

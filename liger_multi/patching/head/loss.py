@@ -369,8 +369,8 @@ def _plain(value: Any) -> Any:
 # --- ``F.linear_cross_entropy`` of a patched head's weight ---
 
 # PyTorch 2.13 and later compute a loss from hidden states and the weight of a head, which is not
-# called and has no logits that could be lazy. The function is wrapped once, when a head is
-# patched; the wrapper looks for the weight among the patched heads, and calls PyTorch's function
+# called and has no logits that could be lazy. The function is wrapped while any head is patched;
+# the wrapper looks for the weight among the patched heads, and calls PyTorch's function
 # for all other weights. A view of the weight, as :class:`torch.nn.LinearCrossEntropyLoss` makes
 # one, is the weight.
 
@@ -399,8 +399,17 @@ def follow_weight(head: nn.Module, output_dtype: OutputDtype) -> None:
                 loss = _fused_linear(input, linear_weight, target, output_dtype, **options)
             return stock(input, linear_weight, target, **options) if loss is None else loss
 
-        setattr(linear_cross_entropy, _MARK, True)
+        setattr(linear_cross_entropy, _MARK, linear_cross_entropy)
         F.linear_cross_entropy = linear_cross_entropy
+
+
+def unfollow_weight(head: nn.Module) -> None:
+    """PyTorch's function is back with the last head, unless somebody wrapped ours meanwhile."""
+    with lock:
+        _heads.discard(head)
+        ours: Any = getattr(F, "linear_cross_entropy", None)
+        if getattr(ours, _MARK, False) is ours and not _heads:
+            F.linear_cross_entropy = vars(ours)["__wrapped__"]
 
 
 def _fused_linear(
@@ -420,6 +429,8 @@ def _fused_linear(
     PyTorch 2.13 computes ignored rows where neither ``options`` are there nor the index is -100.
     """
     tensors = [hidden, linear_weight, *(t for t in (linear_bias, weight) if t is not None)]
+    if how.keys() - {"reduction", "label_smoothing"}:
+        return None
     if any(type(t) not in PLAIN for t in tensors) or linear_weight.ndim != 2 or hidden.ndim != 2:
         return None
     if (options is None and ignore_index not in (None, -100)) or is_tracing() or transforming():

@@ -37,7 +37,7 @@ from liger_multi.patching.head.deferred import (
     TracedGuard,
     count_optimizer_steps,
 )
-from liger_multi.patching.head.loss import follow_weight, loss_logits
+from liger_multi.patching.head.loss import follow_weight, loss_logits, unfollow_weight
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.linear import LinearByRows
@@ -77,6 +77,11 @@ class LazyHead(Patched):
     def entered(module: nn.Module, settings: Any) -> None:
         """A loss of the layer's weight, for which nobody calls the layer, is looked for."""
         follow_weight(module, output_dtype)
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """The same, no more."""
+        unfollow_weight(module)
 
     def __setstate__(self, state: Any) -> None:
         """The same for a copy."""

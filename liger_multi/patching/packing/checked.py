@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
+from liger_multi.checks import describe
 from liger_multi.errors import PackingError, summary
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME, samples_in_graph, samples_of_call
@@ -69,7 +70,10 @@ EXAMPLE: Branch = (
 )
 """The tree of a trial."""
 _PER_TOKEN = ("position_ids", "attention_mask")
-_SAMPLES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REFUSED = (
+    *("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    "labels",
+)
 
 # --- the arguments of a call ---
 
@@ -85,15 +89,27 @@ def tree_arguments(
         PackingError: A cache; a model that takes no positions, or has fewer than the longest path.
     """
     name, names = unpatched_class(model).__name__, parameters_of(unpatched_class(model).forward)
-    known = [n for n in (*_SAMPLES, "labels") if called_with.get(n) is not None]
-    if known:
-        raise PackingError(
-            f"{name} got {', '.join(known)} beside shared prefixes, which say it all"
-        )
     if has_cache((), called_with) or fills_cache(called_with):
         raise PackingError(
             f"{name} got a cache beside shared prefixes, as generation does: a cache keeps no "
             "branches apart. Generate outside of trees.shared"
+        )
+    kept = called_with.get("logits_to_keep")
+    if isinstance(kept, Tensor) or kept:
+        raise PackingError(
+            f"{name} got logits_to_keep beside shared prefixes, as generation does. Generate "
+            "outside of trees.shared; log-probabilities take the logits of all branches"
+        )
+    known = [n for n in _REFUSED if called_with.get(n) is not None]
+    if known:
+        raise PackingError(
+            f"{name} got {', '.join(known)} beside shared prefixes, which say it all"
+        )
+    own_mask = called_with.get("attention_mask")
+    if own_mask is not None and not (isinstance(own_mask, Tensor) and own_mask.ndim == 2):
+        raise PackingError(
+            f"{name} got a mask of its own beside shared prefixes, {describe(own_mask)}: pass that "
+            "of batch.inputs"
         )
     most = getattr(text_config(model), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < tree.longest:
@@ -210,6 +226,23 @@ def trial_of_tree(
             return Verdict(untried=summary(error))
 
 
+def _most(parts: list[Tensor], usual: list[list[Tensor]], coarse: bool) -> float:
+    """The largest change of a token.
+
+    Where rounding may choose other experts for a few tokens, it is that of half of the tokens of a
+    part. What reaches few tokens beside a branch is found in half of the branches.
+
+    Args:
+        parts: Changes of tokens.
+        usual: Changes of one token of every branch, such as the first.
+        coarse: Whether a few tokens may change.
+    """
+    if not coarse:
+        return max(float(part.max()) for part in parts)
+    halves = [part.median() for part in (*parts, *(torch.stack(tokens) for tokens in usual))]
+    return float(torch.stack(halves).max())
+
+
 @dataclass(frozen=True)
 class _Trial:
     """Runs of a tree and of its paths."""
@@ -224,21 +257,24 @@ class _Trial:
     def change(self, coarse: bool) -> float:
         """How much a branch differs from its path by itself, or with others; 0: by rounding."""
         limit = trials.COARSE if coarse else trials.FINE
-        together, change = self._shared(()), 0.0
-        for segment in range(len(self.tree.lengths)):
-            path = self.tree.path(segment)
-            changes = trials.relative(together[path], self._alone(path))
-            most = changes.median() if coarse else changes.max()
-            change = max(change, trials.above(float(most), trials.ALONE * limit))
-        for segment, parent in enumerate(self.tree.parents):
-            if parent < 0:
-                continue
-            moved = [p for n in self.tree.below(segment) for p in self._own(n)]
-            rest = [n for n in range(self.tree.tokens) if n not in set(moved)]
-            changes = trials.relative(together[rest], self._shared(moved)[rest])
-            most = changes.median() if coarse else changes.max()
-            change = max(change, trials.above(float(most), limit))
-        return change
+        together, tree = self._shared(()), self.tree
+        paths = [tree.path(segment) for segment in range(len(tree.lengths))]
+        alone = [trials.relative(together[path], self._alone(path)) for path in paths]
+        apart = [n for n, runs in enumerate(tree.runs) if runs[-1].start == tree.starts[n]]
+        edges = [[alone[n][-tree.lengths[n]] for n in apart], [each[-1] for each in alone]]
+        moved = [
+            [p for n in tree.below(segment) for p in self._own(n)]
+            for segment, parent in enumerate(tree.parents)
+            if parent >= 0
+        ]
+        others = []
+        for places in moved:
+            rest = [n for n in range(tree.tokens) if n not in set(places)]
+            others.append(trials.relative(together[rest], self._shared(places)[rest]))
+        return max(
+            trials.above(_most(alone, edges, coarse), trials.ALONE * limit),
+            trials.above(_most(others, [[each.max() for each in others]], coarse), limit),
+        )
 
     def _own(self, segment: int) -> range:
         start = self.tree.starts[segment]
