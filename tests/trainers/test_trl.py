@@ -152,10 +152,9 @@ def test_shared_prefixes(name, way, saved, tmp_path, tree_tokens, monkeypatch):
     assert all(tokens < unshared for tokens, unshared in tree_tokens)
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_shared_prefixes_in_mixed_precision(name, saved, tmp_path, tree_tokens, monkeypatch):
+@pytest.mark.parametrize("name", ["DPO", "GRPO", "RLOO"])
+def test_shared_prefixes_in_mixed_precision(name, saved, tmp_path, tree_tokens):
     """accelerate puts an autocast around the forward that TRL made."""
-    monkeypatch.setitem(KINDS, name, SHARED[name])
     expected = run(name, saved, tmp_path / "stock", bf16=True)
     ours = run(name, saved, tmp_path / "ours", [TrainerCallback(shared_prefixes=True)], bf16=True)
     assert ours[0] == pytest.approx(expected[0], abs=2e-2)
