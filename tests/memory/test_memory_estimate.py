@@ -115,7 +115,7 @@ def test_float8_estimate_near_measured_step(name):
 
 
 @pytest.mark.parametrize("compress", [None, "float8"])
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("away", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_activations_that_wait_elsewhere(away, compress):
     """On a CPU the host's copies are measured with the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "head_dim": 64}

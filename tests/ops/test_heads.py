@@ -409,6 +409,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_losses_and_gradients_equal_one_process(tmp_path, count, request):
     """Also where the classes do not divide, and where a process has none (4 classes, 3 of them)."""

@@ -454,6 +454,7 @@ def maker(model_type, checkpointing, device="cpu"):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model_type", REPEATED)
 def test_a_repeated_run_has_equal_bits(model_type, checkpointing, device):

@@ -140,6 +140,7 @@ def test_masks_without_positions():
     assert forward(model, attention_mask=mask, **APART).any()
 
 
+@pytest.mark.slow
 def test_model_without_remedy():
     """A mask of one's own has no windows, so that it does not help either."""
     model = patched("gpt_oss", sliding_window=4, output_router_logits=False)

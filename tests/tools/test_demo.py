@@ -69,6 +69,7 @@ def test_the_demo_succeeds(demo):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_curves_are_equal(numbers):
     for runs in numbers["models"].values():
         stock, patched = (runs[name]["losses"] for name in ("unpatched", "patched"))
