@@ -72,10 +72,11 @@ def remembered(check: Callable[Parameters, Checked]) -> Callable[Parameters, Che
 
     @functools.wraps(check)
     def run(*args: Parameters.args, **named: Parameters.kwargs) -> Checked:
-        types = tuple(map(type, args))
-        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(types):
+        values = (*args, *named.values())
+        types = tuple(map(type, values))
+        if torch.compiler.is_compiling() or not _VALUES.issuperset(types):
             return check(*args, **named)
-        question = (args, types)
+        question = (values, types, *named)
         try:
             answer = known.get(question)
         except TypeError:  # a tuple that holds a list
@@ -254,7 +255,9 @@ def integer(op: str, name: str, value: object) -> int:
 
 
 def constant(op: str, name: str, x: Tensor | None) -> None:
-    """Refuse a tensor that requires a gradient which the loss does not have."""
+    """Refuse what is no tensor, and one that requires a gradient which the loss does not have."""
+    if x is not None and not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {describe(x)}")
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
 

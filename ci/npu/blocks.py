@@ -277,8 +277,8 @@ ROOM = {
 def appetite(launch: Launch) -> tuple[int, int]:
     """How a kernel's forms rank by the room that they want: that with fewer parts left out."""
     constants = launch.constants
-    kinds = sum(ROOM[n][int(v)] for n, v in constants.items() if n in ROOM)
-    return kinds, -sum(v is None for v in constants.values())
+    features = sum(ROOM[n][int(v)] for n, v in constants.items() if n in ROOM)
+    return features, -sum(v is None for v in constants.values())
 
 
 # --- the search, and what it writes ---
@@ -423,8 +423,8 @@ def constants(launch: Launch) -> str:
     items = launch.constants.items()
     parts = [f"{n}={v}" for n, v in items if v is not None and n != "BLOCK"]
     absent = [n.removesuffix("_ptr") for n, v in items if v is None]
-    kinds = sorted({v for v in launch.signature.values() if v[0] == "*"} - {"*i8", "*i64"})
-    return " ".join([*parts, *kinds, *(["without " + ",".join(absent)] if absent else [])])
+    types = sorted({v for v in launch.signature.values() if v[0] == "*"} - {"*i8", "*i64"})
+    return " ".join([*parts, *types, *(["without " + ",".join(absent)] if absent else [])])
 
 
 def row(size: int, launch: Launch, verdict: lowering.Verdict) -> str:

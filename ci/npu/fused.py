@@ -316,9 +316,9 @@ def npu_moe_token_unpermute(
     return (wide * weights.float().unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def _grouped_limits(x: Tensor, weight: Tensor, group_list: Tensor, kinds: Any) -> list[int]:
+def _grouped_limits(x: Tensor, weight: Tensor, group_list: Tensor, dtypes: Any) -> list[int]:
     """What both grouped GEMMs want; where groups begin and end."""
-    limit(x.dtype == weight.dtype and x.dtype in kinds, f"x {x.dtype} and weight {weight.dtype}")
+    limit(x.dtype == weight.dtype and x.dtype in dtypes, f"x {x.dtype} and weight {weight.dtype}")
     limit(x.dim() == 2 and x.is_contiguous(), f"x {x.shape} {x.stride()}")
     limit(group_list.dtype == torch.int64 and group_list.dim() == 1, f"groups {group_list.dtype}")
     limit(group_list.numel() <= 1024, f"{group_list.numel()} groups")

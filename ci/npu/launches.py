@@ -8,11 +8,11 @@ follows from this.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,68 +21,15 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ci.static.cases import directions, launch_all
 from liger_multi.backends.npu.common import launching
-from liger_multi.dispatch.registry import module
+from liger_multi.dispatch.registry import OPS, operators
+from liger_multi.testing import samples
 
 NOT_STARTED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NPU = torch.device("npu", 0)
-
-
-class Case(NamedTuple):
-    """Shapes of tensors by name, with B sequences of T tokens, options, and which are in fp32."""
-
-    shapes: dict[str, tuple[Any, ...]]
-    options: dict[str, Any]
-    wide: str = ""
-
-
-B, T = "B", "T"
-ROWS, KEYS = (B, T, 8192), (B, T, 32, 128)
-DELTA = dict.fromkeys("qkv", KEYS)
-RULE = {"scale": 0.1, "qk_l2norm": True, "output_final_state": False}
-CASES = {
-    "causal_conv1d": Case({"x": ROWS, "weight": (8192, 4)}, {"activation": "silu"}),
-    "gated_short_conv": Case({"x": (B, T, 6144), "weight": (2048, 3)}, {}),
-    "selective_scan": Case(
-        {
-            "u": ROWS,
-            "delta": ROWS,
-            "A": (8192, 16),
-            "B": (B, T, 16),
-            "C": (B, T, 16),
-            "D": (8192,),
-            "z": ROWS,
-            "delta_bias": (8192,),
-        },
-        {"delta_softplus": True, "output_final_state": False},
-        "A D delta_bias",
-    ),
-    "ssd_scan": Case(
-        {
-            "x": (B, T, 128, 64),
-            "dt": (B, T, 128),
-            "A": (128,),
-            "B": (B, T, 8, 128),
-            "C": (B, T, 8, 128),
-            "D": (128,),
-            "dt_bias": (128,),
-        },
-        {
-            "dt_softplus": True,
-            "dt_min": 0.0,
-            "dt_max": float("inf"),
-            "chunk": 256,
-            "output_final_state": False,
-        },
-        "A D dt_bias",
-    ),
-    "gated_delta_rule": Case(
-        {**DELTA, "q": (B, T, 16, 128), "k": (B, T, 16, 128), "g": (B, T, 32), "beta": (B, T, 32)},
-        RULE,
-        "g",
-    ),
-    "kimi_delta_attention": Case({**DELTA, "g": KEYS, "beta": (B, T, 32)}, RULE, "g"),
-}
+HYBRIDS = [op for op in operators() if OPS[op].family == "linear_attention"]
+"""Operators of hybrid models, whose launches are counted."""
 
 
 class Count(TorchDispatchMode):
@@ -119,29 +66,25 @@ def counted() -> Iterator[Count]:
         yield count
 
 
+def on_device(t: Tensor) -> Tensor:
+    """A tensor of the same layout on the device; under FakeTensorMode one without values."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
+
+
 def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
-    """Both directions of an operator in bf16, gates and parameters in fp32."""
-    case, implementation = CASES[op], module(backend, op)
+    """Both directions of the contract's first benchmark, with other tokens and sequences.
+
+    Tensors are in bf16 but for those that the contract has in fp32.
+    """
+    sample = next(s for s in samples.of(op) if s.size == "bench")
+    lead = next(iter(sample.tensors.values())).shape[:2]
+    tensors = {
+        name: replace(t, shape=(batch, tokens, *t.shape[2:])) if t.shape[:2] == lead else t
+        for name, t in sample.tensors.items()
+    }
     counts = {}
-    with FakeTensorMode(), torch.no_grad():
-        arguments: dict[str, Any] = {
-            n: torch.empty(
-                [{"T": tokens, "B": batch}.get(s, s) for s in shape],
-                device=NPU,
-                dtype=torch.float32 if n in case.wide.split() else torch.bfloat16,
-            )
-            for n, shape in case.shapes.items()
-        }
-        contract = importlib.import_module(f"liger_multi.ops.{op}").op
-        arguments |= case.options | {f"needs_{n}": True for n in arguments}
-        for way, half, function in (
-            ("forward", contract.fwd, implementation.forward),
-            ("backward", contract.bwd, implementation.backward),
-        ):
-            absent = {n: n[:6] != "needs_" and None for n in half.params}
-            with counted() as count:
-                output = function(**{n: arguments.get(n, absent[n]) for n in half.params})
-            arguments["dy"] = output[0] if isinstance(output, tuple) else output
-            counts[way] = count
-            del output
+    for call in directions(op, replace(sample, tensors=tensors), torch.bfloat16):
+        with FakeTensorMode(), torch.no_grad(), counted() as count:
+            launch_all([call], backend, on_device)
+        counts[call[0].direction] = count
     return counts

@@ -239,9 +239,10 @@ class Op:
 
     # --- the call ---
 
-    def __call__(self, *args: Any) -> Any:
-        """Call with the arguments of forward in order, without the ``needs_*`` flags."""
-        return self.slow_path(*args) if torch.compiler.is_compiling() else self.run(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call with the arguments of forward, all of them but the ``needs_*`` flags."""
+        run = self.slow_path if torch.compiler.is_compiling() else self.run
+        return run(*args, **named)
 
     # Written and compiled when first asked for, as most programs call few operators.
 
@@ -274,8 +275,9 @@ class Op:
         """Forward and backward."""
         return self.fwd, self.bwd
 
-    def slow_path(self, *args: Any) -> Any:
+    def slow_path(self, *args: Any, **named: Any) -> Any:
         """The call for every case: compilers, tracers, DTensors, subclasses and plain tensors."""
+        args = (*args, *(named[name] for name in self.fwd.params if name in named))
         if torch.compiler.is_compiling():
             traced = self.compile == "trace" and not mode_in_force() and automatic(self.name)
             return self.torch_op(*args, traced, source_hash())

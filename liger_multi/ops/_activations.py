@@ -22,7 +22,6 @@ def pointwise(name: str, family: str = "activations") -> Op:
 
     @op.forward(returns="y")
     def forward(x: Tensor) -> Tensor:
-        """Shape rule."""
         return x.new_empty(x.shape)
 
     op.backward(reads="dy x", returns="dx")
@@ -99,6 +98,5 @@ PACKED_MLPS = [  # by the width of a half
 
 
 def packed_work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     half = math.prod(shapes["gate_up"]) * size / 2
     return Work(3 * half, 8 * half)

@@ -37,7 +37,6 @@ def declare(op: Op) -> None:
         ignore_index: int,
         reduction: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Shape rule."""
         rows, raw = student.shape[0], form == "logits"
         return (
             statistics(student, (rows,) if reduction == "none" else ()),
@@ -71,7 +70,6 @@ def declare_inplace(op: Op) -> None:
         ignore_index: int,
         reduction: str,
     ) -> Tensor:
-        """Shape rule."""
         return statistics(student, (student.shape[0],) if reduction == "none" else ())
 
     op.forward(returns="loss")(forward)
@@ -122,12 +120,12 @@ def run(
         args,
         teacher.reshape(rows, student.shape[-1]),
         None if target is None else target.reshape(-1).to(torch.int64),
-        beta,
-        form,
-        teacher_form,
-        1 / cool,
-        checks.integer(name, "ignore_index", ignore_index),
-        reduction,
+        beta=beta,
+        form=form,
+        teacher_form=teacher_form,
+        scale=1 / cool,
+        ignore_index=checks.integer(name, "ignore_index", ignore_index),
+        reduction=reduction,
     )
     return output.view(lead) if reduction == "none" else output
 

@@ -247,7 +247,7 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
     four = {**own, "chunk": 4}
     rows = {**four, "reduction": "none"}
     return (
-        Sample("mean", heads(10, 16, 24, 50), own),
+        Sample("mean", heads(10, 16, 24, 50), own, path="a mean"),
         Sample("chunk-1", heads(5, 16, 16, 50), {**own, "chunk": 1}),
         Sample("chunk-7", heads(16, 16, 8, 50, marked=0.25), {**own, "chunk": 7}),
         Sample("sum", heads(10, 16, 24, 50), {**four, "reduction": "sum"}),
@@ -323,7 +323,6 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
 
 
 def heads_work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
     student_bytes, teacher_bytes = (rows + classes) * width * size, (rows + classes) * other * size

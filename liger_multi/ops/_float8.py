@@ -68,7 +68,6 @@ def _shapes(
     """The shape rule: that of ``plain``, with codes (as bytes) and scales."""
 
     def fake(*args: Any, **named: Any) -> Any:
-        """Shape rule."""
         inputs = shape_signature.bind(*args, **named).arguments
         keeps = inputs.pop("writes_y")
         outs = plain(**inputs)

@@ -97,7 +97,7 @@ def lean(
     A sum over rows leaves the range of float16, so that a weight of this dtype keeps its sums in
     float32.
     """
-    if chunk != "lean":
+    if not isinstance(chunk, str) or chunk != "lean":
         return chunk, accumulate
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
@@ -109,12 +109,9 @@ def lean(
 
 def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
     """Rows (0: from the budget) and the byte budget (0: from the free memory)."""
-    if chunk == "lean":
-        return 0, LEAN_BYTES
     if isinstance(chunk, str):
-        return 0, _configured_budget() if chunk == "auto" else parse_bytes(
-            chunk, f"chunk of {name}"
-        )
+        budgets = {"lean": lambda: LEAN_BYTES, "auto": _configured_budget}
+        return 0, budgets.get(chunk, lambda: parse_bytes(chunk, f"chunk of {name}"))()
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk < 2**63:
         checks.refuse(
             name,
@@ -171,7 +168,6 @@ def strided(scale: float) -> list[Sample]:
 
 
 def head_work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     classes = shapes["weight"][0]
     once, product = (rows + classes) * width * size, 2.0 * rows * width * classes

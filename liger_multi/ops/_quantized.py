@@ -34,6 +34,11 @@ PIECE_BYTES, PIECE_SHARE = 5 * 2**28, 64
 """Of numbers at a time, where the configuration has no ``chunk_bytes``: at most so many bytes, and
 a 64th of the device's memory."""
 
+WRITTEN = (
+    "{} writes to a frozen weight in 4 bits, {!r}; dequantize it first "
+    "(liger_multi.integrations.dequantize_weights)"
+)
+
 
 class QuantizedWeight(StoredWeight):
     """Codes and scales with the shape and dtype of the weight that they stand for.
@@ -301,6 +306,21 @@ class QuantizedWeight(StoredWeight):
 
     __torch_function__ = no_torch_function
 
+    def _refuse_write(self, *_: Any) -> Any:
+        """Raise here: of an operator's TypeError, ``+=`` would make a sum that nobody keeps."""
+        raise TypeError(WRITTEN.format("an assignment", self))
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refuse_write
+
+    @property
+    def data(self) -> Tensor:
+        """The same codes, detached; numbers cannot be assigned to it, as merging adapters does."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._refuse_write(value)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -319,9 +339,7 @@ class QuantizedWeight(StoredWeight):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, QuantizedWeight):
-                raise TypeError(
-                    f"{func} writes to a frozen weight in 4 bits, {value!r}; dequantize it first"
-                )
+                raise TypeError(WRITTEN.format(func, value))
         args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dequantized, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -483,7 +501,14 @@ def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -
         target = weight
         if weight.scales.ndim != source.scales.ndim:
             target, source = _opened_scales(weight), _opened_scales(source)
-        for one, other in zip(target.tensors, source.tensors, strict=True):
+        pairs = list(zip(target.tensors, source.tensors, strict=False))
+        kinds = [(w.format, w.block, w.packing, w.divides, *w.more) for w in (weight, source)]
+        alike = kinds[0] == kinds[1] and all(
+            one.shape == other.shape and one.itemsize == other.itemsize for one, other in pairs
+        )
+        if not alike:  # such as quantized scales, which have no place for plain ones
+            return None
+        for one, other in pairs:
             narrow = one.itemsize == 1
             one, other = (t.view(torch.uint8) if narrow else t for t in (one, other))
             one.copy_(other)

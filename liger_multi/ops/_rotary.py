@@ -190,7 +190,6 @@ def queries_and_keys(
 
 
 def rope_work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     heads = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size
     angles = sum(math.prod(shape) for name, shape in shapes.items() if name in ("cos", "sin"))
     angles = angles * size + math.prod(shapes.get("freqs", (0,))) * 4

@@ -76,6 +76,7 @@ def usual(
             build(*shape, layout=LAYOUTS.get(name, "contiguous")),
             but.get(name, options),
             "thin" if name.startswith("past-") else "small",
+            "wide rows" if (shapes is ROWS and name == "past-65536-columns") else "",
         )
         for name, shape in shapes.items()
         if name not in without.split()

@@ -43,7 +43,6 @@ def forward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], v.shape[3])
     return y, q.new_empty(q.shape[:3], dtype=statistics)
@@ -351,7 +350,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     (batch, heads, length, width), (_, groups, keys, value) = shapes["q"], shapes["v"]
     tokens = batch * (heads * length + groups * keys) * (width + value) * size
     # forward: two products; backward: the scores again and four more
@@ -480,6 +478,7 @@ SAMPLES = (
         "documents-everything",
         _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
         {"window": 3, "global_tokens": 1, "softcap": 2.0},
+        path="documents",
     ),
     Sample("all-padding", _case((1, 2, 6, 4), documents=_ids(1, 6, 1.0))),
     Sample("fp32-sinks", _case((1, 2, 9, 8), sinks=T((2,), dtype=torch.float32))),
@@ -507,6 +506,7 @@ SAMPLES = (
             1,
             ranges=T((1, 70, 6), classes=71, dtype=torch.int32, layout="sorted", grad=False),
         ),
+        path="ranges",
     ),
     Sample("past-65535-rows", _case((1, 1, 65537, 2), keys=3), size="thin"),
     Sample(
@@ -514,6 +514,7 @@ SAMPLES = (
         _case((1, 1, 2048, 8), documents=_ids(1, 2048)),
         {"window": (256, 256), "global_tokens": 64},
         size="thin",
+        path="parts of queries",
     ),
     Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), CAUSAL, size="bench"),
     Sample("causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), CAUSAL, size="bench"),

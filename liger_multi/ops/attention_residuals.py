@@ -25,7 +25,6 @@ op = Op(
 def forward(
     blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
     numbers = [blocks.new_empty(blocks.shape[:-1], dtype=wide) for _ in range(2)]
     return blocks.new_empty(blocks.shape[1:]), numbers[0], numbers[1]
@@ -94,7 +93,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
     # blocks read, y written; dy and blocks read, their gradients written
     return Work(every * (1 + 1 / count), every * (3 + 2 / count))

@@ -101,7 +101,6 @@ def forward(
     validate: bool,
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
     empties = shapes(logits, logits.shape[0], reduction, outputs)
     return (*empties, torch.empty_like(empties[-1]), empties[0].new_empty(2))  # type: ignore[return-value]
 
@@ -137,7 +136,6 @@ def forward_inplace(
     validate: bool,
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
     return shapes(logits, logits.shape[0], reduction, outputs)  # type: ignore[return-value]
 
 
@@ -422,7 +420,7 @@ def _case(
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "outputs": OUTPUTS}
 SAMPLES = (
-    Sample("mean", _case(7, 50)),
+    Sample("mean", _case(7, 50), path="a mean"),
     Sample("sum", _case(7, 50), {"reduction": "sum"}),
     Sample("none", _case(7, 50, ignored=0.3), {"reduction": "none"}),
     Sample("quarter-ignored", _case(8, 33, ignored=0.25)),
@@ -441,6 +439,7 @@ SAMPLES = (
         "everything-none",
         _case(9, 61, ignored=0.3, weighted=True),
         {**EVERYTHING, "reduction": "none"},
+        path="a sum of weights",
     ),
     Sample("extreme-logits", _case(6, 40, scale=1e4), {"outputs": ("lse", "log_prob")}),
     Sample("large-logits", _case(8, 40, scale=20.0), {"outputs": OUTPUTS}),
@@ -462,7 +461,7 @@ SAMPLES = (
     Sample("4096x262144", _case(4096, 262144), size="bench"),
 )
 INPLACE_SAMPLES = tuple(
-    Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
+    Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size, s.path)
     for s in SAMPLES
     if s.name not in ("no-rows",)
 )

@@ -63,7 +63,6 @@ def forward(
     divides: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Shape rule."""
     return codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype)
 
 
@@ -107,7 +106,8 @@ def dequantize(
 
     Dtypes:
         In: codes uint8; scales fp32 (``nf4``, ``fp4``), uint8 or float8_e8m0fnu (``mxfp4``),
-        float8_e4m3fn or its bytes (``nvfp4``), any floating dtype (``int4``); zeros any but bool;
+        float8_e4m3fn or its bytes (``nvfp4``), any floating dtype (``int4``); zeros integers or
+        floating;
         all else fp32; scales of double quantization uint8. Inside: fp32. Out: ``dtype``, bfloat16,
         float16 or float32.
 
@@ -251,9 +251,10 @@ def _others_fit(
             formats = " and ".join(_OF_FORMAT[key])
             raise TypeError(f"{name}: {key} is for {formats}, got format={format!r}")
         checks.constant(name, key, value)
-        integers = key == "zeros" and value.dtype != torch.bool
-        if value.dtype != torch.float32 and not integers:
-            raise TypeError(f"{name}: {key} must be float32, got {checks.describe(value)}")
+        numbers = key == "zeros" and value.dtype != torch.bool and not value.is_complex()
+        if value.dtype != torch.float32 and not numbers:
+            dtypes = "integers or floating" if key == "zeros" else "float32"
+            raise TypeError(f"{name}: {key} must be {dtypes}, got {checks.describe(value)}")
         if value.numel() != elements[key] or value.device != codes.device:
             checks.refuse(
                 name, f"{key} must have {elements[key]} elements on {codes.device}", value

@@ -23,7 +23,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
-    """Shape rule."""
     dtype = torch.promote_types(x.dtype, alpha.dtype)
     for parameter in (weight, bias):
         dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)

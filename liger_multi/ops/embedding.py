@@ -22,7 +22,6 @@ NO_PADDING = -1
 def forward(
     weight: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float, validate: bool
 ) -> Tensor:
-    """Shape rule."""
     return weight.new_empty(index.shape[0], weight.shape[1])
 
 
@@ -119,7 +118,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["index"]), shapes["weight"][1]
     gathered, table = rows * width * size, math.prod(shapes["weight"]) * size
     # rows read and written; what arrives read, and the gradient written, most of it zeros

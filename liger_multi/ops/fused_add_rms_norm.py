@@ -63,7 +63,6 @@ class QuantizedAddRMSNormOutput(NamedTuple):
 def forward(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, rstd = norm_shapes(s, weight, eps, offset, casting)
     return y, s, rstd

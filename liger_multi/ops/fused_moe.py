@@ -220,7 +220,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     width, pairs = shapes["x"][-1], math.prod(shapes["index"])
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
     product = 2.0 * pairs * weights / shapes["gate_up_weight"][0]
@@ -329,7 +328,7 @@ SAMPLES = (
     Sample("interleaved", _case((5,), 3, 4, 8, 4), {"interleaved": True}),
     Sample("transposed", _case((5,), 2, 3, 8, 6, transposed=True), {"transposed": True}),
     Sample("biases", _case((6,), 2, 3, 8, 4, bias=True)),
-    Sample("gpt-oss", _case((6,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS),
+    Sample("gpt-oss", _case((6,), 2, 3, 8, 4, transposed=True, bias=True), _GPT_OSS, path="biases"),
     Sample(
         "clamped-halves",
         _case((5,), 2, 3, 8, 4),
@@ -370,6 +369,7 @@ SAMPLES = (
             for name, t in _case((2048,), 8, 8, 16, 8).items()
         },
         size="thin",
+        path="the library's GEMMs",
     ),
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, frozen=_WEIGHTS), size="thin"),
     Sample("8192x2048 768 of 128", _case((8192,), 8, 128, 2048, 768), size="bench"),

@@ -36,7 +36,6 @@ def forward(
     x_scale: float,
     residual_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, rstd = norm_shapes(s, weight, eps, offset, casting)
     return y, s, rstd

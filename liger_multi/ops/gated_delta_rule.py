@@ -37,7 +37,6 @@ def forward(
     qk_l2norm: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     state = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
@@ -173,7 +172,16 @@ def _y_and_state(
     by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     first = _first(v, cu_seqlens, documents)
     return op(  # type: ignore[no-any-return]
-        q, k, v, g, beta, initial_state, first, by, qk_l2norm, output_final_state
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        first,
+        scale=by,
+        qk_l2norm=qk_l2norm,
+        output_final_state=output_final_state,
     )
 
 
@@ -262,7 +270,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     keys, values = math.prod(shapes["q"]) * size, math.prod(shapes["v"]) * size
     size_k, size_v, chunk = shapes["k"][-1], shapes["v"][-1], 64
     rows = math.prod(shapes["v"][:-1])  # tokens of value heads

@@ -42,7 +42,6 @@ def forward(
     needs_gate_weight: bool,
     needs_up_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
     return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
@@ -162,7 +161,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
     inner, outer = shapes["gate_weight"][0], shapes["down_weight"][0]
     product = 2.0 * rows * inner * (2 * width + outer)

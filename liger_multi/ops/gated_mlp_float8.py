@@ -62,7 +62,6 @@ def forward(
     needs_gate_weight: bool,
     needs_up_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
     pairs = (

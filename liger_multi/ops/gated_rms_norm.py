@@ -38,7 +38,6 @@ def forward(
     norm_first: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     wide = weight is not None and casting == "llama" and (gate is None or not norm_first)
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -139,7 +138,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     # x (and a gate) read, y written; dy and those read, their gradients written
     inputs = 2 if "gate" in shapes else 1
     once = math.prod(shapes["x"]) * size

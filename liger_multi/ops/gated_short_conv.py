@@ -26,7 +26,6 @@ op = Op(
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
 ) -> Tensor:
-    """Shape rule."""
     return x.new_empty((*x.shape[:2], x.shape[2] // 3))
 
 
@@ -94,7 +93,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     once = math.prod(shapes["x"]) * size / 3
     # two gates and values read, y written; dy and these read, three gradients written
     return Work(4 * once, 11 * once)

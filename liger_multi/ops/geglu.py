@@ -37,7 +37,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    """Shape rule."""
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 

@@ -23,7 +23,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(gate_up: Tensor, approximate: str) -> Tensor:
-    """Shape rule."""
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 

@@ -40,7 +40,6 @@ def forward(
     eps: float,
     post_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
     lead, count = x.shape[:-2], x.shape[-2]
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (

@@ -21,7 +21,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-    """Shape rule."""
     return x.new_empty(x.shape)
 
 

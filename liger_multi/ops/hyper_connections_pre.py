@@ -21,7 +21,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(x: Tensor, pre: Tensor) -> Tensor:
-    """Shape rule."""
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
 

@@ -24,7 +24,6 @@ op = Op(
 
 @op.forward(returns="scores")
 def forward(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> Tensor:
-    """Shape rule."""
     return q.new_empty(indices.shape, dtype=statistics(q))
 
 
@@ -87,7 +86,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     (batch, length, heads, width), keys = shapes["q"], shapes["k"][1]
     once = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size + math.prod(shapes["w"]) * 4
     topk = options.get("topk", 0)

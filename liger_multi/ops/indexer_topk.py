@@ -45,7 +45,6 @@ def forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     shape = (*q.shape[:2], min(topk, k.shape[1]))
     return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=statistics(q))
 

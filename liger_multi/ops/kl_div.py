@@ -121,7 +121,6 @@ def formula(
 
 # student and teacher read; read again, and the gradient written
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     # the gradient of log-probabilities is that of the teacher, and reads nothing else
     return elementwise(2, 5 if options.get("form") == "logits" else 4)(shapes, size, options)
 

@@ -36,7 +36,6 @@ op = Op(
 def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=acc_dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd

@@ -31,7 +31,6 @@ op = Op(
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
 ) -> Tensor:
-    """Shape rule."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -103,7 +102,6 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, (outer, width) = math.prod(shapes["x"][:-1]), shapes["weight"]
     x, weight, y = rows * width * size, outer * width * size, rows * outer * size
     product = 2.0 * rows * width * outer

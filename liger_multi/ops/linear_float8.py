@@ -54,7 +54,6 @@ def forward(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
     lead, outputs, kept = x.shape[:-1], codes is None, weight_scale is None
     return (
         x.new_empty((*lead, weight.shape[0])),

@@ -72,7 +72,6 @@ def forward(
     codes: Optional[Tensor],
     codes_scale: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
     return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
@@ -210,7 +209,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, inner = math.prod(shapes["x"][:-1]), shapes["gate_weight"][0]
     width, outer = shapes["x"][-1], shapes["down_weight"][0]
     product = 2.0 * rows * inner * (2 * width + outer)
@@ -343,7 +341,7 @@ SAMPLES = (
     Sample("sliced", _case((6,), 16, 24, 4) | {"x": T((6, 16), layout="sliced")}),
     Sample("frozen-x", _case((6,), 16, 24, 4, x=True)),
     Sample("frozen-a", _case((6,), 16, 24, 4, gate_a=True, up_a=True, down_a=True)),
-    Sample("float8", in_float8(_case((2, 5), 16, 32, 4), *LAYERS), _SCALES),
+    Sample("float8", in_float8(_case((2, 5), 16, 32, 4), *LAYERS), _SCALES, path="float8"),
     Sample("float8-biases", in_float8(_case((6,), 16, 24, 2) | _bias(24, 16), *LAYERS)),
     Sample("float8-only-up", in_float8(_case((6,), 16, 24, 4), "up"), {"activation": "gelu"}),
     Sample("float8-only-gate-adapted", in_float8(_case((6,), 16, 24, 4, ("gate",)), "down")),

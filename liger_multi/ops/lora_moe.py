@@ -244,7 +244,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     moe = moe_work(shapes, size, options)
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
     # frozen weights have no gradient, so backward has as many GEMMs as forward
@@ -316,11 +315,16 @@ SAMPLES = (
     Sample("rows", _case((5,), 2, 3, 8, 6, 2), _SCALES),
     Sample("two-axes", _case((2, 3), 2, 4, 8, 6, 3), _SCALES),
     Sample("gelu", _case((6,), 2, 3, 8, 4, 2), {"activation": "gelu"}),
-    Sample("gpt-oss", _case((6,), 2, 3, 8, 4, 2, transposed=True, bias=True), GPT_OSS | _SCALES),
+    Sample(
+        "gpt-oss",
+        _case((6,), 2, 3, 8, 4, 2, transposed=True, bias=True),
+        GPT_OSS | _SCALES,
+        path="biases",
+    ),
     Sample("no-gate", _case((6,), 2, 3, 8, 6, 2, parts=1), {"activation": UNGATED} | _SCALES),
     Sample("interleaved-rank-1", _case((5,), 3, 4, 8, 4, 1), {"interleaved": True} | _SCALES),
     Sample("only-gate-up", _case((5,), 2, 3, 8, 6, 2, layers=("gate_up",)), _SCALES),
-    Sample("only-down", _case((5,), 2, 3, 8, 6, 2, layers=("down",)), _SCALES),
+    Sample("only-down", _case((5,), 2, 3, 8, 6, 2, layers=("down",)), _SCALES, path="only down"),
     Sample("sentinels", _case((6,), 2, 3, 8, 4, 2, bias=True, sentinels=0.4, ignore_index=3)),
     Sample("nobody-here", _case((4,), 2, 3, 8, 4, 2, sentinels=1.0)),
     Sample("unused-experts", _case((3,), 1, 40, 8, 4, 2)),

@@ -66,7 +66,6 @@ def forward(
     codes: Optional[Tensor],
     codes_scale: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shape rule."""
 
     def build(weight: Optional[Tensor]) -> Tensor:
         return x.new_empty((0,) if weight is None else (*x.shape[:-1], weight.shape[0]))
@@ -215,7 +214,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
     outputs = sum(shapes[name][0] for name in shapes if name.endswith("_weight"))
     product = 2.0 * rows * width * outputs
@@ -292,7 +290,7 @@ SAMPLES = (
         _EQUAL,
         path="parts",
     ),
-    Sample("float8", in_float8(_case((2, 3), 16, _RANK_4), *LAYERS), _EQUAL),
+    Sample("float8", in_float8(_case((2, 3), 16, _RANK_4), *LAYERS), _EQUAL, path="float8"),
     Sample("float8-k-plain", in_float8(_case((6,), 8, _RANK_2) | _bias("q", "k"), "q", "v")),
     Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),
     Sample("8192x4096-r16", _case((8192,), 4096, _RANK_16, _LLAMA), _EQUAL, size="bench"),

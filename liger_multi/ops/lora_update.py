@@ -26,7 +26,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Shape rule."""
     return base.new_empty(base.shape)
 
 
@@ -91,7 +90,6 @@ def adapted_layer(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     inputs, outputs = math.prod(shapes["x"]), math.prod(shapes["base"])
     product = 2.0 * shapes["a"][0] * (inputs + outputs)
     # x and base read, y written; then dy and x read, dx written

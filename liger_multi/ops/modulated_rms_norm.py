@@ -145,7 +145,6 @@ def _per_row(x: Tensor, by: Tensor) -> Tensor:
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     once, by = math.prod(shapes["x"]) * size, math.prod(shapes["scale"]) * size
     # x, scale and shift read, y written; dy, x and scale read, three gradients written
     return Work(2 * once + 2 * by, 5 * once + 5 * by)
@@ -204,7 +203,7 @@ SAMPLES = (
     *each_frozen(_case((2, 5, 64), (2, 64)), "shift weight x"),
     Sample("many-tiny-rows", _case((2, 550, 8), (2, 8))),
     Sample("past-65535-rows", _case((65537, 2), (1, 2)), size="thin"),
-    Sample("past-65536-columns", _case((2, 65600), (2, 65600)), size="thin"),
+    Sample("past-65536-columns", _case((2, 65600), (2, 65600)), size="thin", path="wide rows"),
     Sample("8x1024x1152", _case((8, 1024, 1152), (8, 1, 1152), weight=False), size="bench"),
     Sample("2x4096x3072", _case((2, 4096, 3072), (2, 1, 3072), weight=False), size="bench"),
     Sample("8192x4096 every row", _case((8192, 4096), (8192, 4096), weight=False), size="bench"),

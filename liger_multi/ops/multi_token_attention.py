@@ -33,7 +33,6 @@ def forward(
     groups: int,
     sparse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     sizes = [_length(scores.shape[i], weight.shape[i], stride, padding, dilation) for i in (2, 3)]
     y = scores.new_empty(scores.shape[0], weight.shape[0], *sizes)
     return y, scores.new_empty(scores.shape)
@@ -145,7 +144,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     *_, heads, rows, cols = shapes["scores"]
     scores = math.prod(shapes["scores"])
     flops = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
@@ -176,7 +174,7 @@ def _case(
 SAMPLES = (
     Sample("same-size", _case((2, 2, 9, 9), 3, 3), {"padding": 1}),
     Sample("tiny", _case((1, 2, 5, 5), 2, 3), {"padding": 1}),
-    Sample("tiny-sparse", _case((1, 2, 4, 4), 2, 3), {"padding": 1, "sparse": True}),
+    Sample("tiny-sparse", _case((1, 2, 4, 4), 2, 3), {"padding": 1, "sparse": True}, path="sparse"),
     Sample("bias", {**_case((1, 2, 6, 6), 3, 1), "bias": T((3,))}),
     Sample("no-padding", _case((1, 1, 7, 7), 2, 3)),
     Sample("dilated", _case((1, 2, 8, 8), 2, 3), {"padding": 2, "dilation": 2}),
@@ -192,7 +190,7 @@ SAMPLES = (
         {"padding": 1},
     ),
     Sample("sixteen-heads", _case((1, 16, 9, 9), 16, 3), {"padding": 1}, path="turned"),
-    Sample("past-32768-columns", _case((1, 1, 2, 40000), 1, 1), size="thin"),
+    Sample("past-32768-columns", _case((1, 1, 2, 40000), 1, 1), size="thin", path="wide rows"),
     Sample(
         "past-1024-tokens",
         {**_case((1, 1, 1100, 1100), 1, 3), "weight": T((1, 1, 3, 3), grad=False)},

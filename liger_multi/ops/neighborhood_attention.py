@@ -19,7 +19,6 @@ op = Op("neighborhood_attention", family="attention", bitwise=bitwise(PER_ROW, "
 def forward(
     q: Tensor, k: Tensor, v: Tensor, reach: int, dilation: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     return y, q.new_empty(q.shape[:3], dtype=statistics)
@@ -110,7 +109,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     reach = options.get("kernel_size", 7) // 2  # a dilation leaves out as many as it reaches
     return attention_work(shapes, size, {"window": (reach, reach)})
 

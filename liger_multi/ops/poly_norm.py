@@ -25,7 +25,6 @@ op = Op(
 
 @op.forward(returns="y", residuals="rstd")
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=acc_dtype)

@@ -37,7 +37,6 @@ op = Op(
 def forward(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -166,7 +166,6 @@ def formula(
 
 # q, k, cos and sin read, q and k written, twice
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     once, angles = (math.prod(shapes[name]) * size for name in ("x", "cos"))
     # x and angles read, y written; dy, x and angles read, dx written
     return Work(2 * once + 2 * angles, 5 * once + 4 * angles)

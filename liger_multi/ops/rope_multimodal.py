@@ -40,7 +40,6 @@ def forward(
     q_order: str,
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
     return (
@@ -142,7 +141,6 @@ def formula(
 
 # of three grids, each pair needs the angles of one
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     return rope_work({**shapes, "cos": shapes["cos"][1:], "sin": shapes["sin"][1:]}, size, options)
 
 

@@ -33,7 +33,6 @@ def forward(
     q_order: str,
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
     return (

@@ -21,7 +21,6 @@ op = Op(
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     acc_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows = index.shape[0]
     return (

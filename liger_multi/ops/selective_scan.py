@@ -39,7 +39,6 @@ def forward(
     delta_softplus: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     from liger_multi.reference.linear_attention.selective_scan import kept_shape
 
     acc_dtype = torch.float64 if u.dtype == torch.float64 else torch.float32
@@ -221,13 +220,13 @@ def _y_and_state(
         A,
         B,
         C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        first,
-        delta_softplus,
-        output_final_state,
+        D=D,
+        z=z,
+        delta_bias=delta_bias,
+        initial_state=initial_state,
+        first=first,
+        delta_softplus=delta_softplus,
+        output_final_state=output_final_state,
     )
 
 
@@ -269,7 +268,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, pairs = math.prod(shapes["u"]) * size, math.prod(shapes["B"]) * size
     steps = math.prod(shapes["delta"]) * 4
     # u, z, delta, B and C read, y written; those and dy read, five gradients written
@@ -328,7 +326,9 @@ SAMPLES = (
     Sample("expanded", _case(3, 20, 8, layout="expanded"), SOFT | FINAL),
     *each_frozen(_case(1, 20, 4), "u delta A B C D z delta_bias initial_state", SOFT | FINAL),
     Sample("past-65535-rows", _case(65537, 1, 2, states=2, without=SCAN), SOFT, size="thin"),
-    Sample("past-one-span", _case(1, 300, 4, states=2, without=SCAN), SOFT, size="thin"),
+    Sample(
+        "past-one-span", _case(1, 300, 4, states=2, without=SCAN), SOFT, size="thin", path="spans"
+    ),
     Sample(
         "2x8192x8192 N16",
         _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"),

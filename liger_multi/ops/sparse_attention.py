@@ -50,7 +50,6 @@ def forward(
     scale: float,
     output_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape rule."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], value_dim)
     weights = q.new_empty(indices.shape if output_weights else (0,), dtype=acc_dtype)
@@ -200,7 +199,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     (batch, heads, length, width), listed = shapes["q"], shapes["indices"][-1]
     value = shapes["v"][-1] if "v" in shapes else width  # a latent's value is nearly all of it
     once = (math.prod(shapes["q"]) + batch * heads * length * value) * size
@@ -303,7 +301,7 @@ SAMPLES = (
     Sample("tiny-latent", _case((1, 2, 4, 4), 3), _latent(3)),
     Sample("tiny-separate", _case((1, 2, 4, 3), 3, groups=2, value=2), {"scale": 0.7}),
     Sample("tiny-lists", _case((1, 2, 4, 3), 3, groups=2, value=3, lists=2)),
-    Sample("tiny-weights", _case((1, 2, 4, 3), 3), _latent(3) | WEIGHTS),
+    Sample("tiny-weights", _case((1, 2, 4, 3), 3), _latent(3) | WEIGHTS, path="weights"),
     Sample("weights", _case((2, 6, 9, 20), 21, groups=2, value=8, lists=2), WEIGHTS),
     Sample("weights-of-shared-lists", _case((1, 6, 9, 8), 21, groups=3, value=8), WEIGHTS),
     Sample("value-is-the-key", _case((1, 3, 10, 16), 7), _latent(16)),

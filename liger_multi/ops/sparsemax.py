@@ -13,7 +13,6 @@ op = Op("sparsemax", family="cross_entropy", rowwise=True, bitwise=bitwise(PER_R
 
 @op.forward(returns="y")
 def forward(x: Tensor) -> Tensor:
-    """Shape rule."""
     return x.new_empty(x.shape)
 
 

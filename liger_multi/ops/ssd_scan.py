@@ -43,7 +43,6 @@ def forward(
     chunk: int,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Shape rule."""
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = (x.shape[0], *x.shape[2:], B.shape[3])
     return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
@@ -225,16 +224,16 @@ def _y_and_state(
         A,
         B,
         C,
-        D,
-        z,
-        dt_bias,
-        initial_state,
-        first,
-        dt_softplus,
-        low,
-        high,
-        chunk,
-        output_final_state,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        first=first,
+        dt_softplus=dt_softplus,
+        dt_min=low,
+        dt_max=high,
+        chunk=chunk,
+        output_final_state=output_final_state,
     )
 
 
@@ -296,7 +295,6 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least, and its operations."""
     rows, groups = math.prod(shapes["x"]) * size, math.prod(shapes["B"]) * size
     value, states, chunk = shapes["x"][-1], shapes["B"][-1], 64
     steps = math.prod(shapes["dt"]) * 4
@@ -388,7 +386,7 @@ MAMBA2, MANY = "z initial_state", (2, 8192, 128, 64)
 LIMITED: dict[str, Any] = {"dt_limit": (0.4, 1.2)}
 SAMPLES = (
     Sample("mamba2", _case(2, 70, 4, 16, groups=2, dtype=torch.float32, without=MAMBA2), SOFT),
-    Sample("everything", _case(2, 70, 4, 6, groups=2, ids=3), SOFT | FINAL),
+    Sample("everything", _case(2, 70, 4, 6, groups=2, ids=3), SOFT | FINAL, path="gate"),
     Sample("plain", _case(1, 40, 2, 8, without="D z dt_bias initial_state")),
     Sample("tiny", _case(1, 5, 2, 3, states=4, without="D z initial_state"), SOFT),
     Sample("tiny-everything", _case(1, 6, 2, 3, states=2, wide=True), SOFT | FINAL),

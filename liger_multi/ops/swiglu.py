@@ -35,7 +35,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
-    """Shape rule."""
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 

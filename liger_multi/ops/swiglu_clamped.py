@@ -24,7 +24,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
-    """Shape rule."""
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 

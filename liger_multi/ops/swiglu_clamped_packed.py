@@ -27,7 +27,6 @@ op = Op(
 def forward(
     gate_up: Tensor, limit: float, alpha: float, up_offset: float, interleaved: bool
 ) -> Tensor:
-    """Shape rule."""
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 

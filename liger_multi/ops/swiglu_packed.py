@@ -20,7 +20,6 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
-    """Shape rule."""
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 

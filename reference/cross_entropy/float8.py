@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_multi._torch_private import scaled_mm
 from liger_multi.reference.common.chunking import row_blocks
 from liger_multi.reference.common.float8 import ALIGNED, FACTOR, FORMATS, LEAST, Rounded
+from liger_multi.reference.common.stored import opened, pieces
 
 # --- rounding ---
 
@@ -38,14 +39,18 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.exp2(torch.ceil(torch.log2(ratio)))
 
 
+def _largest(x: Tensor) -> Tensor:
+    low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+    return torch.maximum(-low, high)
+
+
 class PlainRounding:
     """Rounding in plain PyTorch."""
 
     @staticmethod
     def rounded(x: Tensor, dtype: torch.dtype = FACTOR) -> Rounded:
         """The nearest values, by the smallest power of two under which none overflows."""
-        low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-        scale = scale_for(torch.maximum(-low, high), dtype)
+        scale = scale_for(_largest(x), dtype)
         data = torch.empty(x.shape, dtype=dtype, device=x.device)
         for block in row_blocks(x.shape[0], x.shape[1] * 4):
             data[block].copy_(x[block].float() / scale)
@@ -59,6 +64,19 @@ class PlainRounding:
 
 
 PLAIN = PlainRounding()
+
+
+def _rounded_by_pieces(parts: list[Tensor], cols: int, dtype: torch.dtype) -> Rounded:
+    """A weight of several pieces, each opened twice: for the largest number, and to be rounded."""
+    sizes, device = [part.shape[0] for part in parts], parts[0].device
+    scale = scale_for(torch.stack([_largest(opened(part)) for part in parts]).amax(), dtype)
+    data = torch.empty(sum(sizes), cols, dtype=dtype, device=device)
+    for part, place in zip(parts, data.split(sizes), strict=True):
+        numbers = opened(part)
+        for block in row_blocks(place.shape[0], cols * 4):
+            place[block].copy_(numbers[block].float() / scale)
+        del numbers
+    return Rounded(data, scale)
 
 
 # --- products of a head ---
@@ -130,9 +148,9 @@ def multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool = False) -> Tensor:
 class Head:
     """The weight of a head in 8 bits, and its products.
 
-    Args: weight: ``(V, H)``, in the dtype of logits. gradients: Whether the gradient of hidden
-        states is such a product as well. needs_gradient: Whether that gradient is needed. rounding:
-        How to round.
+    Args: weight: ``(V, H)``, in the dtype of logits; codes of 4 bits are opened by pieces.
+        gradients: Whether the gradient of hidden states is such a product as well.
+        needs_gradient: Whether that gradient is needed. rounding: How to round.
 
     Raises:
         RuntimeError: The device has no such product, or the sizes do not suit it.
@@ -146,10 +164,15 @@ class Head:
             raise RuntimeError(f"head_gemms in 8 bits: {reason}")
         self.gradients, self._rounding = gradients, rounding
         self._factor, self._gradient = formats(weight.device)
-        if gradients and needs_gradient:
-            self._weight, self._across = rounding.both_ways(weight, self._factor)
+        parts, across = pieces(weight), gradients and needs_gradient
+        if len(parts) > 1:
+            self._weight = _rounded_by_pieces(parts, weight.shape[1], self._factor)
+            if across:
+                self._across = Rounded(self._weight.data.t().contiguous(), self._weight.scale)
+        elif across:
+            self._weight, self._across = rounding.both_ways(opened(weight), self._factor)
         else:
-            self._weight = rounding.rounded(weight, self._factor)
+            self._weight = rounding.rounded(opened(weight), self._factor)
 
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """``hidden @ weight.T + bias``; sums of so few products as a row has need no fp32."""

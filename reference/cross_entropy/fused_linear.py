@@ -31,7 +31,6 @@ from liger_multi.reference.common.retry import divided
 from liger_multi.reference.common.stored import (
     gradient_into,
     linear_into,
-    opened,
     opened_if_small,
 )
 from liger_multi.reference.common.strict import by_rows
@@ -165,9 +164,8 @@ class Chunks:
         if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
             if by_rows():
                 raise ValueError(SCALES)
-            self.float8 = Head(
-                opened(self.weight), plan.compute_dtype == GRADIENT, needs_gradient, rounding
-            )
+            gradients = plan.compute_dtype == GRADIENT
+            self.float8 = Head(self.weight, gradients, needs_gradient, rounding)
         self.drops = plan.compact and not (thin(target) or capturing(hidden.device))
         kept = target != objective.ignore_index if self.drops else None
         self.like = hidden.new_empty(0, hidden.shape[1], dtype=dtype)

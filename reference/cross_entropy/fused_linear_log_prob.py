@@ -110,12 +110,13 @@ def _forward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
         collected = Collected(chunks, spec, outputs, loss=False)
         logits = chunks.like.new_empty(0, weight.shape[0])
-        if keep and (needs_hidden or needs_weight or needs_bias) and chunks.keeps():
-            # as many rows as a compiler was told; those of dropped rows, at the end, stay unused
+        kept = keep and (needs_hidden or needs_weight or needs_bias) and chunks.keeps()
+        if kept:  # as many rows as a compiler was told
             logits = chunks.buffer = chunks.like.new_empty(target.numel(), weight.shape[0])
-            logits[chunks.rows :] = 0
         for _, where, _, t, raw in chunks:
             collected.put(where, kernels.statistics(raw, t, None, spec, outputs))
+        if kept:
+            logits[chunks.rows :] = 0  # in place of dropped rows: nothing reads them
         rows = collected.rows
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low, logits
 

@@ -194,6 +194,13 @@ def scaled(raw: Tensor, objective: Objective) -> Tensor:
     return z if objective.softcap is None else objective.softcap * torch.tanh(z / objective.softcap)
 
 
+def _slope(raw: Tensor, objective: Objective) -> Tensor:
+    """Derivative of the softcap; 1 - (z / cap)^2 has no digits near the cap."""
+    x = raw.to(statistics_dtype(raw.dtype)) * (objective.logit_scale / (objective.softcap or 1.0))
+    e = torch.exp(x.abs().mul_(-2))
+    return 4 * e / (1 + e).square()
+
+
 class _Sums(NamedTuple):
     """What the exponentials of a block of logits add up to, relative to the rows' maxima."""
 
@@ -295,7 +302,7 @@ def gradient_into(
         if eps:
             dz -= ce * (eps / vocabulary) * (1 if w is None else w)
         if objective.softcap is not None:
-            dz *= 1 - (z / objective.softcap).square()
+            dz *= _slope(raw[block], objective)
         out[block] = torch.where(valid.unsqueeze(1), dz * objective.logit_scale, 0).to(out.dtype)
 
 
@@ -399,5 +406,5 @@ def gradient_(
         of_target = p_own * factor_own - grad_target * torch.expm1(own)
         dz = p.mul_(factor - grad_target).scatter_(1, label, of_target.to(p.dtype))
         if objective.softcap is not None:
-            dz *= 1 - (z / objective.softcap).square()
+            dz *= _slope(raw[block], objective)
         raw[block] = torch.where(some, dz * objective.logit_scale, 0).to(raw.dtype)

@@ -131,7 +131,7 @@ def _terms(
         a, b = (q, p) if spec.form == spec.teacher_form == "prob" else (log_q, log_p)
         r = ((a > b).to(q.dtype) - (a < b).to(q.dtype)) / 2
         return (q - p).abs() / 2, q * r, r
-    gap = torch.where(q == p, 0, log_p - log_q)  # both may be 0
+    gap = torch.where(log_q == log_p, 0, log_p - log_q)  # both may be -inf
     if spec.formula == "forward":
         return torch.where(p == 0, 0, p * gap), -p, -torch.where(p == 0, 0, p / q)
     if spec.formula == "reverse":
@@ -157,8 +157,11 @@ def statistics(
         log_q, q = _distribution(student[block], spec.form, spec.scale, normalizers[0])
         log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, normalizers[1])
         loss, weighted, _ = _terms(spec, log_q, q, log_p, p)
+        slope = weighted.sum(-1)
+        if spec.formula == "forward" and spec.teacher_form == "logits":
+            slope.fill_(-1)  # less the sum of p, which is not rounded
         valid = None if target is None else target[block] != spec.ignore_index
-        parts = (loss.sum(-1), *normalizers[0], *normalizers[1], weighted.sum(-1))
+        parts = (loss.sum(-1), *normalizers[0], *normalizers[1], slope)
         for buffer, part in zip(rows, parts, strict=True):
             if buffer.numel():
                 buffer[block] = part if valid is None else torch.where(valid, part, 0)

@@ -82,6 +82,7 @@ MEANT = {
     ("limit", "inf"),  # a clamp at infinity is none
     ("freqs", "complex"),  # of rope_complex
     ("normalized_shape", "1"),  # one axis needs no sequence
+    ("zeros", "floats"),  # of int4
 }
 """Values that an argument takes, as an exception from the rule."""
 

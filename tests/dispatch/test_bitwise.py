@@ -259,17 +259,17 @@ def _entered_by_a_thread(context):
         other.result()
 
 
-@pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
-def test_threads_leave_the_process_as_it_was(held):
+@pytest.mark.parametrize("held_threads", [strict._attention, strict._convolutions])
+def test_threads_leave_the_process_as_it_was(held_threads):
     """The second thread took the first one's setting for the caller's, and restored that."""
     before = _switches()
     with contextlib.ExitStack() as other:
-        with held:
-            other.enter_context(_entered_by_a_thread(held))
+        with held_threads:
+            other.enter_context(_entered_by_a_thread(held_threads))
             changed = _switches()
         assert _switches() == changed != before
     assert _switches() == before
-    with pytest.raises(RuntimeError, match="stop"), held, held:
+    with pytest.raises(RuntimeError, match="stop"), held_threads, held_threads:
         raise RuntimeError("stop")
     assert _switches() == before
 

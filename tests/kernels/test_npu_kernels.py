@@ -185,25 +185,9 @@ def run(kernel):
     weight[:NARROW] = torch.randn(NARROW, generator=generator)
     y, rstd = torch.full((FEW + 2, NARROW), GUARD), torch.full((FEW + 2,), GUARD)
     x, weight, y, rstd = (t.to("npu") for t in (x, weight, y, rstd))
-    start(
-        kernel,
-        FEW,
-        x,
-        None,
-        weight,
-        y,
-        None,
-        rstd,
-        WIDE,
-        0,
-        FEW,
-        NARROW,
-        1e-6,
-        0.0,
-        EXACT=True,
-        ROUND=False,
-        BLOCK=128,
-    )
+    sizes = (WIDE, 0, FEW, NARROW, 1e-6, 0.0)
+    tensors = (x, None, weight, y, None, rstd)
+    start(kernel, FEW, *tensors, *sizes, EXACT=True, ROUND=False, BLOCK=128)
     x, y, weight = x.cpu().double(), y.cpu().double(), weight.cpu().double()
     part = x[:FEW, :NARROW]
     expected = part / torch.sqrt((part * part).mean(-1, True) + 1e-6) * weight[:NARROW]

@@ -657,7 +657,9 @@ def test_teams_keep_what_is_not_finite_within_its_sequence(monkeypatch, tensor):
     first = (torch.arange(19, device=DEVICE) // 6 * 6)[None].int()
 
     def run(u, delta, B, C, state):
-        return selective_scan.forward(u, delta, A, B, C, None, None, None, state, first, True, True)
+        absent = dict.fromkeys(("D", "z", "delta_bias"))
+        options = {"first": first, "delta_softplus": True, "output_final_state": True}
+        return selective_scan.forward(u, delta, A, B, C, initial_state=state, **absent, **options)
 
     inputs = [*rows, *pairs, state]
     usual = run(*inputs)
@@ -793,9 +795,10 @@ def coded_backward(dy, gate, up, columns, needs, product, format, by=NONE):
         return CodeBuffers(codes, scale, CODE_FORMATS[format][1], False)
 
     dy = dy.clone()
-    rooms = tuple(None if c is None else code_buffers(gate) for c in columns)
-    output = gated_rows.backward("swiglu", "silu", dy, gate, up, by, rooms, columns, needs, product)
-    return output, [None if r is None else r.rows_of(format) for r in rooms], dy
+    buffers = tuple(None if c is None else code_buffers(gate) for c in columns)
+    options = {"columns": columns, "needs_output": needs, "product": product}
+    output = gated_rows.backward("swiglu", "silu", dy, gate, up, by, buffers, **options)
+    return output, [None if b is None else b.rows_of(format) for b in buffers], dy
 
 
 def same_rows(actual, right):
@@ -912,6 +915,16 @@ def lists(*shape, keys):
 def all_gradients(leaves, result):
     up = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     return torch.autograd.grad(result, leaves, up)
+
+
+def test_a_key_of_many_pairs_is_summed_in_runs():
+    """In one sum of fp32, each of these parts would be lost beside the first."""
+    parts = torch.ones(600, 1, 1, 1, device=DEVICE)
+    parts[0] = 2**24
+    total = torch.zeros(1, 1, device=DEVICE)
+    lists = torch.zeros(600, 1, 1, dtype=torch.int32, device=DEVICE)
+    pairs_of_lists.add_up(total, parts, lists, 1)
+    assert total >= 2**24 + 256
 
 
 def test_queries_in_several_parts_have_the_same_gradients(monkeypatch):

@@ -444,13 +444,15 @@ def test_attention(change, refusal):
 def test_experts(change, refusal):
     at = {"rows": 5, "per": 2, "experts": 3, "hidden": 8, "inner": 6, "dtype": BF16}
     at |= {"weight": change.get("dtype", at["dtype"]), "table": "a2"} | change
-    kinds = {"device": "meta", "dtype": at["dtype"]}
+    options = {"device": "meta", "dtype": at["dtype"]}
     wide, shape = 2 * at["inner"], (at["experts"], at["hidden"], at["inner"])
     first = torch.empty(at["experts"], wide, at["hidden"], device="meta", dtype=at["weight"])
     first = first.mT.contiguous().mT if at.get("turned") else first
-    down = torch.empty(shape, **kinds)
-    down = torch.empty((*shape[:2], 2 * shape[2]), **kinds)[..., ::2] if at.get("strided") else down
-    x = torch.empty(at["rows"], at["hidden"], **kinds)
+    down = torch.empty(shape, **options)
+    down = (
+        torch.empty((*shape[:2], 2 * shape[2]), **options)[..., ::2] if at.get("strided") else down
+    )
+    x = torch.empty(at["rows"], at["hidden"], **options)
     index = torch.empty(at["rows"], at["per"], dtype=torch.int64, device="meta")
     assert says(limits.experts(x, index, first, down, wide, at["table"]), refusal)
 
@@ -467,11 +469,11 @@ def test_levels_follow_from_the_backend():
     assert levels.source("softmax") is None
 
 
-@pytest.mark.parametrize("kind", ["Kernel Module", "Open Kernel Module for x86_64"])
-def test_nvidia_driver_version(kind, monkeypatch, tmp_path):
+@pytest.mark.parametrize("driver", ["Kernel Module", "Open Kernel Module for x86_64"])
+def test_nvidia_driver_version(driver, monkeypatch, tmp_path):
     from liger_multi.backends import cuda
 
     path = tmp_path / "version"
-    path.write_text(f"NVRM version: NVIDIA UNIX {kind}  580.95.05  Release Build\nGCC 13\n")
+    path.write_text(f"NVRM version: NVIDIA UNIX {driver}  580.95.05  Release Build\nGCC 13\n")
     monkeypatch.setattr(cuda, "DRIVER", path)
     assert cuda.BACKEND.describe()["driver"] == "580.95.05"

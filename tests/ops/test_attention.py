@@ -125,7 +125,8 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
     right = reference.forward(q, k, v, sinks, ranges, False, *options)
     torch.testing.assert_close((y, lse), right, rtol=1e-5, atol=1e-6)
     for needs in ((True,) * 4, (False, True, True, False)):
-        grads = blocks.backward(kernels.backward, dy, q, k, v, sinks, parts, y, lse, options, needs)
+        saved = {"y": y, "lse": lse, "options": options, "needs": needs}
+        grads = blocks.backward(kernels.backward, dy, q, k, v, sinks, parts, **saved)
         exact = reference.backward(dy, q, k, v, sinks, ranges, y, lse, False, *options, *needs)
         torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-5)
     with strict.within("rows", None):
@@ -256,8 +257,9 @@ def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
     torch.testing.assert_close(lse, right_lse)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     actual = backward(dy, q, k, v, y, lse, 0.0, True)
+    needs = dict.fromkeys(("needs_q", "needs_k", "needs_v", "needs_sinks"), True)
     right = reference.backward(
-        dy, q, k, v, sinks, None, y, lse, True, 8**-0.5, 0.0, True, True, True, True
+        dy, q, k, v, sinks, None, y, lse, causal=True, scale=8**-0.5, softcap=0.0, **needs
     )
     for got, exact in zip(actual, right, strict=False):
         assert excess(got, exact, torch.float32) <= 1
@@ -383,7 +385,7 @@ def test_a_list_of_blocks_is_stacked():
 DEPTH_KINDS = [(1, 9, 40), (40, 5, 600), (5, 6, 8200)]
 
 
-def depth_given(shape, device, seed=0):
+def depth_inputs(shape, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
     size = shape[-1]
     inputs = [torch.randn(s, generator=generator) for s in (shape, size, size, shape[1:])]
@@ -421,7 +423,7 @@ def depth_near(actual, right):
 def test_programs_have_several_tokens(shape, groups, monkeypatch):
     attn_res, device = kernels()
     monkeypatch.setattr(attn_res, "_near", lambda group, v: min(group, groups))
-    tensors = depth_given(shape, device)
+    tensors = depth_inputs(shape, device)
     with few_cores(device):
         y, *kept = attn_res.forward(*tensors[:3], 1e-6)
         args = (tensors[3], *tensors[:3], *kept, True, True, True)
@@ -437,18 +439,18 @@ def test_programs_have_several_tokens(shape, groups, monkeypatch):
 )
 def test_what_nobody_needs_is_empty(shape, needs):
     attn_res, device = kernels()
-    *given_, dy = depth_given(shape, device)
-    _, *kept = attn_res.forward(*given_, 1e-6)
-    got = attn_res.backward(dy, *given_, *kept, *needs)
+    *inputs, dy = depth_inputs(shape, device)
+    _, *kept = attn_res.forward(*inputs, 1e-6)
+    got = attn_res.backward(dy, *inputs, *kept, *needs)
     assert [x.numel() > 0 for x in got] == list(needs)
-    depth_near(got, depth_exact(*given_, dy, needs))
+    depth_near(got, depth_exact(*inputs, dy, needs))
 
 
 @pytest.mark.parametrize("first", range(5))
 def test_scores_far_apart(first):
     """Where the largest score comes first, last or between; exponentials stay in fp32."""
     attn_res, device = kernels()
-    blocks, query, _, _ = depth_given((5, 3, 64), device)
+    blocks, query, _, _ = depth_inputs((5, 3, 64), device)
     blocks[first] = 100 * query
     query *= 200  # that block's score is 200 |query| sqrt(64)
     y, p, rstd = attn_res.forward(blocks, query, None, 1e-6)

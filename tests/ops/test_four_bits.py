@@ -216,6 +216,15 @@ def nested():
     return QuantizedWeight(weight.codes, codes, format="nf4", scale_offset=torch.tensor(0.1), **own)
 
 
+def test_quantized_scales_take_no_others():
+    """Copying a weight with plain scales into one with quantized ones raises, and changes none."""
+    weight = nested()
+    before, plain = weight.dequantized(), weight._with_own_scales()
+    with pytest.raises(TypeError, match="writes to a frozen weight"):
+        weight.copy_(plain.changed(codes=plain.codes ^ 1))
+    assert same_bits(weight.dequantized(), before)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("make", ["nf4", "mxfp4", "nvfp4", "int4", nested])
 def test_pieces_are_the_weight(make, turned, monkeypatch):
@@ -244,6 +253,33 @@ def test_by_pieces(backend, name, monkeypatch):
     assert len(weights[0].pieces()) > 2
     for actual, one in zip(step(call, weights, backend), expected, strict=True):
         torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gemms", ["float8", "float8_logits"])
+def test_pieces_of_a_head_in_float8(gemms, monkeypatch):
+    """The scale of the whole weight, and no more than a piece of its numbers at a time."""
+    liger_multi.configure({"head_gemms": gemms})
+    weight = quantized("mxfp4", 96, 64)
+    numbers, sizes, stock = weight.dequantized(), [], QuantizedWeight.dequantized
+
+    def run(head):
+        x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        loss = ops.fused_linear_cross_entropy(x, head, torch.arange(ROWS))
+        return loss, *torch.autograd.grad(loss, x)
+
+    def noted(part):
+        sizes.append(part.numel())
+        return stock(part)
+
+    expected = run(numbers)
+    monkeypatch.setattr(_quantized, "PIECE_BYTES", weight.numel() * 2 // 4)  # logits are in bf16
+    monkeypatch.setattr(QuantizedWeight, "dequantized", noted)
+    (loss, dx), (expected_loss, expected_dx) = run(weight), expected
+    assert same_bits(loss, expected_loss)
+    # only FP8 gradients are one GEMM; others are sums over pieces, each rounded to bf16
+    assert (gemms == "float8_logits") or same_bits(dx, expected_dx)
+    torch.testing.assert_close(dx, expected_dx, rtol=0.02, atol=1e-3)
+    assert 0 < max(sizes) <= weight.numel() // 4
 
 
 LARGE = {(INNER, HIDDEN): (4096, 512), (HIDDEN, INNER): (512, 4096), (HIDDEN, HIDDEN): (512, 512)}
@@ -358,6 +394,20 @@ def dequantized(backend, *args, **options):
     named = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
     with liger_multi.use(dequantize=backend):
         return ops.dequantize(*moved, **named).cpu()
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != REFERENCE])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_every_code_and_scale(backend, format):
+    """Zeros of either sign, subnormal numbers and NaN among them."""
+    codes = torch.arange(16, dtype=torch.uint8)[:, None].repeat(256, 16)
+    codes |= codes << 4
+    blocks = {"mxfp4": 1, "nvfp4": 2}[format]
+    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16)[:, None].repeat(1, blocks)
+    options = {"format": format, "dtype": torch.float32}
+    expected, actual = (dequantized(b, codes, scales, **options) for b in (REFERENCE, backend))
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert same_bits(actual.nan_to_num(), expected.nan_to_num())
 
 
 def random_codes(*shape):

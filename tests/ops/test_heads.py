@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import liger_multi
-from liger_multi import checks
+from liger_multi import checks, ops
 from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
@@ -702,10 +702,12 @@ def test_options_are_checked_once(monkeypatch):
 )
 def test_a_remembered_option_is_no_excuse_for_an_equal_one(right, wrong, error):
     hidden, weight, target = head()
+    with_outputs = ops.fused_linear_cross_entropy_with_outputs
+    function = with_outputs if "outputs" in right else fused_linear_cross_entropy
     for _ in range(2):
-        fused_linear_cross_entropy(hidden, weight, target, **right)
+        function(hidden, weight, target, **right)
         with pytest.raises(error):
-            fused_linear_cross_entropy(hidden, weight, target, **wrong)
+            function(hidden, weight, target, **wrong)
 
 
 def test_what_a_configuration_says_is_not_remembered(monkeypatch):

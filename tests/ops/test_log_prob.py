@@ -318,9 +318,9 @@ def test_gradient_of_logits_is_written_without_a_copy(apart):
     target, (forward, backward) = torch.arange(5), implement_token_log_prob(Kernels())
     _, entropy, lse, _, lse_low = forward(logits, target, -100, None, 1.0, False, "log_prob")
     before = logits.clone()
-    dlogits = backward(
-        torch.ones(5), None, None, logits, target, entropy, lse, lse_low, -100, None, 1.0
-    )
+    saved = {"entropy": entropy, "lse": lse, "lse_low": lse_low}
+    options = {"ignore_index": -100, "softcap": None, "logit_scale": 1.0}
+    dlogits = backward(torch.ones(5), None, None, logits, target, **saved, **options)
     right = torch.nn.functional.one_hot(target, 33) - torch.softmax(before, -1)
     torch.testing.assert_close(dlogits, right)
     assert torch.equal(logits, before)

@@ -643,18 +643,18 @@ def test_trained_layers_without_gradients():
 
 def test_layers_that_autocast_meets():
     """Any dtypes come in, and all products are in that of autocast."""
-    kinds = [
+    leaves = [
         t.detach().clone().requires_grad_() for t in (x, low_a.to(half), low_b.double().float())
     ]
     with torch.autocast("cpu", half):
-        actual = lora_qkv(kinds[0], narrow.to(half), None, narrow, LoRA(kinds[1], kinds[2], 2.0))
+        actual = lora_qkv(leaves[0], narrow.to(half), None, narrow, LoRA(leaves[1], leaves[2], 2.0))
     assert (actual.q.dtype, actual.v.dtype) == (half, half)
     expected = torch.nn.functional.linear(x.to(half), narrow.to(half))
     low = x.to(half) @ low_a.to(half).T
     assert torch.equal(actual.v, expected)
     assert torch.equal(actual.q, expected.addmm(low, low_b.to(half).T, alpha=2.0))
     (actual.q.sum() + actual.v.sum()).backward()
-    assert [t.grad.dtype for t in kinds] == [t.dtype for t in kinds]
+    assert [t.grad.dtype for t in leaves] == [t.dtype for t in leaves]
 
 
 # --- parts of thin matrices ---
@@ -703,6 +703,7 @@ NAMES = (
     "kl_div",
     "jsd",
     "tvd",
+    "fused_linear_jsd",
 )
 
 
@@ -857,6 +858,39 @@ def test_gap_in_16_bits(name, dtype, device):
     assert ((grad.double() - exact).abs() <= torch.maximum(unit, peer)).all()
 
 
+@pytest.mark.parametrize("gap", [15.0, 10.0, 5.0])
+def test_entropy_where_another_class_is_nearly_certain(gap, device):
+    """The target lies far below the maximum, from which the sums have to start."""
+    z, target = torch.randn(ROWS, CLASSES), torch.randint(CLASSES, (ROWS,))
+    z[range(ROWS), (target + 1) % CLASSES] = z.amax(-1) + gap
+
+    def run(function, dtype, device="cpu"):
+        x = z.to(device, dtype, copy=True).requires_grad_()
+        entropy = function(x, target.to(device), outputs=("entropy",)).entropy
+        return entropy.detach().cpu(), torch.autograd.grad(entropy.sum(), x)[0].cpu()
+
+    ours, formula = run(ops.token_log_prob, torch.float32, device), FORMULAS["token_log_prob"]
+    torchs, exact = run(formula, torch.float32), run(formula, torch.float64)
+    for a, b, c in zip(ours, torchs, exact, strict=True):  # sums of about 1 are rounded
+        assert (a.double() - c).abs().max() <= 2 * (b.double() - c).abs().max() + 4 * 2.0**-24
+
+
+@pytest.mark.parametrize("name", ["token_log_prob", "cross_entropy"])
+def test_gradient_near_the_softcap(name, device):
+    """Derivatives of 1e-5 of the cap, which are the difference of two numbers near 1."""
+    z, target = 30.0 + torch.rand(ROWS, CLASSES), torch.randint(CLASSES, (ROWS,))
+
+    def run(function, dtype, device="cpu"):
+        x = z.to(device, dtype, copy=True).requires_grad_()
+        loss = function(x, target.to(device), softcap=5.0)
+        loss = loss if isinstance(loss, torch.Tensor) else loss.log_prob
+        return torch.autograd.grad(loss.sum(), x)[0].cpu()
+
+    ours, exact = run(getattr(ops, name), torch.float32, device), run(FORMULAS[name], torch.float64)
+    torchs = run(FORMULAS[name], torch.float32)
+    check(ours, torchs, exact, "gradient")
+
+
 # --- divergences ---
 
 DIVERGENCES = {
@@ -887,3 +921,42 @@ def test_divergences_of_an_offset(name, offset, device):
     torchs, exact = run(formula, torch.float32), run(formula, torch.float64)
     for a, b, c, what in zip(ours, torchs, exact, ("loss", "gradient"), strict=True):
         check(a, b, c, what, 4 * UNITS)  # differences of sums
+
+
+OF_FORM = {
+    "logits": torch.clone,
+    "log_prob": lambda x: x.log_softmax(-1),
+    "prob": lambda x: x.softmax(-1),
+}
+PEAKED = [
+    *[("jsd", form, {"beta": beta}) for form in OF_FORM for beta in (0.1, 0.5, 0.9)],
+    *[("fused_linear_jsd", "logits", {"beta": beta}) for beta in (0.1, 0.5)],
+]
+
+
+@pytest.mark.parametrize("gap", [5.0, 10.0, 15.0, 20.0])
+@pytest.mark.parametrize(("name", "form", "options"), PEAKED)
+def test_divergences_of_a_peak(name, form, options, gap, device):
+    """Student and teacher nearly agree on one class, whose rounding would hide all others."""
+    rows, places, of_form = range(ROWS), torch.randint(CLASSES, (ROWS,)), OF_FORM[form]
+    pair = torch.randn(ROWS, CLASSES).expand(2, -1, -1).clone()
+    pair[1] += (0.5 + torch.rand(ROWS, CLASSES)) * torch.randn(ROWS, CLASSES).sign()
+    pair[:, rows, places] = pair.amax(-1) + gap
+
+    def run(function, dtype, device="cpu"):
+        student, teacher = (of_form(x).to(device, dtype, copy=True) for x in pair)
+        student.requires_grad_()
+        if name.startswith("fused"):
+            eye = torch.eye(ROWS, dtype=dtype, device=device)
+            loss = function(eye, student.T, eye, teacher.T, reduction="none", **options)
+        else:
+            loss = function(
+                student, teacher, form=form, teacher_form=form, reduction="none", **options
+            )
+        (grad,) = torch.autograd.grad((loss * EACH.to(loss)).sum(), student)
+        return loss.detach().cpu(), grad.cpu()
+
+    ours, formula = run(getattr(ops, name), torch.float32, device), FORMULAS[name]
+    torchs, exact = run(formula, torch.float32), run(formula, torch.float64)
+    for a, b, c, what in zip(ours, torchs, exact, ("loss", "gradient"), strict=True):
+        check(a, b, c, what, 16 * UNITS)  # logarithms of -10 to -25 are rounded before they differ

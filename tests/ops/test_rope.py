@@ -195,12 +195,13 @@ def launches(batch, tokens, heads=(32, 8), width=128):
     q, k = (torch.empty(batch, tokens, h, width, device="meta").transpose(1, 2) for h in heads)
     cos = torch.empty(1, tokens, width, device="meta")
     with launch.simulate(TARGETS["sm90"].info), recorded("rope", cases):
-        rope.forward(q, k, cos, cos, "half", 1, width, "llama", "0213", "0213")
+        options = {"style": "half", "head_axis": 1, "rotary_dim": width, "casting": "llama"}
+        rope.forward(q, k, cos, cos, **options, q_order="0213", k_order="0213")
     (case,) = cases
     free = {p.name for p in case.kernel.params if p.do_not_specialize}
-    kinds = {n: t for n, t in case.signature.items() if n not in free}
+    types = {n: t for n, t in case.signature.items() if n not in free}
     constants = {n: v for n, v in case.constants.items() if n not in free}
-    return kinds, constants, [n for n in case.aligned if n not in free], case.options
+    return types, constants, [n for n in case.aligned if n not in free], case.options
 
 
 def test_no_batch_and_no_length_compiles_a_kernel_again():

@@ -254,7 +254,8 @@ def _row_gradient_kernel(
                     dz = dz - smooth
             dz = tl.where(col == target, at_target, dz)
             if CAPPED:
-                dz = dz * (1.0 - (z / cap) * (z / cap))
+                e = tl.exp(tl.abs(raw.to(tl.float32) * scale / cap) * -2.0)
+                dz = dz * (4.0 * e / ((1.0 + e) * (1.0 + e)))  # 1 - (z / cap)^2 to all digits
             dz = tl.where(some, dz * scale, 0.0)
             tl.store(out_ptr + row * out_stride + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
 

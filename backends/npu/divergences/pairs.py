@@ -22,6 +22,7 @@ from liger_multi.reference.divergences.divergence import DivergenceSpec, Diverge
 FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
 FORMULAS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
 FAR: tl.constexpr = tl.constexpr(80.0)  # beyond this gap the smaller probability adds nothing
+NEAR: tl.constexpr = tl.constexpr(0.17)  # below it, a mixture's logarithm is summed as a series
 
 
 @triton.jit
@@ -35,6 +36,20 @@ def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
     s = (raw * scale - shift) - low if FORM == 0 else raw
     s = tl.where(mask, s, float("-inf"))
     return s, tl.exp(s), s
+
+
+@triton.jit
+def _log_mixture(gap, beta):
+    """log(1 - beta + beta exp(gap)), which is log(m / q), with its digits where it is nearly 0.
+
+    There the sum would be rounded to 1 before the logarithm, so a series replaces it, which is off
+    by less than the rounded logarithm is beyond ``NEAR``.
+    """
+    other = 1.0 - beta
+    both = beta * other
+    bend = 0.5 + gap * ((other - beta) / 6 + gap * ((1.0 - 6.0 * both) / 24))
+    near = beta * gap + gap * gap * both * bend
+    return tl.where(tl.abs(gap) < NEAR, near, tl.log(other + beta * tl.exp(gap)))
 
 
 @triton.jit
@@ -64,7 +79,7 @@ def _terms(
         b = other if FORM == TEACHER_FORM else p
         r = tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
         return tl.abs(q - p) * 0.5, q * r, r, q
-    gap = tl.where(q == p, 0.0, t - s)  # both may be 0
+    gap = tl.where(s == t, 0.0, t - s)  # both may be -inf
     if FORMULA == 0:
         share = tl.where(p == 0.0, 0.0, p / tl.where(q == 0.0, 1.0, q))
         share = tl.where((q == 0.0) & (p != 0.0), float("inf"), share)
@@ -73,7 +88,7 @@ def _terms(
         r = (0.0 if FORM == 0 else 1.0) - gap
         return tl.where(q == 0.0, 0.0, -q * gap), tl.where(q == 0.0, 0.0, q * r), r, q
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
-    x = -tl.log(1.0 - beta + beta * tl.exp(gap))  # log q - log m
+    x = -_log_mixture(gap, beta)  # log q - log m
     r = (1.0 - beta) * x
     return beta * p * (gap + x) + q * r, q * r, r, q
 
@@ -137,7 +152,9 @@ def _pair_sums_kernel(
             slope += tl.where(mask, weighted, 0.0)
         tl.store(loss_ptr + row, summed(loss, BLOCK))
         if FORM == 0:
-            tl.store(slope_ptr + row, summed(slope, BLOCK))
+            # minus the sum of the teacher's probabilities, which is 1 if they come from logits
+            KNOWN: tl.constexpr = FORMULA == 0 and TEACHER_FORM == 0
+            tl.store(slope_ptr + row, -1.0 if KNOWN else summed(slope, BLOCK))
 
 
 @jitted

@@ -12,8 +12,8 @@ One program owns one row of any width. The sum of exponentials is anchored at th
 which is known before the first column. So the loop carries no running maximum and has no barrier,
 and the loss is log1p of the sum over the other classes, which keeps its digits where the target is
 nearly certain. Where that sum is 2^32 (a loss above 22) or the anchor is not finite, a second pass
-starts from the row's maximum. The gradient may overwrite the row in a further pass, while the row
-is still in the cache.
+starts from the row's maximum; with an entropy, also where that is below a quarter of the loss. The
+gradient may overwrite the row in a further pass, while the row is still in the cache.
 
 ``lse`` is two numbers, of which the second is what rounding left out of the first: ``z - lse`` has
 no digits where all logits lie far from 0 together. ``p[t] - 1`` has none where the target is nearly
@@ -46,6 +46,7 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
     sum_rows,
     tanh,
+    tanh_and_slope,
     two_sum,
     warps,
 )
@@ -66,6 +67,20 @@ def logit(raw, scale, softcap):
     if softcap is not None:
         z = softcap * tanh(z * (1.0 / softcap))
     return z
+
+
+@triton.jit
+def logit_and_slope(raw, scale, softcap):
+    """The same, and its derivative by the raw logit; 1 - (z / cap)^2 has no digits near the cap."""
+    z, slope = raw.to(tl.float32), 1.0
+    if scale is not None:
+        z = z * scale
+    if softcap is not None:
+        z, slope = tanh_and_slope(z * (1.0 / softcap))
+        z *= softcap
+    if scale is not None:
+        slope *= scale
+    return z, slope
 
 
 @triton.jit
@@ -139,6 +154,20 @@ def _lane_without(row_ptr, cols, anchor, without, scale, softcap, BLOCK: tl.cons
 
 
 @triton.jit
+def _anchored_too_low(others, spread, ENTROPY: tl.constexpr):
+    """Whether the sums have too few digits, since the maximum is far above the anchor or no number.
+
+    Exponents then lose digits, and so do differences. An entropy is a small difference of large
+    numbers where another class than the anchor's is nearly certain.
+    """
+    low = (others >= 4294967296.0) | (others != others)
+    if ENTROPY:
+        log_total = log1p(others)
+        low |= (others >= 1.0) & (4.0 * (log_total - spread / (1.0 + others)) < log_total)
+    return low
+
+
+@triton.jit
 def row_maximum(row_ptr, cols, scale, softcap, BLOCK: tl.constexpr):
     """The largest logit of the first ``cols`` columns of a row, after scale and softcap."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -183,7 +212,7 @@ def _gradient_of(
     SMOOTHING: tl.constexpr,
 ):
     """The gradient of a tile of raw logits; see :func:`write_gradient`."""
-    z = logit(raw, scale, softcap)
+    z, slope = logit_and_slope(raw, scale, softcap)
     dz = tl.exp2((z - lse) * LOG2E - log2_low) * p_scale
     if SMOOTHING != 0.0:
         if weight_ptr is not None:
@@ -191,11 +220,8 @@ def _gradient_of(
         else:
             dz -= part
     dz = tl.where(col == target, at_target, dz)
-    if softcap is not None:
-        share = z * (1.0 / softcap)
-        dz *= 1.0 - share * share
-    if scale is not None:
-        dz *= scale
+    if softcap is not None or scale is not None:
+        dz *= slope
     return dz
 
 
@@ -607,8 +633,7 @@ def _cross_entropy_forward_kernel(
         others += sum_kept + sum_after
     total, log_total = 1.0 + others, log1p(others)
     nll = log_total
-    # exponents lose digits where the anchor lies far below the maximum, and so do differences
-    if (others >= 4294967296.0) | (others != others):
+    if _anchored_too_low(others, spread, ENTROPY):
         anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
         total, spread, smooth, argmax = row_pass(
             row_ptr, weight_ptr, read, anchor, None, scale, softcap, SMOOTH=SMOOTHING != 0.0,

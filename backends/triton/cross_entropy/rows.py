@@ -38,7 +38,7 @@ from liger_multi.backends.triton.cross_entropy.cross_entropy import (
     curve,
     fill_zero,
     finish,
-    logit,
+    logit_and_slope,
     row_config,
     target_nll,
 )
@@ -221,7 +221,7 @@ def _log_prob_gradient_kernel(
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
-        z = logit(raw, scale, softcap)
+        z, slope = logit_and_slope(raw, scale, softcap)
         log2_p = (z - lse) * LOG2E - log2_low
         dz = tl.exp2(log2_p)
         if ENTROPY:
@@ -229,11 +229,8 @@ def _log_prob_gradient_kernel(
         else:
             dz *= p_scale
         dz = tl.where(col == target, at_target, dz)
-        if softcap is not None:
-            part = z * (1.0 / softcap)
-            dz *= 1.0 - part * part
-        if scale is not None:
-            dz *= scale
+        if softcap is not None or scale is not None:
+            dz *= slope
         tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
 
 

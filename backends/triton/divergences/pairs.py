@@ -50,6 +50,7 @@ PROB: tl.constexpr = tl.constexpr(2)
 
 # beyond so many powers of 2 between both, the smaller probability adds nothing to the larger
 FAR: tl.constexpr = tl.constexpr(115.0)
+NEAR: tl.constexpr = tl.constexpr(0.25)  # below it, a mixture's logarithm is summed as a series
 GONE: tl.constexpr = tl.constexpr(160.0)  # exp2 of it is 0 below
 
 
@@ -71,20 +72,16 @@ def _logarithm(ptr, mask, scale, shift, low, FORM: tl.constexpr):
 
 @triton.jit
 def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
-    """Logarithm to base 2, probability, and a number that orders classes exactly as both do.
-
-    TVD compares the third: rounded probabilities could tie where logits differ.
-    """
+    """Logarithm, to base 2 if probabilities are given and else natural, and probability."""
     if FORM == PROB:
-        raw = _values(ptr, mask, scale, FORM)
-        return tl.log2(raw), raw, raw
-    natural = _logarithm(ptr, mask, scale, shift, low, FORM)
-    s = natural * LOG2E
-    return s, tl.exp2(s), natural
+        q = _values(ptr, mask, scale, FORM)
+        return tl.log2(q), q
+    s = _logarithm(ptr, mask, scale, shift, low, FORM)
+    return s, tl.exp2(s * LOG2E)
 
 
 @triton.jit
-def _slopes(s, q, t, p, a, b, teachers, students, FORMULA: tl.constexpr, CONSTANT: tl.constexpr):
+def _slopes(gap, q, p, a, b, beta, FORMULA: tl.constexpr, CONSTANT: tl.constexpr):
     """Loss terms of classes, and r, whose product with q is the slope's term.
 
     Terms are to base 2; those of TVD are natural and twice the loss. r is natural. FORWARD returns
@@ -92,13 +89,13 @@ def _slopes(s, q, t, p, a, b, teachers, students, FORMULA: tl.constexpr, CONSTAN
     """
     if FORMULA == TVD:
         return tl.abs(q - p), tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
-    gap = tl.where(q == p, 0.0, t - s)  # both may be 0
     if FORMULA == FORWARD:
         return tl.where(p == 0.0, 0.0, p * gap), -p
     if FORMULA == REVERSE:
         return tl.where(q == 0.0, 0.0, -q * gap), CONSTANT - gap * LN2
+    teachers, students = _weights(beta)
     gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
-    x = -tl.log2(students + teachers * tl.exp2(gap))  # log q - log m
+    x = -_log2_mixture(gap, beta)  # log q - log m
     return teachers * p * (gap + x) + q * (students * x), students * x * LN2
 
 
@@ -115,16 +112,21 @@ def _both(
     FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
 ):
-    """Both distributions of a step: s, q, t, p, and the numbers by which TVD compares q with p.
+    """Both distributions of a step: log2(p / q), q, p, and two numbers whose order is theirs.
 
-    Different forms have no number in common that orders them exactly, so probabilities are
-    compared.
+    Natural logarithms are subtracted before they are scaled: the difference of those nearby is then
+    exact. TVD compares the last two: rounded probabilities could tie where logits differ. Different
+    forms have no number in common that orders them exactly, so probabilities are compared.
     """
-    s, q, students = _distribution(student_ptr, mask, scale, s_shift, s_low, FORM)
-    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
-    if FORM == TEACHER_FORM:
-        return s, q, t, p, students, other
-    return s, q, t, p, q, p
+    s, q = _distribution(student_ptr, mask, scale, s_shift, s_low, FORM)
+    t, p = _distribution(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
+    if FORM == TEACHER_FORM and FORM != PROB:
+        return tl.where(s == t, 0.0, t - s) * LOG2E, q, p, s, t  # both may be -inf
+    if FORM != PROB:
+        s *= LOG2E
+    if TEACHER_FORM != PROB:
+        t *= LOG2E
+    return tl.where(s == t, 0.0, t - s), q, p, q, p
 
 
 @triton.jit
@@ -137,17 +139,54 @@ def _weights(beta):
 
 
 @triton.jit
-def _jensen_terms(s, t, teachers, students):
+def _bend(gap, beta):
+    """log2(1 - beta + beta 2^gap) - beta gap near 0, where it is of second order in the gap.
+
+    Three terms of the series, of which the second is 0 at 0.5. Up to ``NEAR`` they are off by less
+    than the rounded logarithm is beyond.
+    """
+    square = gap * gap
+    if beta is None:
+        return square * (LN2 / 8 - square * (LN2 * LN2 * LN2 / 192))
+    else:
+        teachers, students = _weights(beta)
+        both = teachers * students
+        third = both * (students - teachers) * (LN2 * LN2 / 6)
+        fourth = both * (1.0 - 6.0 * both) * (LN2 * LN2 * LN2 / 24)
+        return square * (both * (LN2 / 2) + gap * (third + gap * fourth))
+
+
+@triton.jit
+def _log2_mixture(gap, beta):
+    """log2(1 - beta + beta 2^gap), which is log2(m / q), with its digits where it is nearly 0.
+
+    There the sum would be rounded to 1 before the logarithm. A class with a probability near 1
+    outweighs all others in the loss and in ``slope``, so that its rounding would hide them.
+    """
+    teachers, students = _weights(beta)
+    near = teachers * gap + _bend(gap, beta)
+    far = log2_near(students + teachers * tl.exp2(gap))
+    return tl.where(tl.abs(gap) < NEAR, near, far)
+
+
+@triton.jit
+def _jensen_terms(s, t, beta):
     """Terms p log2(m / p) and q log2(m / q) from natural logarithms; 0 where both are -inf.
 
     With e the smaller probability over the larger, log2 m is log2 of the larger plus log2(w + w'
-    e). Nothing cancels in that sum.
+    e). Nothing cancels in that sum, but where e is nearly 1 a series replaces it, as in
+    :func:`_log2_mixture`.
     """
-    far = at_most(tl.abs(t - s) * LOG2E, GONE)  # both may be -inf
+    teachers, students = _weights(beta)
+    gap = (t - s) * LOG2E
+    far = at_most(tl.abs(gap), GONE)  # both may be -inf
     large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
-    e = tl.exp2(far * -1.0)
     up = t > s
-    of_large = log2_near(tl.where(up, teachers, students) + tl.where(up, students, teachers) * e)
+    of_less = tl.where(up, students, teachers)
+    near = _bend(gap, beta) - of_less * far
+    e = tl.exp2(far * -1.0)
+    of_large = log2_near(tl.where(up, teachers, students) + of_less * e)
+    of_large = tl.where(far < NEAR, near, of_large)
     of_small = e * (far + of_large)
     return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
 
@@ -194,12 +233,12 @@ def _totals(
         col = start + lane
         mask = col < cols
         if FORM == LOGITS:
-            s = (_values(student_ptr + col, mask, scale, LOGITS) - s_anchor) * LOG2E
-            q = tl.exp2(s)
+            s = _values(student_ptr + col, mask, scale, LOGITS) - s_anchor
+            q = tl.exp2(s * LOG2E)
             s_total += _folded(q, BLOCK)
         if TEACHER_FORM == LOGITS:
-            t = (_values(teacher_ptr + col, mask, scale, LOGITS) - t_anchor) * LOG2E
-            p = tl.exp2(t)
+            t = _values(teacher_ptr + col, mask, scale, LOGITS) - t_anchor
+            p = tl.exp2(t * LOG2E)
             t_total += _folded(p, BLOCK)
         if FORM == LOGITS and TEACHER_FORM == LOGITS:
             if FORMULA == FORWARD:
@@ -264,9 +303,9 @@ def normalize(
             BLOCK=BLOCK,
         )
     # the logarithm of a quotient near 1 has more digits than a difference of logarithms
-    loss = cross / t_total + tl.log2(s_total / t_total)
+    loss = cross / t_total + tl.log2(s_total / t_total) * LN2
     if FORMULA == REVERSE:
-        loss = cross / s_total + tl.log2(t_total / s_total)
+        loss = cross / s_total + tl.log2(t_total / s_total) * LN2
     s_lse = s_anchor
     s_low = 0.0
     t_lse = t_anchor
@@ -275,7 +314,7 @@ def normalize(
         s_lse, s_low = two_sum(s_anchor, tl.log2(s_total) * LN2)
     if TEACHER_FORM == LOGITS:
         t_lse, t_low = two_sum(t_anchor, tl.log2(t_total) * LN2)
-    return s_lse, s_low, t_lse, t_low, loss * LN2
+    return s_lse, s_low, t_lse, t_low, loss
 
 
 @triton.jit
@@ -309,11 +348,11 @@ def sums(
         if LOGS:
             s = _logarithm(student_ptr + col, mask, scale, s_shift, s_low, FORM)
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, t_low, TEACHER_FORM)
-            of_teacher, of_student = _jensen_terms(s, t, teachers, students)
+            of_teacher, of_student = _jensen_terms(s, t, beta)
             loss += _folded(of_teacher, BLOCK)
             slope += _folded(of_student, BLOCK)
         else:
-            s, q, t, p, a, b = _both(
+            gap, q, p, a, b = _both(
                 student_ptr + col,
                 teacher_ptr + col,
                 mask,
@@ -325,7 +364,7 @@ def sums(
                 FORM=FORM,
                 TEACHER_FORM=TEACHER_FORM,
             )
-            each, r = _slopes(s, q, t, p, a, b, teachers, students, FORMULA=FORMULA, CONSTANT=0.0)
+            each, r = _slopes(gap, q, p, a, b, beta, FORMULA=FORMULA, CONSTANT=0.0)
             loss += _folded(each, BLOCK)
             if FORM == LOGITS:
                 if FORMULA == FORWARD:
@@ -378,15 +417,15 @@ def write_gradient(
             s = _logarithm(student_ptr + col, mask, scale, s_shift, s_low, FORM)
             t = _logarithm(teacher_ptr + col, mask, scale, t_shift, t_low, TEACHER_FORM)
             if SUM:
-                of_teacher, of_student = _jensen_terms(s, t, teachers, students)
+                of_teacher, of_student = _jensen_terms(s, t, beta)
                 loss -= _folded(teachers * of_teacher + students * of_student, BLOCK)
                 dz = of_student * by_log
             else:
                 gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
-                log_m = log2_near(students + teachers * tl.exp2(gap))  # over q
-                dz = tl.exp2(s * LOG2E) * (log_m * by_log - slope * factor)
+                q = tl.exp2(s * LOG2E)
+                dz = q * (_log2_mixture(gap, beta) * by_log - slope * factor)
         else:
-            s, q, t, p, a, b = _both(
+            gap, q, p, a, b = _both(
                 student_ptr + col,
                 teacher_ptr + col,
                 mask,
@@ -399,14 +438,12 @@ def write_gradient(
                 TEACHER_FORM=TEACHER_FORM,
             )
             each, r = _slopes(
-                s,
+                gap,
                 q,
-                t,
                 p,
                 a,
                 b,
-                teachers,
-                students,
+                beta,
                 FORMULA=FORMULA,
                 CONSTANT=0.0 if FORM == LOGITS else 1.0,
             )

@@ -6,7 +6,8 @@ the first cache; those of E2M1 are made of the bits,
 
     4 bits s e e m: |level| = 0.5 m for e = 0, else 2^(e - 1) (1 + m / 2),
 
-which are exponent and mantissa of fp32 with another bias. Both codes of a byte are decoded at once
+which are exponent and mantissa of fp32 with another bias: one multiplication changes it, also for
+e = 0, whose numbers are subnormal in fp32 as well. Both codes of a byte are decoded at once
 and joined, so that stores are contiguous. Everything is fp32, rounded once.
 """
 
@@ -46,15 +47,11 @@ def dequantize_config(info: DeviceInfo, piece: int) -> DequantizeConfig:
 
 @triton.jit
 def _e2m1(code):
-    """Levels of E2M1 codes; the sign of zero is kept."""
-    magnitude = code & 7
-    # exponent and mantissa, from bit 22 on; the exponent 1 of a code is 2^0
-    bits = (magnitude << 22) + (126 << 23)
-    level = tl.where(
-        magnitude < 2, magnitude.to(tl.float32) * 0.5, bits.to(tl.float32, bitcast=True)
-    )
-    sign = (code & 8) << 28
-    return (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    """Levels of E2M1 codes, of which only the lower four bits count; the sign of zero is kept."""
+    # Two exponent bits and one of the mantissa, where fp32 has its lowest ones, are the level
+    # times 2^-126: codes without an exponent are subnormal numbers of both formats.
+    bits = ((code << 28) & -2147483648) | ((code << 22) & 0x01C00000)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -79,14 +76,11 @@ def _block_scale(
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
         return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     elif FORMAT == "nvfp4":
-        # E4M3: exponent and mantissa, from bit 20 on, with another bias; below 2^-6 integers
+        # E4M3 in the same way: its bits from bit 20 on are the scale times 2^-120
         code = raw.to(tl.int32)
-        size = code & 127
-        bits = tl.where(size == 127, 0x7FC00000, (size << 20) + (120 << 23))
-        scale = tl.where(
-            size < 8, size.to(tl.float32) * 0.001953125, bits.to(tl.float32, bitcast=True)
-        )
-        scale = tl.where(code > 127, -scale, scale)
+        bits = ((code & 128) << 24) | ((code & 127) << 20)
+        scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        scale = tl.where((code & 127) == 127, float("nan"), scale)
         if extra is None:
             return scale
         elif DIVIDES:
