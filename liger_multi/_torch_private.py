@@ -332,6 +332,18 @@ def outside_of_graphs(function: Any, message: str) -> None:
     function._torchdynamo_disable_msg = message
 
 
+_disabled: dict[Any, Any] = {}
+
+
+def disabled(function: Any) -> Any:
+    """``function`` out of reach of a compiler that may be at work; itself before one is loaded."""
+    if DYNAMO not in sys.modules:
+        return function
+    if function not in _disabled:
+        _disabled[function] = sys.modules[DYNAMO].disable(function)
+    return _disabled[function]
+
+
 # --- autograd ---
 
 _UNKNOWN_HOOKS = (None, None)

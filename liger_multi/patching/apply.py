@@ -1,4 +1,9 @@
-"""``patch``, ``unpatch`` and ``patched``: go through a model and swap what the probes recognize."""
+"""``patch``, ``unpatch`` and ``patched``.
+
+A patch call reads the facts of a model once, runs the parts of :data:`PARTS` in order, carries out
+the changes that they yield, and returns a report. This module also patches models of a type when
+they are built (:func:`register_type`), and the models of trainers (:class:`HeldPatch`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from torch import nn
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching import registered
 from liger_multi.patching.attention.sparse import find_sparse_attention
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.experts.find import find_experts
 from liger_multi.patching.experts.lora import find_expert_adapters
 from liger_multi.patching.float8.find import find_float8
@@ -30,9 +36,9 @@ from liger_multi.patching.mlp import find_mlps
 from liger_multi.patching.norms import find_norms
 from liger_multi.patching.options import (
     MIXER_OPS,
+    REPORTED,
     ROTATED,
     SPARSE,
-    TOLD,
     OpChoice,
     Request,
     parse_request,
@@ -56,7 +62,7 @@ from liger_multi.patching.swap import (
     restore,
 )
 
-# --- models that do not exist yet: a hook after Hugging Face constructors, by model type ---
+# --- model types: a hook after Hugging Face constructors ---
 
 
 class TypeRequest:
@@ -68,19 +74,18 @@ class TypeRequest:
 
 _type_lock = threading.Lock()
 _requests: dict[str, tuple[TypeRequest, ...]] = {}
-"""By model type, the newest last; it is the one that acts."""
+"""Requests by model type; the last one acts."""
 _installed: tuple[Any, Any] | None = None
-"""The wrapper that stands in ``PreTrainedModel.post_init`` and the function that stood there."""
+"""The wrapper of ``PreTrainedModel.post_init``, and the original function."""
 
 
 def register_type(model_type: str, action: Callable[[nn.Module], Any]) -> None:
     """Call ``action`` with every model of ``model_type`` that is built from now on.
 
-    An earlier action that was registered so gives way; those of open blocks stay behind it.
+    It replaces an earlier action of this function; requests of open blocks stay.
 
     Raises:
-        PatchError: A model type that the installed transformers does not know, with the nearest
-            one.
+        PatchError: The installed transformers does not have the model type; names the nearest one.
     """
     _check_type(model_type)
     with _type_lock:
@@ -89,7 +94,7 @@ def register_type(model_type: str, action: Callable[[nn.Module], Any]) -> None:
 
 
 def begin_type(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[[], None]:
-    """The same until the returned function is called, in any order with others.
+    """The same until the returned function is called; such calls may come in any order.
 
     Raises:
         PatchError: As :func:`register_type`.
@@ -107,7 +112,7 @@ def begin_type(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[
 
 
 def unregister_type(model_type: str) -> None:
-    """Stop, also within blocks; the constructor's hook goes with the last type.
+    """Remove all requests of a type; the last type removes the hook.
 
     Raises:
         PatchError: The type is not registered.
@@ -134,7 +139,7 @@ def _check_type(model_type: str) -> None:
 
 
 def _place(name: str) -> str:
-    """The message for the name of a model on the hub or of a folder; empty for other names."""
+    """The message for a model's name on the hub, or its folder; "" for other names."""
     if "/" not in name and os.sep not in name and not os.path.isdir(name):
         return ""
     return (
@@ -145,7 +150,7 @@ def _place(name: str) -> str:
 
 
 def _hold(model_type: str, requests: tuple[TypeRequest, ...]) -> None:
-    """Set the requests of a type; the hook stands while there are any."""
+    """Set the requests of a type, and install the hook while there are any."""
     if requests:
         _requests[model_type] = requests
         _install()
@@ -176,7 +181,7 @@ def _install() -> None:
 
 
 def _remove() -> None:
-    """Put the function back; if somebody wrapped it once more, ours stays, without effect."""
+    """Restore the function; if another wrapper is on top, ours stays without effect."""
     global _installed
     if _installed is None:
         return
@@ -296,7 +301,7 @@ def _module(model: object) -> nn.Module:
 
 
 def _patch_built(model: nn.Module, request: Request, strict: bool) -> None:
-    """Patch what a constructor has built: a whole model, or the part of one that has no head."""
+    """Patch a new model, which may be a part of another one, without a head."""
     report = _patch(model, replace(request, whole=False), strict)
     refused = [s for s in report.skipped if s.strict]
     if refused:
@@ -309,7 +314,7 @@ def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
     with lock:
         before = Block(model)
         try:
-            _run_parts(report, request, model)
+            _run_parts(report, request, ModelFacts(model))
             if strict and any(s.strict for s in report.skipped):
                 raise PatchError(
                     f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
@@ -321,7 +326,7 @@ def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
     return report
 
 
-Find: TypeAlias = Callable[[nn.Module, Request], Iterator[Change]]
+Find: TypeAlias = Callable[[ModelFacts, Request], Iterator[Change]]
 PARTS: tuple[tuple[Find, ...], ...] = (
     (find_float8, find_four_bits),  # whether an MLP is one operator depends on its layers
     (find_norms, find_mlps, find_experts, find_rotary, find_mixers, find_lora, find_registered),
@@ -333,11 +338,10 @@ PARTS: tuple[tuple[Find, ...], ...] = (
     (find_loss_head,),
     (find_linear,),  # what nothing else serves
 )
-"""What is patched, in this order; lines of parts in one row are in the order of modules."""
+"""The parts in order; report lines of the parts in one row are sorted by module."""
 
 
-def _run_parts(report: PatchReport, request: Request, model: nn.Module) -> None:
-    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+def _run_parts(report: PatchReport, request: Request, model: ModelFacts) -> None:
     for row in PARTS:
         entries, skipped = len(report.entries), len(report.skipped)
         for find in row:
@@ -345,16 +349,16 @@ def _run_parts(report: PatchReport, request: Request, model: nn.Module) -> None:
                 _carry_out(report, change)
         if len(row) > 1:
             report.entries[entries:] = sorted(
-                report.entries[entries:], key=lambda entry: order[entry.path]
+                report.entries[entries:], key=lambda entry: model.order[entry.path]
             )
             report.skipped[skipped:] = sorted(
-                report.skipped[skipped:], key=lambda skip: order[skip.path]
+                report.skipped[skipped:], key=lambda skip: model.order[skip.path]
             )
     find_absent(report, request, model)
 
 
 def _carry_out(report: PatchReport, change: Change) -> None:
-    """Do what a part says, with a line in the report."""
+    """Carry out a change, and add its line to the report."""
     if isinstance(change, Replace):
         _replace(report, change)
     elif isinstance(change, Restore):
@@ -376,7 +380,7 @@ def _carry_out(report: PatchReport, change: Change) -> None:
 
 
 def _replace(report: PatchReport, change: Replace) -> None:
-    """Swap, or say why not; a module that was wrapped after an equal patch counts as patched."""
+    """Swap a class; under another library's class, an equal patch counts as patched."""
     path, module, swap = change.path, change.module, change.swap
     status = "already patched"
     if isinstance(module, Patched) and buried(module):
@@ -405,12 +409,12 @@ _ALONE = (
     (SPARSE,),
     (ROTATED,),
 )
-"""Operators that are a family each."""
+"""Operators that are a family of one."""
 
 
-def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None:
-    """Report the operators without a module; one kind of MLP is enough where none was named."""
-    names = {type(m).__name__ for m in model.modules()}
+def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> None:
+    """Report operators without a module; by default, one operator of a family is enough."""
+    names = {own.module_class.__name__ for own in model.classes}
     experts = sorted(name for name in names if name.endswith("Experts"))
     experts = [] if report.count("fused_moe") else experts
     covered = {e.op for e in report.entries if e.status != "restored"}
@@ -425,21 +429,21 @@ def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None
         missing = [op for op in requested if op not in covered]
         for op in missing:
             named = op in request.named
-            # most models have no experts, which is nothing to report
-            if named or (len(missing) == len(requested) and op in TOLD):
+            # most models have no experts, for example, which is not reported
+            if named or (len(missing) == len(requested) and op in REPORTED):
                 reason = "the model has no module of this kind"
                 if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"
                 report.skipped.append(Skipped("", op, reason, strict=named))
 
 
-# --- for callbacks of trainers ---
+# --- callbacks of trainers ---
 
 logger = logging.getLogger("liger_multi")
 
 
 class HeldPatch:
-    """Patches the models that a trainer brings, one at a time.
+    """The patch of a trainer's model, one at a time.
 
     Args:
         strict: As for :func:`liger_multi.patch`.
@@ -454,9 +458,9 @@ class HeldPatch:
         self._block: Block | None = None
 
     def hold(self, model: nn.Module) -> None:
-        """Patch ``model``, unless it is the patched one or a wrapper around that.
+        """Patch ``model``, unless it is the patched one or a wrapper of that.
 
-        An earlier model keeps its patch: a trainer that brings another one is done with it.
+        An earlier model keeps its patch.
         """
         if self._model is not None and any(m is self._model for m in model.modules()):
             return
@@ -466,7 +470,7 @@ class HeldPatch:
         logger.info("%s", self.report)
 
     def release(self) -> None:
-        """Give every module the class that it had before; warn where that cannot be done."""
+        """Restore every module; warn if that is not possible."""
         block, self._block, self._model = self._block, None, None
         try:
             if block is not None:
@@ -475,7 +479,7 @@ class HeldPatch:
             warnings.warn(f"the model stays patched: {error}", stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Options only: a copy of a callback has patched nothing."""
+        """Options only, since a copy of a callback has not patched a model."""
         return {"strict": self.strict, "ops": self.ops}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -19,9 +19,10 @@ from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._packing import codes_of_outputs, shape_of
+from liger_multi.ops.dequantize import DTYPES
 from liger_multi.parameters import stored
+from liger_multi.patching.evidence.facts import LINEAR_FORWARDS, ModelFacts
 from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
-from liger_multi.patching.linear import FORWARDS as LINEAR
 from liger_multi.patching.options import FourBitOptions, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
@@ -351,7 +352,8 @@ def decompress_others(hook: Any, model: nn.Module, args: Any) -> None:
 
 
 def _apply(layer: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
-    return (ops.linear_float8 if weight.float8 else ops.linear)(x, weight, layer.bias)
+    product = ops.linear_float8 if weight.float8 else ops.linear
+    return product(x, weight, bias_of(layer, x.dtype))
 
 
 def multiplied(weight: QuantizedWeight, options: FourBitOptions) -> QuantizedWeight:
@@ -360,8 +362,23 @@ def multiplied(weight: QuantizedWeight, options: FourBitOptions) -> QuantizedWei
     return weight.changed(float8=True) if rounded else weight
 
 
-def four_bit_weight(layer: Any) -> QuantizedWeight | None:
-    """The weight of a patched layer, where its call is nothing but a GEMM with it."""
+def follows_input(layer: Any) -> bool:
+    """Whether the owner multiplies in the dtype of its input, whatever that of its scales."""
+    return _packing_of(layer) is not None and stored(layer) is None
+
+
+def _in_dtype(layer: Any, weight: QuantizedWeight, dtype: torch.dtype | None) -> QuantizedWeight:
+    """In the dtype of the input of a layer that follows it, whose scales gptqmodel has in fp16."""
+    dtype = autocast_dtype(weight.device.type) or dtype
+    other = dtype in DTYPES and dtype != weight.dtype and follows_input(layer)
+    return weight.changed(dtype=dtype) if other else weight
+
+
+def four_bit_weight(layer: Any, dtype: torch.dtype | None = None) -> QuantizedWeight | None:
+    """The weight of a patched layer, where its call is nothing but a GEMM with it.
+
+    ``dtype``: That of the input.
+    """
     module_class = type(layer)
     if not issubclass(module_class, FourBitLinear) or torch.compiler.is_compiling():
         return None
@@ -369,7 +386,10 @@ def four_bit_weight(layer: Any) -> QuantizedWeight | None:
     if options.backend is not None or not code_holds(module_class) or is_watched(layer):
         return None
     weight = quantized_weight(layer)
-    if isinstance(weight, str) or not _computes_in(layer, weight.dtype):
+    if isinstance(weight, str):
+        return None
+    weight = _in_dtype(layer, weight, dtype)
+    if not _computes_in(layer, weight.dtype):
         return None
     same = autocast_dtype(weight.device.type) in (None, weight.dtype)
     return multiplied(weight, options) if same else None
@@ -386,17 +406,24 @@ def weight_for(layer: Any, x: Any) -> QuantizedWeight | None:
     weight = quantized_weight(layer)
     if isinstance(weight, str) or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         return None
-    same = x.dtype == weight.dtype and x.device == weight.device
+    weight = _in_dtype(layer, weight, x.dtype)
     cast_to = autocast_dtype(x.device.type)
+    same = x.dtype == weight.dtype and x.device == weight.device
     return weight if same and cast_to in (None, x.dtype) and _computes_in(layer, x.dtype) else None
 
 
 def _computes_in(layer: Any, dtype: torch.dtype) -> bool:
     """Whether the owner's layer multiplies in a dtype, and its bias has it."""
-    # gptqmodel's layers have one that follows the input
-    computes = None if stored(layer) is None else getattr(layer, "compute_dtype", None)
-    bias = layer.bias
-    return computes in (None, dtype) and (bias is None or bias.dtype == dtype)
+    computes, bias = getattr(layer, "compute_dtype", None), layer.bias
+    return follows_input(layer) or (
+        computes in (None, dtype) and (bias is None or bias.dtype == dtype)
+    )
+
+
+def bias_of(layer: Any, dtype: torch.dtype) -> Tensor | None:
+    """The bias as operators take it beside an input of a dtype."""
+    bias = cast("Tensor | None", layer.bias)
+    return bias if bias is None or not follows_input(layer) else bias.to(dtype)
 
 
 def is_four_bit(layer: nn.Module | None) -> bool:
@@ -407,7 +434,7 @@ def is_four_bit(layer: nn.Module | None) -> bool:
 # --- which layers, before the parts that make operators of several ---
 
 FORWARDS = {
-    *LINEAR,
+    *LINEAR_FORWARDS,
     ("bitsandbytes.nn.modules", "Linear4bit.forward"),
     *((module, f"{name}.forward") for module, name in PACKINGS),
     ("modelopt.torch.quantization.nn.modules.quant_linear", "RealQuantLinear.forward"),
@@ -415,11 +442,12 @@ FORWARDS = {
 """Forwards that are a GEMM with the weight, and nothing else."""
 
 
-def find_four_bits(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_four_bits(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Layers of bitsandbytes, torchao and compressed-tensors; others are named with the reason."""
     options = request.get("four_bits")
-    for path, module in model.named_modules():
+    for _, module in model.with_attribute(_HOOK):
         _spare(module)
+    for path, module in model.merged(model.quantized, model.instances(FourBitLinear)):
         ours = isinstance(module, FourBitLinear)
         if not ours and (isinstance(module, Patched) or not in_four_bits(module)):
             continue
@@ -450,9 +478,12 @@ def _compressed_forward(module: nn.Module) -> bool:
     return is_compressed(module) and written_in.startswith("compressed_tensors.")
 
 
+_HOOK = "ct_decompress_hook"
+
+
 def _spare(model: nn.Module) -> None:
     """Let the hook that decompresses a whole model ask at every forward which layers are ours."""
-    handle: Any = vars(model).get("ct_decompress_hook")
+    handle: Any = vars(model)[_HOOK]
     hook = None if handle is None else model._forward_pre_hooks.get(handle.id)
     if hook is not None and not isinstance(hook, functools.partial):
         model._forward_pre_hooks[handle.id] = functools.partial(decompress_others, hook)

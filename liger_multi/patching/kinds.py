@@ -1,7 +1,7 @@
-"""Known norms and gated MLPs, as data.
+"""Known norms and gated MLPs as data: formulas, and names of parameters, attributes and layers.
 
-Adding a name here widens where the probes look; whether a module is patched is decided by its
-numbers.
+Probes try these formulas for modules with such names. A comparison of results decides whether a
+module is patched.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-# --- norms, and functions that stand for one ---
+# --- norms, and activations that are one operator ---
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """How one norm, or a function that stands for one, computes.
+    """The formula of a norm, or of an activation that is one operator.
 
     Attributes:
-        name: In the report.
+        name: Name in the report.
         op: Operator.
-        options: Its keyword arguments.
-        tensors: Names of its arguments after the input, of which the module holds those that exist.
-        exact: Whether it must agree bit for bit in bf16.
-        plus: Added to the first of the tensors, where the operator has no option for it.
-        one_dtype: Whether calls with a weight of another dtype are left to the module.
-        gated: Whether a gate follows the input.
-        grouped: Whether an attribute of the module may tell groups of channels.
-        axis: The axis of the channels.
-        ndim: The number of axes of the input; 0 where it does not matter.
-        weight: Where weight and bias act: "inside" of the operator; "after" it, which rounds its
-            result first, where they may have an axis before that of the channels; or "before" it,
-            on the input, which is rounded then.
-        joined: Whether the input has an axis of heads before that of the channels, and the output
-            has one axis of both, which is that of the weight.
+        options: Keyword arguments of the operator.
+        tensors: Arguments of the operator that are parameters of the module, if it has them.
+        exact: Whether outputs must agree bit for bit in bf16.
+        plus: Number to add to the first tensor, if the operator has no option for that.
+        one_dtype: Whether the original forward runs if input and weight have different dtypes.
+        gated: Whether the second argument is a gate.
+        grouped: Whether an attribute of the module may give groups of channels.
+        axis: Axis of the channels.
+        ndim: Number of axes of the input; 0 for any.
+        weight: Where weight and bias are applied: "inside" the operator; "after" it, to its rounded
+            result, where they may have an axis before the channels; or "before" it, to the input,
+            which is rounded then.
+        joined: Whether the input has an axis of heads before the channels, and the output joins
+            both, with a weight of that size.
     """
 
     name: str
@@ -52,7 +52,7 @@ class NormKind:
 
     @property
     def of_channels(self) -> bool:
-        """Whether the first tensor has a value for every channel."""
+        """Whether the first tensor has one value per channel."""
         return self.op in ("rms_norm", "layer_norm", "gated_rms_norm")
 
 
@@ -104,7 +104,7 @@ NORM_KINDS = (
     NormKind("plain", "dyt", tensors=("alpha", "weight", "bias"), exact=False),
     NormKind("plain", "relu_squared", tensors=(), exact=False),
 )
-"""Tried in this order; a norm without weight is the same in the castings of the first three."""
+"""In the order of trials; without weight, the first three castings are equal."""
 
 NORM_OPS = tuple(dict.fromkeys(spec.op for spec in NORM_KINDS))
 
@@ -122,14 +122,14 @@ TENSOR_NAMES = {
     "bias": ("bias", "beta"),
     "alpha": ("alpha",),
 }
-"""Names of parameters by the argument that they are."""
+"""Names of parameters by argument of an operator."""
 INPUT_NAMES = ("x", "input", "hidden_states", "hidden_state")
-"""Names of the argument of an activation."""
+"""Names of the input of an activation."""
 GATE_NAMES = ("gate", "z", "gate_states")
 HEADS_NAMES = (("num_heads", True), ("n_heads", True))
-"""Attributes that count the heads of a norm that joins them, as in :data:`GROUP_NAMES`."""
+"""Attributes with the number of heads of a norm that joins them, as in :data:`GROUP_NAMES`."""
 GROUP_NAMES = (("group_size", False), ("n_groups", True), ("num_groups", True), ("ngroups", True))
-"""Attributes that tell the groups of a norm, and whether they count them."""
+"""Attributes for the groups of a norm: their number if True, else their size."""
 
 
 # --- gated MLPs: names of their layers, and their activations ---
@@ -137,7 +137,7 @@ GROUP_NAMES = (("group_size", False), ("n_groups", True), ("num_groups", True), 
 
 @dataclass(frozen=True)
 class MlpNames:
-    """Names of the layers of a gated MLP; ``up`` is None where one holds gate and up."""
+    """Names of the layers of a gated MLP; ``up`` is None if one layer computes gate and up."""
 
     gate: str
     up: str | None
@@ -145,7 +145,7 @@ class MlpNames:
 
     @functools.cached_property
     def all(self) -> tuple[str, ...]:
-        """The names of the layers that exist."""
+        """The names of all layers."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
 
@@ -163,15 +163,15 @@ class MlpKind:
     """The gated activation of an MLP.
 
     Attributes:
-        op: Operator; the one for packed layers is ``<op>_packed``.
-        formula: What it computes, for messages.
-        activation: The same for ``gated_mlp``, which takes the layers as well; empty where it does
-            not know the formula.
+        op: Operator; for packed layers ``<op>_packed``.
+        formula: Formula in messages.
+        activation: Its name for ``gated_mlp``, which includes the layers; empty if that does not
+            have it.
         options: Keyword arguments of the operator.
-        packed: More of them where one layer holds gate and up.
-        numbers: Further ones, whose values the module's attributes of such a name hold.
-        sparse: Whether the gate is cut first, to the share of it that ``sparsity``, one of the
-            numbers, leaves (activation sparsity of Gemma 3n).
+        packed: Further ones if one layer computes gate and up.
+        numbers: Further ones with values from attributes of the module whose names contain them.
+        sparse: Whether all but the largest values of the gate are dropped first, by the number
+            ``sparsity`` (activation sparsity of Gemma 3n).
     """
 
     op: str

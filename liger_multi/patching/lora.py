@@ -1,4 +1,10 @@
-"""LoRA layers of PEFT: base layer and adapters as one operator, also for several of one input."""
+"""LoRA layers of PEFT.
+
+:func:`find_lora` yields a patch for each layer (:class:`FusedLora`), which adds its adapters to the
+output of its base layer by ``ops.lora_update``. :func:`find_shared_inputs` yields one for modules
+whose projections share an input (:class:`SharedInput`), which compute q, k and v with their
+adapters by ``ops.lora_qkv``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,7 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
+from liger_multi.patching.evidence.facts import ModelFacts, home_of
 from liger_multi.patching.evidence.signature import (
     code_holds,
     globally_hooked,
@@ -26,7 +33,7 @@ from liger_multi.patching.float8.linear import (
     wide_dtype,
     wide_parts,
 )
-from liger_multi.patching.four_bits import is_four_bit
+from liger_multi.patching.four_bits import bias_of, is_four_bit
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.rotary import FusedRotary
@@ -51,7 +58,7 @@ PROJECTIONS = (
     ("query", "key", "value"),
     ("to_q", "to_k", "to_v"),
 )
-"""Names of an attention module's layers that may share an input."""
+"""Names of layers of an attention module that may share an input."""
 
 # --- one layer ---
 
@@ -62,11 +69,11 @@ FORWARDS = {
     ("peft.tuners.lora.gptq", "GPTQLoraLinear.forward"),
     ("peft.tuners.lora.awq", "AwqLoraLinear.forward"),
 }
-"""Where a forward of PEFT's stands whose adapters are added to what the base layer gives."""
+"""Forwards of PEFT, by module and name, that add adapters to the output of the base layer."""
 
 
 together: ContextVar[Any] = ContextVar("liger_multi_together", default=None)
-"""The projections of the module that runs, which has them computed together."""
+"""The projections (:class:`Together`) of the running module."""
 
 
 class Adapter(NamedTuple):
@@ -78,23 +85,22 @@ class Adapter(NamedTuple):
 
 
 def looks_like_lora(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of PEFT's with LoRA adapters."""
+    """Whether a module is a linear layer of PEFT with LoRA adapters."""
     return _is_lora(type(module))
 
 
 @constant_in_graphs
 def _is_lora(module_class: Any) -> bool:
-    own = stock_of(module_class).forward
-    return (own.__module__, own.__qualname__) in FORWARDS
+    return home_of(stock_of(module_class)) in FORWARDS
 
 
 def matrices(layer: Any) -> list[nn.Module]:
-    """The thin layers of all adapters of a LoRA layer."""
+    """The low-rank layers of all adapters of a LoRA layer."""
     return [*layer.lora_A.values(), *layer.lora_B.values()]
 
 
 def adapters(layer: Any) -> list[Adapter] | str:
-    """The adapters of a LoRA layer that act now, or why they are left to PEFT."""
+    """The active adapters of a LoRA layer, or why PEFT must run them."""
     if layer.disable_adapters or layer.merged:
         return "its adapters are disabled or merged"
     low_rank = []
@@ -122,13 +128,13 @@ def adapters(layer: Any) -> list[Adapter] | str:
 
 
 def one_adapter(layer: Any) -> Adapter | None:
-    """The adapter of a LoRA layer whose base is bare and frozen, in 16 bits or FP8; else None."""
+    """The only adapter of a LoRA layer with a plain frozen base layer; None for other layers."""
     base = getattr(layer, "base_layer", None)
     if base is None or not looks_like_lora(layer) or is_watched(layer):
         return None
     if not is_plain_linear(base) and not bare_frozen_float8(base) and not is_four_bit(base):
         return None
-    # FSDP and nn.DataParallel put tensors that are no parameters there
+    # under FSDP and nn.DataParallel these are tensors, not parameters
     if any(p is not None and p.requires_grad for p in (getattr(base, "weight", None), base.bias)):
         return None
     low_rank = adapters(layer)
@@ -136,7 +142,7 @@ def one_adapter(layer: Any) -> Adapter | None:
 
 
 def fits(x: Tensor, adapter: Adapter) -> bool:
-    """Whether the operators take the dtypes."""
+    """Whether operators accept the dtypes of an input and an adapter."""
     if autocast_dtype(x.device.type) is not None:
         return True
     a, b = adapter.a.dtype, adapter.b.dtype
@@ -144,10 +150,10 @@ def fits(x: Tensor, adapter: Adapter) -> bool:
 
 
 class FusedLora(Patched):
-    """A linear layer with LoRA adapters that keeps nothing but its input."""
+    """A linear layer with LoRA adapters that saves only its input for backward."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The base layer's output and what every adapter adds; PEFT's forward where it must."""
+        """The base layer's output plus all adapters; PEFT's forward for other forms of a call."""
         module_class = type(self)
         if not issubclass(module_class, FusedLora):
             return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
@@ -165,7 +171,7 @@ class FusedLora(Patched):
         options = cast(Options, module_class._liger_multi_swap.settings)
         base_output = cast(Any, self).base_layer(x)
         if autocast_dtype(x.device.type) is None and base_output.dtype != x.dtype:
-            x = x.to(base_output.dtype)  # a quantized layer's own choice
+            x = x.to(base_output.dtype)  # the dtype of a quantized layer
 
         def updated(base: Tensor) -> Tensor:
             for a, b, scale in low_rank:
@@ -175,13 +181,13 @@ class FusedLora(Patched):
         return cast(Tensor, run_bound(options, ("lora_update",), updated, base_output))
 
 
-# --- layers of one input ---
+# --- layers that share an input ---
 
 _SLOTS = ("q", "k", "v")  # of the operator
 
 
 def projections(module: nn.Module) -> list[Any]:
-    """The projections of a module that have adapters which we add, where there are several."""
+    """The patched LoRA projections of a module, if there are at least two."""
     for names in PROJECTIONS:
         layers = [module._modules.get(name) for name in names]
         adapted = [layer for layer in layers if isinstance(layer, FusedLora)]
@@ -191,7 +197,7 @@ def projections(module: nn.Module) -> list[Any]:
 
 
 class Together:
-    """The projections in one call of their module."""
+    """The projections in one call of their module, whose outputs are computed at once."""
 
     def __init__(self, layers: Sequence[Any], x: Tensor) -> None:
         self.layers = layers
@@ -200,23 +206,23 @@ class Together:
         self.state: tuple[Any, ...] = ()
 
     def output(self, layer: nn.Module, x: Any) -> Tensor | None:
-        """What a layer gives of the module's input, once; None leaves it to the layer."""
-        mine = self.x
-        if mine is None or x is not mine or not any(layer is one for one in self.layers):
+        """The output of a layer for the module's input, once; None for other calls."""
+        shared = self.x
+        if shared is None or x is not shared or not any(layer is one for one in self.layers):
             return None
-        now = (mine._version, torch.is_grad_enabled(), autocast_dtype(mine.device.type))
+        state = (shared._version, torch.is_grad_enabled(), autocast_dtype(shared.device.type))
         if self.outputs is None:
-            self.outputs, self.state = _outputs_of(self.layers, mine), now
-        return self.outputs.pop(layer, None) if now == self.state else None
+            self.outputs, self.state = _outputs_of(self.layers, shared), state
+        return self.outputs.pop(layer, None) if state == self.state else None
 
 
 class SharedInput(Patched):
-    """A module that computes its projections with adapters together."""
+    """A module that computes its projections with their adapters at once."""
 
     reported = False  # its layers have lines
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward; compiled graphs and unknown forms of a call have layer by layer."""
+        """The original forward; compiled graphs and other forms of a call run layer by layer."""
         module_class = type(self)
         if not issubclass(module_class, SharedInput):
             return module_class.forward(self, *args, **kwargs)
@@ -227,7 +233,7 @@ class SharedInput(Patched):
 def in_one(
     module: nn.Module, inner: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``inner`` returns, while the projections of a module are computed together."""
+    """``inner()`` with the projections of a module computed at once."""
     group = None if torch.compiler.is_compiling() else _group(module, args, kwargs)
     if group is None:
         return inner()
@@ -236,7 +242,7 @@ def in_one(
         return inner()
     finally:
         together.reset(token)
-        group.outputs = group.x = None  # a traceback may hold this frame
+        group.outputs = group.x = None  # a traceback may keep this frame alive
 
 
 def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Together | None:
@@ -245,7 +251,7 @@ def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return None
     width = layers[0].in_features
     inputs = [t for t in (*args, *kwargs.values()) if _may_be_input(t, width)]
-    # a second one of that form may be what keys and values are made of
+    # a second input of that shape may be the source of keys and values
     if not inputs or any(t is not inputs[0] and t.ndim == inputs[0].ndim for t in inputs):
         return None
     return Together(layers, inputs[0])
@@ -257,13 +263,13 @@ def _may_be_input(x: Any, width: int) -> bool:
 
 
 def _outputs_of(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
-    """The outputs of those layers that are frozen and bare but for one adapter."""
+    """The outputs of the layers with a plain frozen base and one adapter."""
     adapted = [(layer, adapter) for layer in layers if (adapter := _usable(layer, x)) is not None]
     cast_to = autocast_dtype(x.device.type)
     if len(adapted) < 2 or (cast_to is None and len({a.a.dtype for _, a in adapted}) > 1):
         return {}
     swap = swapped(layers[0])
-    if swap is None:  # another thread has just taken the patch away
+    if swap is None:  # another thread has just unpatched the layer
         return {}
     outputs = run_bound(cast(Options, swap.settings), ("lora_qkv",), _run, adapted, x)
     return {layer: y for (layer, _), y in zip(adapted, outputs, strict=False)}
@@ -273,7 +279,7 @@ def _usable(layer: Any, x: Tensor) -> Adapter | None:
     adapter = one_adapter(layer)
     if adapter is None or not fits(x, adapter):
         return None
-    same = wide_dtype(layer.base_layer) == x.dtype
+    same = wide_dtype(layer.base_layer, x.dtype) == x.dtype
     return adapter if same or autocast_dtype(x.device.type) is not None else None
 
 
@@ -281,9 +287,9 @@ def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
     operands: dict[str, Any] = {}
     scales = []
     for slot, (layer, adapter) in zip(_SLOTS, adapted, strict=False):
-        weight, scale, _ = wide_parts(layer.base_layer)
+        weight, scale, _ = wide_parts(layer.base_layer, x.dtype)
         scales.append(scale)
-        operands |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
+        operands |= {f"{slot}_weight": weight, f"{slot}_bias": bias_of(layer.base_layer, x.dtype)}
         operands |= {f"{slot}_weight_scale": scale}
         operands[f"{slot}_lora"] = ops.LoRA(adapter.a, adapter.b, adapter.scale)
     known = None if all(scale is None for scale in scales) else shared_codes(x)
@@ -293,12 +299,12 @@ def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
 # --- which layers ---
 
 
-def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_lora(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Linear layers with LoRA adapters."""
-    for path, module in model.named_modules():
-        if not looks_like_lora(module) or hasattr(type(module), "stock_forward"):  # a patched head
+    options = request.get("lora")
+    for path, module in model.of_class(lambda own: home_of(own.module_class) in FORWARDS):
+        if buried(module) or hasattr(type(module), "stock_forward"):  # a patched head
             continue
-        options = request.get("lora")
         if options is None:
             yield Restore(path, module)
             continue
@@ -311,9 +317,10 @@ def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:
             yield Replace(path, module, swap, "lora_update", options.shown())
 
 
-def find_shared_inputs(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Layers with adapters that share an input: their module has them computed together."""
-    for path, module in model.named_modules():
+def find_shared_inputs(model: ModelFacts, request: Request) -> Iterator[Change]:
+    """Modules whose layers with adapters share an input."""
+    sharing = (model.with_children({*names}, 2) for names in PROJECTIONS)
+    for path, module in model.merged(*sharing, model.instances(SharedInput)):
         layers = [] if request.get("lora") is None else projections(module)
         yield from _shared(path, module, bool(layers) and not conflict_of(module))
         if isinstance(module, SharedInput):
@@ -323,7 +330,7 @@ def find_shared_inputs(model: nn.Module, request: Request) -> Iterator[Change]:
 
 
 def _shared(path: str, module: nn.Module, together: bool) -> Iterator[Change]:
-    """Let a module compute its projections together, or stop doing so."""
+    """Patch a module to compute its projections at once, or undo that."""
     swap = swapped(module)
     if together == isinstance(module, SharedInput) or buried(module):
         return

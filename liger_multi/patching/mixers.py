@@ -1,7 +1,9 @@
-"""Mixers of hybrid models: their convolutions and recurrences go to operators.
+"""Mixers of hybrid models: convolutions and recurrences over tokens.
 
-Hybrid models (linear attention, state spaces, short convolutions) call module-level functions with
-the same names in every modeling file. One that computes what an operator does is served by it.
+Hybrid models (linear attention, state spaces, short convolutions) call global functions with the
+same names in every modeling file (:data:`SERVED`). :func:`find_mixers` yields a patch for every
+module that calls one. :func:`refusal` runs the function on small tensors and compares it with the
+operator. A patched module (:class:`FusedMixer`) has copies of its methods that call operators.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from liger_multi.dispatch.explain import passed_over
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
 from liger_multi.patching.evidence import reached, redirect
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
     alike,
     disagreement,
@@ -48,7 +51,7 @@ from liger_multi.patching.swap import (
     unpatched_class,
 )
 
-# --- what the functions compute, found by running them ---
+# --- the functions, and whether they compute what an operator does ---
 
 SERVED = {
     "causal_conv1d_fn": "causal_conv1d",
@@ -59,9 +62,9 @@ SERVED = {
     "mamba_selective_scan": "selective_scan",
     "mamba_inner_fn": "selective_scan",
 }
-"""Operators by the functions that they stand for."""
+"""Operators by the functions that they replace."""
 WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-"""Functions that do all of a mixer where some package is installed, and else return None."""
+"""Functions that compute a whole mixer if some package is installed, and else return None."""
 
 _KEYS, _VALUES = ("num_k_heads", "head_k_dim"), ("num_v_heads", "head_v_dim")
 _STATES = ("n_groups", "ssm_state_size")
@@ -71,11 +74,11 @@ SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "ssd_scan": {"x": ("num_heads", "head_dim"), "B": _STATES, "C": _STATES},
     "selective_scan": {"u": ("intermediate_size",), "B": ("ssm_state_size",)},
 }
-"""The attributes of mixers that are the last sizes of an operator's tensors."""
+"""Attributes of mixers with the last sizes of an operator's tensors."""
 
 
 def sizes_of(op: str, module: nn.Module) -> dict[str, list[int]]:
-    """The last sizes of an operator's tensors in a mixer; empty where one is not known."""
+    """The last sizes of an operator's tensors in a mixer; empty if one is unknown."""
     sizes_by_name = {
         n: [getattr(module, a, None) for a in attributes]
         for n, attributes in SIZES.get(op, {}).items()
@@ -85,7 +88,7 @@ def sizes_of(op: str, module: nn.Module) -> dict[str, list[int]]:
 
 
 def without_kernels(op: str, module: nn.Module) -> str | None:
-    """Why no kernel of the module's device takes its sizes; None where one does, or has none."""
+    """Why no kernel of the module's device supports its sizes; None if one does, or for a CPU."""
     like, sizes = next(module.parameters(), None), sizes_of(op, module)
     if like is None or like.device.type == "meta" or not sizes:
         return None
@@ -95,7 +98,7 @@ def without_kernels(op: str, module: nn.Module) -> str | None:
 def mixer_calls(
     module_class: type, served: Any = SERVED
 ) -> list[tuple[str, FunctionType, str, Any]]:
-    """The calls of a class to functions of these names: (method, its function, name, callee)."""
+    """The calls of a class to functions with these names."""
     return [
         (method, function, name, called)
         for method, function in redirect.methods(module_class).items()
@@ -104,12 +107,12 @@ def mixer_calls(
 
 
 def unserved(module_class: type) -> list[str]:
-    """The functions over all tokens that a class calls and that no operator stands for."""
+    """Functions of :data:`SERVED` that a class calls and that no operator can replace."""
     return sorted({call[2] for call in mixer_calls(module_class) if refusal(*call[1:])})
 
 
 def refusal(function: FunctionType, name: str, called: Any) -> str | None:
-    """Why a call is left alone, or None."""
+    """Why a call cannot be replaced by an operator, or None."""
     if why := redirect.refusal(function, name):
         return why
     body = inspect.unwrap(called) if callable(called) else None
@@ -122,9 +125,9 @@ def refusal(function: FunctionType, name: str, called: Any) -> str | None:
 def differs(
     name: str, body: Callable[..., Any], places: tuple[reached.Place, ...] = ()
 ) -> str | None:
-    """Whether a function computes something else than its operator; None where they agree.
+    """Why a function does not compute what its operator does; None if they agree.
 
-    It may compute something else when ``places`` have other values.
+    ``places`` are values that the function reads, which are part of the cache's key.
     """
     try:
         with probe_context() as generator:
@@ -138,7 +141,7 @@ _known = functools.lru_cache(maxsize=256)(differs)
 
 
 class _Draw:
-    """Makes the inputs of two functions, and compares their results and the gradients."""
+    """Draws the inputs of two functions, and compares their results and gradients."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -147,16 +150,16 @@ class _Draw:
     def __call__(self, *shape: int) -> Tensor:
         leaf = random(self.generator, *shape).requires_grad_()
         self.leaves.append(leaf)
-        return leaf * 1  # to which a function may write
+        return leaf * 1  # functions may write to it
 
-    def close(self, ours: Tensor, theirs: Tensor) -> bool:
-        """Whether one result is the other, and so are all gradients."""
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+    def close(self, ours: Tensor, stock: Tensor) -> bool:
+        """Whether two results and all their gradients agree."""
+        if not _close(ours, stock):
             return False
         upstream = random(self.generator, *ours.shape)
         return all(
             torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max().clamp(min=1)))
-            for a, b in zip(*(self._gradients(y, upstream) for y in (ours, theirs)), strict=True)
+            for a, b in zip(*(self._gradients(y, upstream) for y in (ours, stock)), strict=True)
         )
 
     def _gradients(self, result: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -178,7 +181,7 @@ _MASKING = "apply_mask_to_padding_states"
 
 
 def masking(forward: Callable[..., Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """What sets hidden tokens to 0 in a modeling file; until 5.17 not in a batch of one row."""
+    """A file's function that zeroes masked tokens; before 5.17 it did nothing for one row."""
     own = getattr(inspect.unwrap(forward), "__globals__", {})
     return own.get(_MASKING, _without_padding)  # type: ignore[no-any-return]
 
@@ -198,10 +201,9 @@ def _takes_a_row(forward: Callable[..., Any]) -> bool:
 
 
 def gates(module: nn.Module) -> bool:
-    """Whether a mixer is a gated convolution between two projections, as ``Lfm2ShortConv``.
+    """Whether a mixer is a gated convolution between two projections, such as ``Lfm2ShortConv``.
 
-    A small copy is compared with the operator, with and without a mask, as ``gated_short_conv``
-    and its projections compute it.
+    A small copy is compared with ``gated_short_conv`` and its projections, with and without a mask.
     """
     inner, into, out = (getattr(module, n, None) for n in ("conv", "in_proj", "out_proj"))
     projected = all(isinstance(getattr(m, "in_features", None), int) for m in (into, out))
@@ -228,7 +230,7 @@ def _gates(
         try:
             with probe_context() as generator:
                 is_gated = _is_gated(skeleton(module), biased, reach, generator)
-        except Exception:  # somebody's forward: any failure means that it is not one of ours
+        except Exception:  # of any forward, which then is none
             is_gated = False
         _GATES[key] = is_gated
     return is_gated
@@ -275,8 +277,8 @@ def _is_gated(
 # --- functions ---
 
 
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+def _close(ours: Tensor, stock: Tensor) -> bool:
+    return ours.shape == stock.shape and torch.allclose(ours, stock, rtol=1e-4, atol=1e-5)
 
 
 def _convolves(body: Callable[..., Tensor], draw: _Draw) -> bool:
@@ -295,24 +297,26 @@ def _follows_a_delta_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], d
     return _same_rule(op, body, draw, 2) and _same_rule(op, body, draw, 4)
 
 
-def _same_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw, many: int) -> bool:
-    """Whether results agree for two heads of keys and ``many`` of values."""
+def _same_rule(
+    op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw, heads: int
+) -> bool:
+    """Whether results agree for two heads of keys and ``heads`` of values."""
     channels = (8,) if op == "kimi_delta_attention" else ()
-    q, k, v = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, many, 6)
-    g, beta = -draw(1, 70, many, *channels).abs(), draw(1, 70, many).sigmoid()
-    state = draw(1, many, 8, 6)
+    q, k, v = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, heads, 6)
+    g, beta = -draw(1, 70, heads, *channels).abs(), draw(1, 70, heads).sigmoid()
+    state = draw(1, heads, 8, 6)
     try:
-        theirs = body(
+        stock = body(
             q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, initial_state=state,
             output_final_state=True,
         )  # fmt: skip
     except RuntimeError:
-        if many == q.shape[2]:
+        if heads == q.shape[2]:
             raise
-        return True  # its callers repeat the keys themselves
+        return True  # callers repeat the keys themselves
     rule = getattr(ops, f"{op}_with_state")
     ours = rule(q, k, v, g, beta, qk_l2norm=True, initial_state=state)
-    return all(draw.close(a, b) for a, b in zip(ours, theirs, strict=True))
+    return all(draw.close(a, b) for a, b in zip(ours, stock, strict=True))
 
 
 def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
@@ -325,20 +329,20 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> boo
         "dt_limit": (0.1, 2.0),
     }
     state = draw(2, 4, 6, 8)
-    theirs = body(
+    stock = body(
         x, dt, a, b, c, chunk_size=16, initial_states=state, return_final_states=True, **options
     )
     ours = ops.ssd_scan_with_state(x, dt, a, b, c, initial_state=state, chunk=16, **options)
-    return all(draw.close(p, q) for p, q in zip(ours, theirs, strict=True))
+    return all(draw.close(p, q) for p, q in zip(ours, stock, strict=True))
 
 
 def _scans_channels(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
     u, delta, z, a = draw(2, 6, 11), draw(2, 6, 11), draw(2, 6, 11), -draw(6, 4).abs()
     b, c, d, bias = draw(2, 4, 11), draw(2, 4, 11), draw(6), draw(6)
     options: dict[str, Any] = {"D": d, "delta_bias": bias, "delta_softplus": True}
-    theirs = body(u, delta, a, b, c, z=z, return_last_state=True, **options)
+    stock = body(u, delta, a, b, c, z=z, return_last_state=True, **options)
     ours = ops.selective_scan_with_state(u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, **options)
-    return draw.close(ours[0].mT, theirs[0]) and draw.close(ours[1], theirs[1])
+    return draw.close(ours[0].mT, stock[0]) and draw.close(ours[1], stock[1])
 
 
 def _does_nothing(body: Callable[..., Any], draw: _Draw) -> bool:
@@ -359,21 +363,21 @@ _PROBES: dict[str, Callable[[Any, _Draw], bool]] = {
 
 # --- recurrences and convolutions over a row of trees ---
 
-# A recurrence goes level by level: the segments of a level are the rows of a call, each from the
-# state that its parent ended with, whose gradient is then the sum over its branches. Shorter
-# segments are filled up by tokens that leave a state as it is. A convolution is one call, in
-# which every segment comes after the last tokens of its path.
+# A recurrence runs level by level. The segments of a level are the rows of a call. Each starts from
+# the final state of its parent, whose gradient is the sum over its branches. Padding tokens leave
+# the state unchanged. A convolution is one call, in which every segment follows the last tokens of
+# its path.
 
 STILL = -1e4
-"""A step before ``softplus`` that is 0 after it, in every dtype."""
+"""A time step whose ``softplus`` is 0 in every dtype."""
 
 
 class PerToken(NamedTuple):
     """A tensor ``(1, T, ...)`` of a recurrence.
 
     Attributes:
-        tensor: The tensor, or None where the call has none.
-        filling: Its number at tokens that leave the state as it is.
+        tensor: The tensor; None if the call has none.
+        filling: Its value at padding tokens, which leave the state unchanged.
     """
 
     tensor: Tensor | None
@@ -401,11 +405,11 @@ def scan(tree: Tree, inputs: Sequence[PerToken], run: Run, *, equal: bool = Fals
     """The results ``(1, T, ...)`` of a recurrence along every path.
 
     Args:
-        tree: Of the row.
-        inputs: What the recurrence has for every token.
-        run: From the inputs of a call, the states before it, and whether states are needed, to its
-            results and the states after it.
-        equal: Give segments with children no tokens to fill them up: none leaves a state as it is.
+        tree: The tree of the row.
+        inputs: The inputs per token.
+        run: From the inputs of a call, initial states, and whether final states are needed, to
+            results and final states.
+        equal: Whether segments with children must have no padding, which would change their state.
     """
     first = next(x.tensor for x in inputs if x.tensor is not None)
     calls, order = tree.scans(first.device, equal)
@@ -415,7 +419,7 @@ def scan(tree: Tree, inputs: Sequence[PerToken], run: Run, *, equal: bool = Fals
         before = None
         if call.parents is not None:
             every = torch.cat(states)
-            # the gradient of an index adds in one order, that of index_select does not
+            # the gradient of an index is summed in a fixed order, unlike that of index_select
             before = every[call.parents] if call.parent is None else every[call.parent][None]
             before = before.expand(len(call.places), *before.shape[1:])
         y, state = run([x.of(call) for x in inputs], before, call.states)
@@ -427,23 +431,23 @@ def scan(tree: Tree, inputs: Sequence[PerToken], run: Run, *, equal: bool = Fals
 
 
 def windowed(tree: Tree, x: Tensor, before: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The results ``(1, T, ...)`` of a function of every token and ``before`` tokens before it.
+    """The results ``(1, T, ...)`` of a function of every token and ``before`` earlier tokens.
 
     Args:
-        tree: Of the row.
+        tree: The tree of the row.
         x: The tokens ``(1, T, ...)``.
-        before: How many earlier tokens of its path a token depends on.
-        run: The function, of tokens and the ids of samples.
+        before: The number of earlier tokens on its path that a token depends on.
+        run: The function of tokens and ids of samples.
     """
     window = tree.window(x.device, before)
     return run(x[:, window.places], window.ids).index_select(1, window.own)
 
 
 def refuse_states(what: str, refused: bool) -> None:
-    """Refuse a call that a tree cannot have.
+    """Raise for a call with states in a row of trees.
 
     Raises:
-        PackingError: ``refused``.
+        PackingError: ``refused`` is True.
     """
     if refused:
         raise PackingError(
@@ -454,7 +458,7 @@ def refuse_states(what: str, refused: bool) -> None:
 
 @dataclass(frozen=True)
 class MixerSettings:
-    """Options of the operators that serve a mixer; None for one that is off."""
+    """Options by operator; None for an operator that is off."""
 
     causal_conv1d: Options | None
     gated_delta_rule: Options | None
@@ -465,20 +469,20 @@ class MixerSettings:
 
 
 class FusedMixer(Calling):
-    """A module whose convolution and recurrence go to operators."""
+    """A module that calls operators for its convolution and its recurrence."""
 
     @staticmethod
     def find_calls(stock: type) -> list[Call]:
-        """The calls of functions that operators stand for."""
+        """The calls of functions that operators replace."""
         return [call for call in mixer_calls(stock) if refusal(*call[1:]) is None]
 
     @staticmethod
     def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that replaces a call; the original function where its operator is off."""
+        """The function that replaces a call; the original function if its operator is off."""
         op = SERVED[name]
         options = getattr(settings, op)
         if options is None:
-            return named(_left(called), f"stock_{name}", Options())
+            return named(_unchanged(called), f"stock_{name}", Options())
         return named(_BUILDERS[name](op, called, options), name, options)
 
     @staticmethod
@@ -492,9 +496,9 @@ class FusedMixer(Calling):
 
 def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
     code = reached.reached([method])
-    if isinstance(code, str):  # what it does may change in ways that nothing tells
+    if isinstance(code, str):  # it depends on what cannot be compared
         return copy
-    places = tuple(place for place in code if place[1] not in SERVED)  # the copy follows those
+    places = tuple(place for place in code if place[1] not in SERVED)  # the copy compares those
     reads, names = reached.reads_values(places), parameters_of(method)
     masked = masking(method)
 
@@ -529,23 +533,23 @@ def _along(
     weight: Tensor,
     convolve: Callable[[Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """A convolution ``(B, T, C)`` along samples, or along the paths of a row of trees."""
+    """A convolution of ``(B, T, C)`` within samples, or along the paths of a row of trees."""
     tree = tree_of(ids)
     if tree is None:
         return convolve(x, ids)
     return windowed(tree, x, weight.shape[-1] - 1, convolve)
 
 
-def _left(called: Callable[..., Any]) -> Callable[..., Any]:
+def _unchanged(called: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(called)
-    def left(*args: Any, **kwargs: Any) -> Any:
+    def unchanged(*args: Any, **kwargs: Any) -> Any:
         return called(*args, **kwargs)
 
-    return left
+    return unchanged
 
 
 def _run(op: str, options: Options, call: functools.partial[Any], *rows: Any) -> Any:
-    """An operator on the backend of the instance; on whole rows, where ranks have shares."""
+    """An operator on the backend of the instance; on whole rows if ranks have shares of them."""
     function = functools.partial(run_bound, options, (op,))
     if shards.ranks() is None:
         return function(call, *rows)
@@ -557,7 +561,7 @@ def _run(op: str, options: Options, call: functools.partial[Any], *rows: Any) ->
 
 
 def _ids(seq_idx: Tensor | None, tokens: int) -> Tensor | None:
-    """Ids of all tokens: what a cache put before them belongs to the first sample."""
+    """Ids of all tokens; tokens from a cache belong to the first sample."""
     if seq_idx is None or seq_idx.shape[1] == tokens or shards.ranks() is not None:
         return seq_idx
     return torch.cat([seq_idx[:, :1].expand(-1, tokens - seq_idx.shape[1]), seq_idx], 1)
@@ -598,7 +602,7 @@ _CONVOLUTION_STATES = ("initial_states", "return_final_states", "final_states_ou
 
 
 def _has_states(kwargs: dict[str, Any]) -> bool:
-    """Whether a convolution is given states, or asked for them."""
+    """Whether a call of a convolution has initial states, or returns final ones."""
     return any(name in kwargs for name in _CONVOLUTION_STATES)
 
 
@@ -624,13 +628,13 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
             run = _from_state(op, options, lambda *rows: (rows, norm))
             inputs = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
             return scan(tree, [*map(PerToken, inputs)], run), None
-        many = cu_seqlens is not None and seq_idx is None and len(query) == 1
+        packed = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
             getattr(ops, f"{op}_with_state" if output_final_state else op),
             initial_state=initial_state,
             qk_l2norm=use_qk_l2norm_in_kernel,
             documents=_ids(seq_idx, query.shape[1]),
-            cu_seqlens=cu_seqlens if many else None,
+            cu_seqlens=cu_seqlens if packed else None,
         )
         rows = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
         y = _run(op, options, call, *rows)
@@ -643,7 +647,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _from_state(op: str, options: Options, arguments: Callable[..., Arguments]) -> Run:
-    """One call of a recurrence over a tree; its arguments follow from the tensors per token."""
+    """One call of a recurrence over a tree, with ``arguments`` of the tensors per token."""
 
     def run(rows: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
         args, kwargs = arguments(*rows)
@@ -655,8 +659,8 @@ def _from_state(op: str, options: Options, arguments: Callable[..., Arguments]) 
     return run
 
 
-def _kept(state: Tensor | None) -> Tensor | None:
-    """A copy for backward, which transformers' function makes too: a cache writes over its own."""
+def _saved_state(state: Tensor | None) -> Tensor | None:
+    """A copy for backward, as in transformers' function: a cache overwrites its own tensor."""
     return state.clone() if state is not None and torch.is_grad_enabled() else state
 
 
@@ -698,7 +702,7 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
             dt_bias=dt_bias,
             dt_softplus=dt_softplus,
             dt_limit=tuple(dt_limit),
-            initial_state=_kept(initial_states),
+            initial_state=_saved_state(initial_states),
             chunk=chunk_size,
             cu_seqlens=None if seq_idx is not None else cu_seqlens,
             seq_idx=_ids(seq_idx, hidden_states.shape[1]),
@@ -749,7 +753,7 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
 
 
 def _nothing(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """In place of a function that does all of a mixer: the mixer then goes on by its parts."""
+    """A function that returns None, so that a mixer calls its parts."""
 
     def served(*args: Any, **kwargs: Any) -> None:
         return None
@@ -768,11 +772,11 @@ _BUILDERS: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., 
 
 
 def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The operator in the form of a function over all tokens; None where that computes another.
+    """The operator with the signature of a function; None if that computes something else.
 
     Args:
-        name: What modeling files call the function, a name of ``SERVED``.
-        called: The function, which also runs what the operator does not take.
+        name: The name of the function in modeling files, a key of ``SERVED``.
+        called: The function, which also runs calls that the operator does not support.
     """
     if differs(name, called) is not None:
         return None
@@ -782,18 +786,16 @@ def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
 # --- which modules ---
 
 
-def find_mixers(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_mixers(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Convolutions and recurrences of hybrids."""
-    for path, module in model.named_modules():
+    for path, module in model.of_class(lambda own: mixer_calls(own.module_class)):
         stock = unpatched_class(module)
         calls = mixer_calls(stock)
-        if not calls:
-            continue
         settings = MixerSettings(*(request.get(op) for op in MIXER_OPS))
         overridden = conflict_of(module)
         reasons = {SERVED[rest[1]]: overridden or refusal(*rest) for _, *rest in calls}
         if settings.gated_short_conv is not None and gates(module):
-            reasons["gated_short_conv"] = reasons["causal_conv1d"]  # of which it is more
+            reasons["gated_short_conv"] = reasons["causal_conv1d"]  # it includes the convolution
         else:
             settings = replace(settings, gated_short_conv=None)
         on = {op: why for op, why in reasons.items() if getattr(settings, op) is not None}

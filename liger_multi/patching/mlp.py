@@ -1,4 +1,10 @@
-"""Gated MLPs: which modules are one, and the operator between their own linear layers."""
+"""Gated MLPs: ``down(act(gate(x)) * up(x))``.
+
+:func:`find_mlps` takes the facts of a model and yields a patch for every gated MLP.
+:func:`mlp_names` finds the layers that may be gate, up and down. :func:`mlp_kind` compares a small
+replica with every formula. A patched MLP (:class:`FusedMlp`) runs as one operator if its layers
+only multiply, or calls an operator between its own layers.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,7 @@ from liger_multi.checks import autocast_dtype
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.parameters import dtype_of, stored
 from liger_multi.patching import registered
+from liger_multi.patching.evidence.facts import ModelFacts, has_features
 from liger_multi.patching.evidence.probe import (
     MODES,
     Watch,
@@ -29,14 +36,12 @@ from liger_multi.patching.evidence.probe import (
     set_mode,
     skeleton,
 )
-from liger_multi.patching.evidence.reached import Outcomes, Reached
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     Signature,
     bare_parts,
+    cached_verdict,
     code_holds,
-    code_of,
-    functions_of,
     globally_hooked,
     holds,
     is_plain_linear,
@@ -52,10 +57,10 @@ from liger_multi.patching.float8.linear import (
     wide_dtype,
     wide_parts,
 )
-from liger_multi.patching.four_bits import is_four_bit
+from liger_multi.patching.four_bits import bias_of, is_four_bit
 from liger_multi.patching.kinds import MLP_KINDS, MLP_OPS, MlpKind, MlpNames
 from liger_multi.patching.lora import Adapter, fits, one_adapter
-from liger_multi.patching.options import TOLD, MlpOptions, Request, run_bound
+from liger_multi.patching.options import REPORTED, MlpOptions, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
     Change,
@@ -69,23 +74,23 @@ from liger_multi.patching.swap import (
     unpatched_class,
 )
 
-# --- one operator between the linear layers ---
+# --- a patched MLP ---
 
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """How an instance computes, and the names of its attributes.
+    """The formula of an instance, and the names of its attributes.
 
     Attributes:
         spec: The gated activation.
-        names: The layers.
-        inner: Dropout between the product and the last layer.
-        outer: Dropout after the last layer.
-        numbers: Arguments of the operator and the attributes that hold them.
-        options: What the patch call asked for.
-        lora: Whether adapters on the layers are part of the operator.
-        casts: Whether the last layer's input takes the dtype of its weight, as in T5.
-        signature: What must not have changed since the probe, or the original forward runs.
+        names: Names of the layers.
+        inner: Name of the dropout before the last layer.
+        outer: Name of the dropout after the last layer.
+        numbers: Arguments of the operator, and the attributes with their values.
+        options: Options of the patch call.
+        lora: Whether the operator includes LoRA adapters on the layers.
+        casts: Whether the input of the last layer is cast to the dtype of its weight, as in T5.
+        signature: The signature at the probe; if it has changed, the original forward runs.
     """
 
     spec: MlpKind
@@ -99,7 +104,7 @@ class MlpSettings:
     signature: Signature = field(default_factory=Signature)
 
     def shown(self, module: nn.Module) -> str:
-        """What the report says that runs now."""
+        """The operator for the report."""
         whole = bool(self.spec.activation) and self.options.whole
         if whole and _bare(module, self.names, is_plain_linear):
             return f"gated_mlp[{self.spec.activation}]"
@@ -114,13 +119,13 @@ class MlpSettings:
 
 
 class FusedMlp(Patched):
-    """``down(act(gate(x)) * up(x))`` as one operator, or with one between layers of other kinds.
+    """``down(act(gate(x)) * up(x))`` as one operator, or with one between the layers' own calls.
 
-    Adapters, hooks, sharded and quantized weights act in the layers' own calls, so these are made.
+    The layers are called if they have adapters, hooks, or sharded or quantized weights.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The MLP with few activations kept for backward; what was not probed runs the original."""
+        """The operators, or the original forward for calls of another form."""
         module_class = type(self)
         if not issubclass(module_class, FusedMlp):
             return cast(Tensor, module_class.forward(self, *args, **kwargs))
@@ -134,7 +139,7 @@ class FusedMlp(Patched):
 
 
 def serves(module: nn.Module, settings: MlpSettings) -> bool:
-    """Whether an instance still computes what its settings say, and nobody looks on."""
+    """Whether the settings of an instance still hold, and no hooks on all modules exist."""
     return not globally_hooked() and holds(module, settings.signature)
 
 
@@ -165,10 +170,10 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
 
 
 def sparse(gate: Tensor, sparsity: float) -> Tensor:
-    """``relu(gate - mean - k * deviation)`` by row; of a normal row it leaves 1 - sparsity.
+    """``relu(gate - mean - k * deviation)`` per row, which is 0 for a share ``sparsity`` of it.
 
-    Source: Gemma 3n's activation sparsity (arXiv:2506.06644); ``k`` is the normal distribution's
-    quantile at ``sparsity``, rounded to the dtype of gate as transformers does.
+    ``k`` is the quantile of the normal distribution at ``sparsity``, rounded to the dtype of gate
+    as in transformers. Source: Gemma 3n's activation sparsity (arXiv:2506.06644).
     """
     quantile = (2 * torch.tensor(sparsity, dtype=torch.float32) - 1).erfinv() * 2.0**0.5
     deviation, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
@@ -176,27 +181,28 @@ def sparse(gate: Tensor, sparsity: float) -> Tensor:
 
 
 def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
-    """The MLP by the weights of layers that only multiply; None where their calls are needed."""
+    """The MLP as one operator; None if the layers must be called."""
     names = settings.names
     layers = [module._modules[name] for name in names.all]
     parts = [bare_parts(layer) for layer in layers]
     if None in parts:
         if settings.options.whole and _bare(module, names, bare_float8):
             return _float8(x, layers, settings.spec.activation)
-        thin = _adapted(module, names) if settings.lora else None
-        if thin is None:
+        low_rank = _adapted(module, names) if settings.lora else None
+        if low_rank is None:
             return None
         layers = [getattr(layer, "base_layer", layer) for layer in layers]
-        if _one_dtype(x, *map(wide_dtype, layers)) and all(a is None or fits(x, a) for a in thin):
-            return _with_adapters(x, layers, thin, settings.spec.activation)
+        dtypes = [wide_dtype(layer, x.dtype) for layer in layers]
+        if _one_dtype(x, *dtypes) and all(a is None or fits(x, a) for a in low_rank):
+            return _with_adapters(x, layers, low_rank, settings.spec.activation)
         return None
     layer_parts: Any = parts
     (gate, gate_bias), (up, up_bias), (down, down_bias) = layer_parts
     if globally_hooked() or not _one_dtype(x, gate.dtype, up.dtype, down.dtype):
         return None
     if not settings.options.whole:
-        wide = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
-        inner = getattr(ops, settings.spec.op)(*wide, **dict(settings.spec.options))
+        operands = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
+        inner = getattr(ops, settings.spec.op)(*operands, **dict(settings.spec.options))
         return linear_of_mode(inner, down, down_bias)
     return ops.gated_mlp(
         x,
@@ -211,10 +217,10 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
 
 
 def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
-    """The MLP by layers that multiply in FP8; None for an input that they do not take."""
+    """The MLP in FP8; None for inputs of another dtype."""
     if not _one_dtype(x, *[layer.weight.dtype for layer in layers]):
         return None
-    weights, own, codes = zip(*map(wide_parts, layers), strict=True)
+    weights, scales, codes = zip(*map(wide_parts, layers), strict=True)
     biases = [layer.bias for layer in layers]
     return ops.gated_mlp_float8(
         x,
@@ -223,9 +229,9 @@ def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
         up_bias=biases[1],
         down_bias=biases[2],
         activation=activation,
-        gate_weight_scale=own[0],
-        up_weight_scale=own[1],
-        down_weight_scale=own[2],
+        gate_weight_scale=scales[0],
+        up_weight_scale=scales[1],
+        down_weight_scale=scales[2],
         gate_weight_codes=codes[0],
         up_weight_codes=codes[1],
         down_weight_codes=codes[2],
@@ -234,22 +240,23 @@ def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
 
 
 def _with_adapters(
-    x: Tensor, layers: list[Any], thin: list[Adapter | None], activation: str
+    x: Tensor, layers: list[Any], low_rank: list[Adapter | None], activation: str
 ) -> Tensor:
-    loras = [None if a is None else ops.LoRA(a.a, a.b, a.scale) for a in thin]
-    weights, own, _ = zip(*map(wide_parts, layers), strict=True)
+    loras = [None if a is None else ops.LoRA(a.a, a.b, a.scale) for a in low_rank]
+    weights, scales, _ = zip(*(wide_parts(layer, x.dtype) for layer in layers), strict=True)
+    biases = [bias_of(layer, x.dtype) for layer in layers]
     return ops.lora_mlp(
         x,
         *weights,
         *loras,
-        gate_bias=layers[0].bias,
-        up_bias=layers[1].bias,
-        down_bias=layers[2].bias,
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=biases[2],
         activation=activation,
-        gate_weight_scale=own[0],
-        up_weight_scale=own[1],
-        down_weight_scale=own[2],
-        quantized=shared_codes(x) if any(scale is not None for scale in own[:2]) else None,
+        gate_weight_scale=scales[0],
+        up_weight_scale=scales[1],
+        down_weight_scale=scales[2],
+        quantized=shared_codes(x) if any(scale is not None for scale in scales[:2]) else None,
     )
 
 
@@ -258,7 +265,7 @@ def _dropped(module: Any, x: Tensor, name: str | None) -> Tensor:
 
 
 def _silent(module: Any, name: str | None) -> bool:
-    """Whether a dropout does nothing now, and nobody looks at it."""
+    """Whether a dropout is inactive and has no hooks."""
     if name is None:
         return True
     drop = getattr(module, name)
@@ -267,7 +274,7 @@ def _silent(module: Any, name: str | None) -> bool:
 
 
 def _for(down: Any, x: Tensor) -> Tensor:
-    """``x`` in the dtype of a layer that is kept in a wider one, as T5 does."""
+    """``x`` in the dtype of a layer, which T5 keeps in fp32."""
     weight, dtype = stored(down), dtype_of(down)
     if weight is not None and type(weight) not in PLAIN:
         return x
@@ -277,14 +284,14 @@ def _for(down: Any, x: Tensor) -> Tensor:
 
 
 def _bare(module: nn.Module, names: MlpNames, is_bare: Callable[[Any], bool]) -> bool:
-    """Whether gate, up and down do nothing but multiply, in high precision or in FP8."""
+    """Whether gate, up and down are plain layers, of the type that ``is_bare`` accepts."""
     if names.up is None or globally_hooked():
         return False
     return all(is_bare(module._modules[name]) for name in names.all)
 
 
 def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
-    """The adapters of layers that are frozen and otherwise bare; None where not all are."""
+    """The adapters of frozen plain layers; None if a layer is another one, or none has adapters."""
     if names.up is None or globally_hooked():
         return None
     low_rank = []
@@ -312,22 +319,22 @@ def _one_dtype(x: Tensor, *dtypes: torch.dtype) -> bool:
     return {x.dtype, *dtypes} == {x.dtype}
 
 
-# --- which modules: a small copy is compared with every formula ---
+# --- which modules ---
 
 
 def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
-    """Which layers may be gate, up and down, and whether their names say so.
+    """Candidates for gate, up and down, and whether their names are known ones.
 
-    Nothing when the module has more than an activation and dropouts besides.
+    There are none if the module has other parts than an activation and dropouts.
     """
-    linears = {n: m for n, m in module._modules.items() if _is_linear(m)}
+    linears = {n: m for n, m in module._modules.items() if has_features(m)}
     if len(linears) not in (2, 3) or module._parameters:
         return [], False
     others = [m for n, m in module._modules.items() if n not in linears and m is not None]
     acts = [m for m in others if not isinstance(m, (nn.Dropout, nn.Identity))]
     if len(acts) > 1 or any(list(m.parameters()) or m._modules for m in acts):
         return [], False
-    known = [n for n in registered.mlp_names() if set(n.all) == set(linears)]
+    known = [n for n in registered.rows_of(MlpNames) if set(n.all) == set(linears)]
     if known:
         return known, True
     candidates = []
@@ -350,17 +357,11 @@ def _fit(module: nn.Module, names: MlpNames) -> bool:
     return bool(gate.out_features == wide and same and down.out_features == gate.in_features)
 
 
-def _is_linear(layer: nn.Module | None) -> bool:
-    return isinstance(getattr(layer, "in_features", None), int) and isinstance(
-        getattr(layer, "out_features", None), int
-    )
-
-
 _known: dict[Any, MlpSettings | str] = {}
 
 
 def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
-    """The kind of an instance, or the reason why it stays as it is."""
+    """The settings of a module, or the reason why it stays as it is."""
     module_class, linears = unpatched_class(module), candidates[0].all
     drops = [n for n, m in module._modules.items() if isinstance(m, nn.Dropout)]
     signature = signature_of(module, module_class, (*linears, *drops))
@@ -372,21 +373,13 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
         if m is not None
     )
     others = tuple((n, type(m)) for n, m in module._modules.items() if n not in linears)
-    attributes = (sizes, others, scalars(module), registered.generation())
-    key = (module_class, code_of(module_class, signature), signature, tuple(candidates), attributes)
-    verdict = _known.get(key)
-    if verdict is None:
-        taken = Outcomes(Reached(functions_of(module_class, signature)).functions)
-        with taken.watched():
-            verdict = _measure_mlp(module, candidates)
-        if isinstance(verdict, MlpSettings) and (where := taken.one_sided(argument_count=1)):
-            verdict = where
-        _known[key] = verdict
-    return verdict
+    attributes = (sizes, others, scalars(module), registered.generation(), tuple(candidates))
+    probe = functools.partial(_measure_mlp, module, candidates)
+    return cached_verdict(_known, module_class, signature, attributes, probe, 1)
 
 
 class _Marker(nn.Module):
-    """Stands where a dropout stands: what comes out shows where it acted."""
+    """A stand-in for a dropout, whose effect on the output shows where it acts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +390,7 @@ class _Marker(nn.Module):
 
 
 def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
-    """Compare a small replica with every formula; the one that agrees, or the reason why not."""
+    """The settings of the formula that agrees with a small replica, or why none does."""
     fitting = [names for names in candidates if _fit(module, names)]
     if not fitting:
         return "its layers do not fit together as gate, up and down"
@@ -418,7 +411,7 @@ def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings |
                 if isinstance(verdict, str):
                     return f"{module_class.__name__} is no {settings.spec.formula}: {verdict}"
                 settings = verdict
-    except Exception as error:  # somebody's forward: failing, it is not this kind of module
+    except Exception as error:  # of any forward, which then is another formula
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     if settings is None:
         formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
@@ -432,7 +425,7 @@ def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings |
 def _formula(
     replica: nn.Module, x: Tensor, module: nn.Module, candidates: list[MlpNames]
 ) -> MlpSettings | None:
-    """The first formula with the output of a replica."""
+    """The first formula with the same output as a replica."""
     set_mode(replica, False)
     stock = replica.forward(x)
     for settings in _settings(module, candidates) if isinstance(stock, Tensor) else ():
@@ -445,7 +438,7 @@ def _formula(
 def _tried(
     replica: nn.Module, x: Tensor, settings: MlpSettings, generator: torch.Generator
 ) -> str | None:
-    """What else a replica does, in any mode, form of a call and dtype."""
+    """How a replica differs in any mode, form of a call or dtype; or None."""
 
     def stock(x: Tensor) -> Any:
         return replica.forward(x)
@@ -478,7 +471,7 @@ def _tried(
 
 @torch.no_grad()
 def _narrow(replica: nn.Module, x: Tensor, settings: MlpSettings) -> MlpSettings | str:
-    """The settings with what bf16 shows, or what differs there."""
+    """The settings with ``casts``, or how a replica differs in bf16."""
     x, down = x.bfloat16(), cast(Any, replica._modules[settings.names.down])
     wide = dict(down._parameters)
     for layer in replica.modules():
@@ -506,7 +499,7 @@ def _near_mlp(stock: Tensor, ours: Tensor) -> bool:
 
 
 def _close(stock: Tensor, ours: Tensor) -> bool:
-    """Every row for itself: in a large one the forms of gelu agree."""
+    """Whether rows agree relative to their largest number: large rows hide the form of gelu."""
     bound = 1e-5 * stock.abs().amax(-1, keepdim=True) + 1e-6
     return stock.shape == ours.shape and bool(((stock - ours).abs() <= bound).all())
 
@@ -514,7 +507,7 @@ def _close(stock: Tensor, ours: Tensor) -> bool:
 def _replica_mlp(
     module: nn.Module, names: MlpNames, generator: torch.Generator
 ) -> tuple[nn.Module, Tensor]:
-    """A small copy and an input, of which some rows are large enough to be clamped."""
+    """A small copy, and an input with rows that are large enough to be clamped."""
     layers: dict[str, Any] = {name: module._modules[name] for name in names.all}
     hidden, inner = layers[names.gate].in_features, layers[names.down].in_features
     small_inner = (
@@ -538,7 +531,7 @@ _FEATURES = ("in_features", "out_features")
 
 
 def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSettings]:
-    """What the module may compute: every formula, by the layers' roles and places of dropouts."""
+    """All formulas, roles of layers and places of dropouts that a module may have."""
     drops = [n for n, m in module._modules.items() if isinstance(m, nn.Dropout)]
     places: dict[int, list[tuple[str | None, str | None]]] = {
         0: [(None, None)],
@@ -547,7 +540,7 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
     }
     floats = [n for n, v in vars(module).items() if isinstance(v, float)]
     for names in candidates:
-        for spec in registered.mlp_kinds():
+        for spec in registered.rows_of(MlpKind):
             if spec.sparse and names.up is None:
                 continue
             numbers = tuple(
@@ -558,9 +551,9 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
                     yield MlpSettings(spec, names, inner, outer, numbers)
 
 
-def find_mlps(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_mlps(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Gated MLPs."""
-    for path, module in model.named_modules():
+    for path, module in model.with_linears(2, 3):
         candidates, named = mlp_names(module)
         if not candidates:
             continue
@@ -570,7 +563,7 @@ def find_mlps(model: nn.Module, request: Request) -> Iterator[Change]:
             continue
         verdict = conflict_of(module) or mlp_kind(module, candidates)
         if isinstance(verdict, str):
-            reported = [op for op in choices if op in TOLD or op in request.named]
+            reported = [op for op in choices if op in REPORTED or op in request.named]
             if named and reported:
                 yield Skipped(path, reported[0], verdict)
         elif verdict.spec.op not in choices:

@@ -1,7 +1,9 @@
-"""Norms, and activations that are one operator: which instances compute one, and what they run.
+"""Norms, and activations that are one operator.
 
-A replica of the module runs on random numbers, and its outputs and gradients are compared with
-every formula of :data:`liger_multi.patching.kinds.NORM_KINDS`.
+:func:`find_norms` takes the facts of a model and yields a patch for every module that computes one
+of :data:`~liger_multi.patching.kinds.NORM_KINDS`. :func:`looks_like_norm` selects modules by their
+parameters and names. :func:`norm_settings` compares outputs and gradients of a replica with every
+formula of the likely operator. A patched module (:class:`FusedNorm`) calls the operator.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from liger_multi import ops
 from liger_multi._torch_private import BatchNorms
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching import registered
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
     HUGE,
     LARGE,
@@ -36,13 +39,12 @@ from liger_multi.patching.evidence.probe import (
     scalars,
     set_mode,
     skeleton,
+    with_weights,
 )
-from liger_multi.patching.evidence.reached import Outcomes, Reached
 from liger_multi.patching.evidence.signature import (
     Signature,
+    cached_verdict,
     code_holds,
-    code_of,
-    functions_of,
     holds,
     signature_of,
 )
@@ -75,18 +77,18 @@ from liger_multi.patching.swap import (
 
 @dataclass(frozen=True)
 class NormSettings:
-    """How an instance computes, and the names of its attributes.
+    """The formula of an instance, and the names of its attributes.
 
     Attributes:
-        spec: What it computes.
-        tensors: Name of the parameter by argument of the operator, None where there is none.
-        eps: Name of the attribute; None where the operator takes none.
-        group: Name of the attribute that tells the groups, or the heads that are joined, and
-            whether it counts them.
-        options: What the patch call asked for.
-        signature: What must not have changed since the probe, or the original forward runs.
-        copied: Dtypes of input and weight for which the original computes with a copy of its
-            weight (as 1 + weight is), so that it may be written before backward.
+        spec: The formula.
+        tensors: Name of the parameter by argument of the operator; None if there is none.
+        eps: Name of the attribute; None if the operator takes none.
+        group: Name of the attribute for groups, or for joined heads, and whether it is their number
+            rather than their size.
+        options: Options of the patch call.
+        signature: The signature at the probe; if it has changed, the original forward runs.
+        copied: Dtypes of input and weight for which the original saves a copy of its weight (such
+            as 1 + weight) for backward, so that the weight may be written before.
     """
 
     spec: NormKind
@@ -99,7 +101,7 @@ class NormSettings:
 
     @property
     def shown(self) -> str:
-        """What the report says that runs now."""
+        """The operator and formula for the report."""
         bare = all(name is None for _, name in self.tensors) and self.spec.op != "relu_squared"
         name = "no weight" if bare else self.spec.name
         return self.spec.op if name == "plain" else f"{self.spec.op}[{name}]"
@@ -109,9 +111,9 @@ class FusedNorm(Patched):
     """A norm that calls the operator."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The operator with the instance's parameters; what was not probed runs the original."""
+        """The operator, or the original forward for calls of another form."""
         module_class = type(self)
-        if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
+        if "rotation" in kwargs:  # from a patched attention module, which has checked the norm
             return apply_rotated(self, args[0], kwargs["rotation"])
         if not issubclass(module_class, FusedNorm):
             return cast(Tensor, module_class.forward(self, *args, **kwargs))
@@ -127,9 +129,9 @@ class FusedNorm(Patched):
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries or keys: angles, the axis of the heads, its casting, options.
+    """The rotation of queries or keys: angles, axis of the heads, casting and options.
 
-    It holds the settings of the norm too, whose class may have changed when it runs.
+    It has the settings of the norm too, whose class may have changed by the time that it runs.
     """
 
     cos: Tensor
@@ -141,7 +143,7 @@ class Rotation(NamedTuple):
 
 
 def apply_rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
-    """The norm of queries or keys, and their rotation, with heads on an axis."""
+    """The norm of queries or keys and their rotation, as one operator."""
     return run_bound(rotation.options, (ROTATED,), _rotated, module, x, rotation)  # type: ignore[no-any-return]
 
 
@@ -149,24 +151,24 @@ def _rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin, axis, casting, _, settings = rotation
     weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
     options = dict(settings.spec.options)
-    weight = _kept(weight, settings, x)
+    weight = _saved_weight(weight, settings, x)
     return ops.rms_norm_rope(
         x, weight, cos, sin, eps, unsqueeze_dim=axis, rope_casting=casting, **options
     )
 
 
 def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
-    """The tensors of the operator, or None for a call that is left to the module."""
+    """The tensors of the operator, or None for calls that the original forward must serve."""
     spec = settings.spec
     if not holds(module, settings.signature):
         return None
-    if (gate is not None) != spec.gated or not isinstance(x, Tensor):  # torch.fx has proxies
+    if (gate is not None) != spec.gated or not isinstance(x, Tensor):  # a proxy of torch.fx
         return None
     if type(x).__name__ == "DTensor":
         return None
     parameters, tensors = module.__dict__["_parameters"], []
     for _, name in settings.tensors:
-        # replicas and parametrized modules have it elsewhere
+        # replicas of DataParallel and parametrized modules have other attributes
         tensor = None if name is None else parameters.get(name)
         tensors.append(tensor if name is None or tensor is not None else getattr(module, name))
         if name is not None and tensors[-1] is None:
@@ -179,15 +181,15 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
     if spec.joined and settings.group and x.shape[-2] != getattr(module, settings.group[0]):
         return None
     if spec.one_dtype:
-        # torch's layer_norm chooses the dtype of its result under autocast
+        # autocast chooses the dtype of torch's layer_norm
         outside = spec.op != "layer_norm" or autocast_dtype(x.device.type) is None
         if not outside or (first is not None and first.dtype != x.dtype):
             return None
     return tensors
 
 
-def _kept(weight: Any, settings: NormSettings, *inputs: Tensor | None) -> Any:
-    """The weight that backward reads: a copy where the original makes one."""
+def _saved_weight(weight: Any, settings: NormSettings, *inputs: Tensor | None) -> Any:
+    """The weight that backward reads: a copy if the original saves one."""
     if not settings.copied or weight is None or torch.compiler.is_compiling():
         return weight
     x = inputs[0]
@@ -200,7 +202,7 @@ def _kept(weight: Any, settings: NormSettings, *inputs: Tensor | None) -> Any:
 
 
 def _fits(weight: Tensor, x: Tensor, spec: NormKind) -> bool:
-    """Whether a weight has a value for every channel, or for every channel of some last axes."""
+    """Whether a weight has the shape of the channels, without broadcasting."""
     if spec.joined:
         return weight.ndim == 1 and weight.shape[0] == x.shape[-2] * x.shape[-1]
     if spec.weight == "after":
@@ -216,14 +218,14 @@ def apply_norm(
     if spec.plus and tensors[0] is not None:
         tensors = [tensors[0] + spec.plus, *tensors[1:]]
     elif tensors and spec.weight == "inside":
-        tensors = [_kept(tensors[0], settings, x, gate), *tensors[1:]]
+        tensors = [_saved_weight(tensors[0], settings, x, gate), *tensors[1:]]
     if spec.weight == "before":
         scaled = x * tensors[0]
         return _run(module, scaled.to(x.dtype), None, [None], settings)
     if spec.weight == "after":
         y = _run(module, x, gate, [None] * len(tensors), settings)
         return _weighted(y.flatten(-2) if spec.joined else y, *tensors)
-    if spec.axis == -1:  # turning nothing would cost the host some microseconds
+    if spec.axis == -1:  # movedim would cost microseconds of host time
         return _run(module, x, gate, tensors, settings)
     return _run(module, x.movedim(spec.axis, -1), gate, tensors, settings).movedim(-1, spec.axis)
 
@@ -236,7 +238,7 @@ def _weighted(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _run(
     module: Any, x: Tensor, gate: Tensor | None, tensors: list[Any], settings: NormSettings
 ) -> Tensor:
-    """The operator on channels that are last."""
+    """The operator on inputs with channels on the last axis."""
     spec, options = settings.spec, dict(settings.spec.options)
     if settings.group is not None and not spec.joined:
         name, counts = settings.group
@@ -251,16 +253,16 @@ def _run(
     return operator(*first, *tensors, *eps, **options)  # type: ignore[no-any-return]
 
 
-# --- which instances compute one of the known kinds ---
+# --- which modules may be a norm ---
 
 
-class _Looks(NamedTuple):
-    """What tells a norm before it is run.
+class _Traits(NamedTuple):
+    """Properties that tell a norm without running it.
 
     Attributes:
-        module: An instance.
-        module_class: Its class without a patch.
-        roles: What its parameters are by their names, None for an unknown one.
+        module: The module.
+        module_class: Its original class.
+        roles: Arguments of operators that its parameters are, by name; None for unknown names.
     """
 
     module: nn.Module
@@ -269,16 +271,16 @@ class _Looks(NamedTuple):
 
     @property
     def has_eps(self) -> bool:
-        """Whether it has a number that keeps it from dividing by zero."""
+        """Whether it has an epsilon."""
         return any(hasattr(self.module, name) for name in EPS_NAMES)
 
     def elements(self, role: str) -> int:
-        """The size of a parameter; 0 where there is none."""
+        """The number of elements of a parameter; 0 if there is none."""
         parameters = [self.module._parameters.get(name) for name in TENSOR_NAMES[role]]
         return next((p.numel() for p in parameters if p is not None), 0)
 
     def takes(self, count: int, last: Sequence[str]) -> bool:
-        """Whether forward takes so many arguments, the last of which has one of these names."""
+        """Whether forward takes so many arguments, the last with one of these names."""
         try:
             names = list(inspect.signature(self.module_class.forward).parameters)
         except (TypeError, ValueError):
@@ -286,7 +288,7 @@ class _Looks(NamedTuple):
         return len(names) == 1 + count and names[-1] in last
 
 
-_LOOKS: tuple[tuple[str | None, Callable[[_Looks], bool]], ...] = (
+_OPERATORS: tuple[tuple[str | None, Callable[[_Traits], bool]], ...] = (
     (None, lambda m: bool(m.module._modules)),
     (None, lambda m: any(b is not None for b in m.module._buffers.values())),
     (None, lambda m: None in m.roles),
@@ -307,22 +309,22 @@ _LOOKS: tuple[tuple[str | None, Callable[[_Looks], bool]], ...] = (
     ("layer_norm", lambda m: "bias" in m.roles),
     ("rms_norm", lambda m: bool(m.roles) or "Norm" in m.module_class.__name__),
 )
-"""Operators by what a module looks like; the first that holds, and None for no norm."""
+"""Likely operators with conditions on a module; the first that holds counts. None: no norm."""
 
 
 class _Likely(NamedTuple):
-    """How a norm is probed by what it looks like.
+    """How a module is probed for its likely operator.
 
     Attributes:
-        word: What messages call it.
+        name: Its name in messages.
         also: Operators that are tried after the likely one: a norm with one weight may be either.
-        least: Elements that a parameter has at least whose length is the number of channels; None
-            where no parameter tells that.
-        reported: Whether a module that is no such norm is worth a line. Not where only the name of
-            a parameter, or the lack of any, makes it look like one.
+        least: Least elements of a parameter with one value per channel; None if no parameter tells
+            the number of channels.
+        reported: Whether reports name a module that is no such norm. Not if only the name of a
+            parameter, or the lack of parameters, made it likely.
     """
 
-    word: str
+    name: str
     also: tuple[str, ...] = ()
     least: int | None = 1
     reported: bool = True
@@ -339,28 +341,26 @@ _LIKELY = {
 
 
 def looks_like_norm(module: nn.Module) -> str | None:
-    """The operator that may stand for a module, for which to ask the probe; None for no norm."""
+    """The operator that a module may compute, for :func:`norm_settings`; None for no norm."""
     roles = {_ROLES.get(name) for name, p in module._parameters.items() if p is not None}
-    looks = _Looks(module, unpatched_class(module), roles)
-    return next((op for op, holds in _LOOKS if holds(looks)), None)
+    traits = _Traits(module, unpatched_class(module), roles)
+    return next((op for op, holds in _OPERATORS if holds(traits)), None)
 
 
-def worth_a_line(likely: str) -> bool:
-    """Whether a module that looks like an operator's, and is not, is named in reports."""
-    return _LIKELY[likely].reported
-
+# --- which of them compute a known formula ---
 
 _ROLES = {name: role for role, several in TENSOR_NAMES.items() for name in several}
 _known: dict[Any, NormSettings | str] = {}
+_GATED = "gated_rms_norm"
 _STOCK = Options()
 
 
 def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
-    """The settings for an instance, or the reason why it stays as it is.
+    """The settings of a module, or the reason why it stays as it is.
 
     Args:
         module: A module.
-        likely: What :func:`looks_like_norm` says.
+        likely: Result of :func:`looks_like_norm`.
     """
     parameters = {n: p for n, p in module._parameters.items() if p is not None}
     module_class = unpatched_class(module)
@@ -369,23 +369,17 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
         return signature
     shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in parameters.items())
     attributes = (shapes, scalars(module), likely, registered.generation())
-    key = (module_class, code_of(module_class, signature), signature, attributes)
-    known = _known.get(key)
-    if known is None:
-        taken = Outcomes(Reached(functions_of(module_class, signature)).functions)
-        with taken.watched():
-            known = _measure(module, likely)
-        if isinstance(known, NormSettings):
-            known = taken.one_sided(argument_count=2 if known.spec.gated else 1) or known
-        _known[key] = known
-    return known
+    probe, arguments = functools.partial(_measure, module, likely), 1 + (likely == _GATED)
+    return cached_verdict(_known, module_class, signature, attributes, probe, arguments)
 
 
 def _candidates(likely: str) -> list[NormKind]:
-    """The kinds of the likely operator first; a gate is an argument, or it is none."""
-    also, gated = _LIKELY[likely].also, likely == "gated_rms_norm"
-    every = [k for k in registered.norm_kinds() if k.gated == gated]
-    return [k for k in every if k.op == likely] + [k for k in every if k.op in also]
+    """The formulas to try, those of the likely operator first."""
+    order = (likely, *_LIKELY[likely].also)
+    every = [
+        k for k in registered.rows_of(NormKind) if k.gated == (likely == _GATED) and k.op in order
+    ]
+    return sorted(every, key=lambda k: k.op != likely)
 
 
 def _measure(module: nn.Module, likely: str) -> NormSettings | str:
@@ -403,46 +397,46 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
         for group in _groups(module, row[-1], spec):
             settings = NormSettings(spec, _tensors(module, spec), eps, group, _STOCK)
             if len([n for _, n in settings.tensors if n]) != len(shapes):
-                continue  # it holds a parameter that the operator does not take
+                continue  # a parameter is no argument of the operator
             own = _by_head(row, getattr(module, group[0])) if spec.joined and group else row
             try:
                 if _agrees(module, settings, own):
                     return _settled(module, settings, own)
                 ran = True
-            except Exception as raised:  # somebody's forward: failing, it is not of this kind
+            except Exception as raised:  # of any forward, which then is another formula
                 error = error or raised
     if not shapes and _changes_shape(module, row):
         return NO_NORM
     if error is not None and not ran:
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     name = unpatched_class(module).__name__
-    return f"{name} is no {_LIKELY[likely].word} that is known, bit for bit in bf16"
+    return f"{name} is no {_LIKELY[likely].name} that is known, bit for bit in bf16"
 
 
 NO_NORM = "its output has another shape than its input"
-"""The reason against a module of which only the name says that it is a norm."""
+"""The reason against a module that is a norm by its name only."""
 
 
 def _changes_shape(module: nn.Module, row: tuple[int, ...]) -> bool:
-    with probe_context() as generator, contextlib.suppress(Exception):  # somebody's forward
+    with probe_context() as generator, contextlib.suppress(Exception):  # of any forward
         x = random(generator, 2, 3, *row)
         return bool(skeleton(module).forward(x).shape != x.shape)
     return False
 
 
 def _width(module: nn.Module) -> int:
-    """The number of channels of a norm without weight, where an attribute tells it."""
+    """The number of channels of a norm without weight: by an attribute, or any number."""
     shape = getattr(module, "normalized_shape", None)
     return int(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else 64
 
 
 def _by_head(row: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """The last axes of an input whose heads the output has joined."""
+    """The last axes of an input whose heads the output joins."""
     return (heads, row[-1] // heads)
 
 
 def _groups(module: nn.Module, size: int, spec: NormKind) -> list[tuple[str, bool] | None]:
-    """Attributes that tell groups of channels; None for a kind without, or a norm of one group."""
+    """Attributes for groups of channels or joined heads; None for a formula without groups."""
     if not spec.grouped and not spec.joined:
         return [None]
     groups: list[tuple[str, bool] | None] = [
@@ -469,7 +463,7 @@ _CLOSE: Mapping[torch.dtype, tuple[float, float]] = {
 
 
 def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> bool:
-    """Whether forward is equal in bits (or close) and dtype, and the gradients in fp32 close."""
+    """Whether outputs are equal in bits (or close) and dtype, and fp32 gradients are close."""
     spec, rows = settings.spec, max(4, 4096 // math.prod(row))
     with probe_context() as generator:
         values = {
@@ -482,7 +476,7 @@ def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> 
             gate = random(generator, *x.shape)
         for of_x, of_weight in _PAIRS:
             if spec.one_dtype and of_x != of_weight:
-                continue  # left to the module
+                continue  # the original forward serves such calls
             replica = skeleton(module)
             set_mode(replica, False)
             for name, value in values.items():
@@ -499,15 +493,15 @@ def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> 
         leaves = [p for p in replica._parameters.values() if p is not None]
         upstream = random(generator, *stock.shape)
         gradients = torch.autograd.grad(stock, [inputs[0], *gates[:1], *leaves], upstream)
-        got = torch.autograd.grad(ours, [inputs[1], *gates[1:], *leaves], upstream)
+        by_formula = torch.autograd.grad(ours, [inputs[1], *gates[1:], *leaves], upstream)
         return all(
             torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max().clamp(min=1)))
-            for a, b in zip(got, gradients, strict=True)
+            for a, b in zip(by_formula, gradients, strict=True)
         )
 
 
 def _rows(generator: torch.Generator, spec: NormKind, rows: int, row: tuple[int, ...]) -> Tensor:
-    """Rows of different lengths, in the form that a kind takes; ``row`` has the channels last."""
+    """Rows of different norms in the layout of a formula; ``row`` has the channels last."""
     lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[spec.ndim]
     if len(row) > 1:
         lead = (rows,) if not spec.ndim else (2, -(-rows // 2))
@@ -518,9 +512,9 @@ def _rows(generator: torch.Generator, spec: NormKind, rows: int, row: tuple[int,
 def _same_in_every_rank(
     replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
 ) -> bool:
-    """Whether it takes the mean over the last axis whatever stands before it."""
+    """Whether outputs do not depend on the number of axes before the last one."""
     if settings.spec.ndim or x.shape[1] > 1:
-        return True  # calls of another rank are left to the module, or have rows of two axes
+        return True  # the original forward serves other ranks, or rows have two axes
     rows = x.shape[0] - x.shape[0] % 4
     for shape in ((rows, -1), (2, rows // 4, 2, -1)):
         flat = x[:rows].reshape(*shape[:-1], x.shape[-1])
@@ -528,7 +522,7 @@ def _same_in_every_rank(
         with torch.no_grad():
             try:
                 stock = replica.forward(flat, *([] if flat_gate is None else [flat_gate]))
-            except Exception:  # somebody's forward, which does not take this rank
+            except Exception:  # of a forward that does not take this rank
                 continue
             if not _equal(stock, _formula(replica, flat, flat_gate, settings), False):
                 return False
@@ -541,14 +535,10 @@ def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormS
 
 
 def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> NormSettings | str:
-    """The settings with the signature of the module, or why the kind does not hold always."""
+    """The settings with a signature, or why the formula is not true in all modes."""
     module_class, watch, parameters = unpatched_class(module), Watch(), module._parameters
     with probe_context() as generator:
-        replica = skeleton(module)
-        for _, name in settings.tensors:
-            if name is not None:
-                shape = cast(Tensor, parameters[name]).shape
-                replica._parameters[name] = nn.Parameter(random(generator, *shape))
+        replica = with_weights(skeleton(module), module, generator)
         inputs = [_rows(generator, settings.spec, 10, row)]
         if settings.spec.gated:
             inputs.append(random(generator, *inputs[0].shape))
@@ -586,7 +576,7 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
 def _copied(
     module: nn.Module, settings: NormSettings, row: tuple[int, ...]
 ) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-    """Dtypes for which a write to the weight between forward and backward is no error."""
+    """Pairs of dtypes for which backward accepts a write to the weight after forward."""
     spec, name = settings.spec, settings.tensors[0][1] if settings.tensors else None
     if name is None or spec.plus or spec.weight != "inside":
         return ()
@@ -594,11 +584,7 @@ def _copied(
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for pair in itertools.product(dtypes, dtypes):
         with probe_context() as generator, contextlib.suppress(Exception):
-            replica = skeleton(module)
-            for _, each in settings.tensors:
-                if each is not None:
-                    shape = cast(Tensor, module._parameters[each]).shape
-                    replica._parameters[each] = nn.Parameter(random(generator, *shape).to(pair[1]))
+            replica = with_weights(skeleton(module), module, generator, pair[1])
             x = _rows(generator, spec, 2, row).to(pair[0]).requires_grad_()
             y = replica.forward(*[x, *([x.detach() * 1] if spec.gated else [])])
             with torch.no_grad():
@@ -616,7 +602,7 @@ def _differs_at_extremes(
     settings: NormSettings,
     generator: torch.Generator,
 ) -> str | None:
-    """As for every module, in all dtypes; kinds that agree in bits are tried with huge numbers."""
+    """How outputs differ for unusual numbers in all dtypes; huge ones for exact formulas only."""
     spec, weights = settings.spec, dict(replica._parameters)
     powers = (*TINY, *LARGE, *HUGE) if spec.exact else (*TINY, *LARGE)
     difference = None
@@ -639,14 +625,14 @@ def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
     if exact:
         return torch.equal(stock, ours)
     rtol, atol = _CLOSE[stock.dtype]
-    # in bf16 nearly every bit, or it rounds at another place
+    # nearly all bits in bf16, or it rounds elsewhere
     same = stock.dtype != torch.bfloat16 or bool((stock == ours).double().mean() > 0.95)
     return same and torch.allclose(stock, ours, rtol=rtol, atol=atol)
 
 
-def find_norms(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_norms(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Norms, and activations that are one operator."""
-    for path, module in model.named_modules():
+    for path, module in model.leaves:
         likely = looks_like_norm(module)
         if likely is None:
             continue
@@ -657,7 +643,7 @@ def find_norms(model: nn.Module, request: Request) -> Iterator[Change]:
         if options is None:
             yield Restore(path, module)
         elif isinstance(verdict, str):
-            if overridden or (verdict != NO_NORM and worth_a_line(likely)):
+            if overridden or (verdict != NO_NORM and _LIKELY[likely].reported):
                 yield Skipped(path, op, verdict)
         else:
             settings = replace(verdict, options=options)

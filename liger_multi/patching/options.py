@@ -26,13 +26,13 @@ MIXER_OPS = (
 SPARSE = "sparse_attention"
 """The patch key of layers whose indexer selects keys."""
 
-TOLD = ("rms_norm", "swiglu", "geglu", "rope")
-"""Operators whose absence is worth a line where nobody named them."""
+REPORTED = ("rms_norm", "swiglu", "geglu", "rope")
+"""Operators whose absence is reported even if they are on by default only."""
 
 _OPERATORS = {"lora": "lora_update", "four_bits": "linear"}
-"""Operators of patch keys that are none themselves."""
+"""Operators of patch keys that are not operators."""
 PATCH = "patch()"
-"""Who chose a backend, in messages."""
+"""The source of a choice of backend, in messages."""
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
 
@@ -41,8 +41,7 @@ class Options:
     """Options that every operator has.
 
     Attributes:
-        backend: Name of the backend that serves the calls of the patched instances; None asks the
-            configuration in force.
+        backend: Name of the backend of the patched instances; None uses the configuration.
     """
 
     backend: str | None = None
@@ -58,8 +57,8 @@ class MlpOptions(Options):
     """Options of gated activations.
 
     Attributes:
-        whole: Whether an MLP whose layers only multiply runs as one operator, which keeps less for
-            backward; else two products, an activation and a product.
+        whole: Whether an MLP with plain layers runs as one operator, which saves less for
+            backward; otherwise two GEMMs, an activation and a GEMM.
     """
 
     whole: bool = True
@@ -83,12 +82,12 @@ class FusedOptions(LossOptions):
     """Options of the fused linear cross entropy.
 
     Attributes:
-        chunk: Rows whose logits exist at a time, a byte budget such as "512MiB", "auto" for the
-            byte budget of the configuration, or "lean" for 128 MiB and sums of the weight gradient
-            in the dtype of the weight.
+        chunk: Rows per chunk of logits, a byte budget such as "512MiB", "auto" for the byte budget
+            of the configuration, or "lean" for 128 MiB and weight gradients that are summed in the
+            dtype of the weight.
         accumulate: Dtype in which the weight gradient is summed over chunks.
-        compact: Drop ignored rows before the product.
-        materialize_bytes: Logits larger than this warn once a line when something needs them whole.
+        compact: Drop ignored rows before the GEMM.
+        materialize_bytes: Materializing larger logits warns, once per line of code.
     """
 
     chunk: int | str = "auto"
@@ -102,14 +101,13 @@ class Float8Options(Options):
     """Options of linear layers in FP8.
 
     Attributes:
-        frozen: Only layers whose weight is frozen, and keep that in FP8: half of the memory of 16
-            bits. Otherwise weights stay as they are and are rounded when they are used.
-        originals: Whether frozen weights are kept on the CPU too, so that ``unpatch`` and
-            checkpoints have them exactly; else they are what was kept.
-        smallest: Layers whose weights have fewer elements stay as they are.
+        frozen: Patch only layers with a frozen weight, and keep that weight in FP8: half of the
+            memory of 16 bits. Otherwise weights stay as they are, and each use rounds them.
+        originals: Whether the CPU has copies of frozen weights, for ``unpatch`` and checkpoints;
+            otherwise these get the dequantized weights.
+        smallest: Layers whose weights have fewer elements are not patched.
         gather: Whether FSDP2 gathers trained weights in FP8 too, rather than in 16 bits.
-        cache: Whether codes of trained weights are kept between passes with gradients until an
-            optimizer has stepped, rather than made in each.
+        cache: Whether codes of trained weights are cached until an optimizer steps.
     """
 
     frozen: bool = False
@@ -134,25 +132,10 @@ class FourBitOptions(Options):
 
 
 ROTATED = "rms_norm_rope"
-"""The patch key of norms of queries and keys that are computed with their rotation."""
+"""The patch key of QK-norm and RoPE as one operator."""
 PACKING = "packing"
-"""The patch key of no operator: whether packed rows are checked."""
+"""The patch key of checks of packed rows, which is no operator."""
 _OPTIONS: dict[str, type[Options]] = {
-    **dict.fromkeys(
-        (
-            *NORM_OPS,
-            *MLP_OPS,
-            *MIXER_OPS,
-            SPARSE,
-            "fused_moe",
-            "rope",
-            "lora",
-            "linear",
-            PACKING,
-            ROTATED,
-        ),
-        Options,
-    ),
     "four_bits": FourBitOptions,
     **dict.fromkeys((spec.op for spec in MLP_KINDS if spec.activation), MlpOptions),
     "linear_float8": Float8Options,
@@ -180,7 +163,7 @@ _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }
-"""Whether a key is on where a call does not name it, or what tells it when the call is made."""
+"""Whether a key is on by default, or a function that tells it at a call."""
 BUILT_IN = tuple(_DEFAULTS)
 """Patch keys that no registered probe may have."""
 OFF = tuple(name for name, on in _DEFAULTS.items() if on is False)
@@ -189,14 +172,14 @@ OFF = tuple(name for name, on in _DEFAULTS.items() if on is False)
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What the output embedding of a model does; at least one of the two is there."""
+    """The options of an output embedding, of which at least one is not None."""
 
     fused: FusedOptions | None
     cross_entropy: LossOptions | None
 
     @property
     def on_real(self) -> LossOptions | None:
-        """Options of our loss on real logits, or None where PyTorch's does the same."""
+        """Options of the loss of real logits; None if PyTorch's does the same."""
         fused = self.fused
         if self.cross_entropy is None and fused is not None and (fused.z_loss or fused.validate):
             return LossOptions(z_loss=fused.z_loss, validate=fused.validate)
@@ -204,7 +187,7 @@ class HeadSettings:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """Options of the leading loss that differ from their defaults."""
+        """Options of the fused loss, or of the other one, that differ from their defaults."""
         return (self.fused or self.cross_entropy or Options()).shown()
 
 
@@ -213,9 +196,9 @@ class Request:
     """A parsed patch call.
 
     Attributes:
-        enabled: Operators that are on, with their options.
-        named: The operators that the call turned on by name, rather than by default.
-        whole: Whether the model is a whole one, of which ``strict`` expects an output embedding.
+        enabled: Options of the operators that are on.
+        named: Operators that the call names, rather than those on by default.
+        whole: Whether ``strict`` expects an output embedding: the model is not a part of another.
     """
 
     enabled: Mapping[str, Any]
@@ -278,7 +261,7 @@ def _parse(op: str, choice: OpChoice) -> Any:
 
 
 def _checked(op: str, options: Options) -> Options:
-    """Refuse values of the wrong form here, not in the middle of a training step."""
+    """Refuse invalid values before training."""
     for name in (f.name for f in fields(options)):
         value, (requirement, good) = getattr(options, name), _RULES[name]
         if not good(value):
@@ -300,7 +283,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_chunk(value: Any) -> bool:
-    """What the operator takes."""
+    """Whether the operator accepts a value of ``chunk``."""
     from liger_multi.ops._head import rows_and_budget
 
     try:
@@ -334,13 +317,13 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "materialize_bytes": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
 }
 
-# --- one fused call ---
+# --- calls on the backend of an instance ---
 
 
 def run_bound(
     options: Options, names: tuple[str, ...], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """``function(*args)``, operators of ``names`` on the backend of the instance, if it has one."""
+    """``function(*args)``, with operators of ``names`` on the backend of the options, if any."""
     if options.backend is None:
         return function(*args)
     return _run_scoped(dict.fromkeys(names, options.backend), function, *args)

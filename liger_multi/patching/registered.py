@@ -1,15 +1,20 @@
-"""What users add to the knowledge about models: rows of data, and probes of their own."""
+"""Extensions by users: further formulas and names as data, and probes as functions.
+
+:func:`register` adds them, :func:`unregister` removes them. :func:`find_registered` calls the
+probes for modules that nothing else has patched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import nn
 
 from liger_multi.errors import PatchError
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.kinds import MLP_KINDS, MLP_NAMES, NORM_KINDS, MlpKind, MlpNames, NormKind
 from liger_multi.patching.linear import LinearByRows
@@ -32,12 +37,12 @@ Row: TypeAlias = NormKind | MlpNames | MlpKind
 
 @dataclass(frozen=True)
 class Replacement:
-    """What a probe says that a module should run.
+    """The new forward of a module, which a probe returns.
 
     Attributes:
-        forward: Called with the module, its original forward and the arguments of the call. A
-            function of a module, not a lambda, where models are pickled.
-        shown: What the report calls it.
+        forward: Called with the module, its original forward and the arguments of the call. Models
+            can be pickled if it is a global function, not a lambda.
+        shown: Its name in the report.
         settings: Anything hashable that distinguishes replacements by one function.
     """
 
@@ -48,16 +53,18 @@ class Replacement:
 
 
 Probe: TypeAlias = Callable[[nn.Module], "Replacement | str | None"]
+AnyRow = TypeVar("AnyRow", NormKind, MlpNames, MlpKind)
+_BUILT_IN_ROWS: tuple[Row, ...] = (*NORM_KINDS, *MLP_NAMES, *MLP_KINDS)
 _rows: list[Row] = []
 _probes: dict[str, Probe] = {}
 _changes = 0
 
 
 class Replaced(Patched):
-    """A module that runs what a registered probe found for it."""
+    """A module that runs the replacement of a registered probe."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The replacement, with the original forward; that alone where somebody replaced it."""
+        """The replacement, or the original forward if that has changed."""
         module_class = type(self)
         if not issubclass(module_class, Replaced):
             return module_class.forward(self, *args, **kwargs)
@@ -69,17 +76,17 @@ class Replaced(Patched):
 
 
 def register(item: Row | Probe, name: str | None = None) -> None:
-    """Teach ``patch`` something: a row of data, or a probe under a patch key of its own.
+    """Add a formula, names of layers, or a probe with a patch key to ``patch``.
 
     Args:
-        item: A ``NormKind``, ``MlpNames`` or ``MlpKind``, which the probes then try as well; or a
-            function from a module to a :class:`Replacement`, to the reason why it is left (which
-            the report shows), or to None for modules that do not concern it. It is asked for every
-            module that nothing else has patched and must not change it.
-        name: Patch key of a probe, on by default. An operator of this library cannot be named so.
+        item: A ``NormKind``, ``MlpNames`` or ``MlpKind`` for the existing probes, or a probe: a
+            function from a module to a :class:`Replacement`, to a reason against the module (for
+            the report), or to None for other modules. It is called for every module that nothing
+            else has patched, and must not change the module.
+        name: Patch key of a probe, which is on by default; no name of an operator.
 
     Raises:
-        PatchError: The key is taken or missing, or ``item`` is none of these.
+        PatchError: The key is taken or missing, or ``item`` has another type.
     """
     global _changes
     if isinstance(item, (NormKind, MlpNames, MlpKind)):
@@ -99,7 +106,7 @@ def register(item: Row | Probe, name: str | None = None) -> None:
 
 
 def unregister(item: Row | str) -> None:
-    """Forget a row, or the probe of a name; models that are patched stay so.
+    """Remove an item, or the probe of a name; patched models stay patched.
 
     Raises:
         PatchError: It is not registered.
@@ -119,38 +126,28 @@ def probes() -> dict[str, Probe]:
     return dict(_probes)
 
 
-def norm_kinds() -> tuple[NormKind, ...]:
-    """The known kinds of norms."""
-    return (*NORM_KINDS, *(row for row in _rows if isinstance(row, NormKind)))
-
-
-def mlp_names() -> tuple[MlpNames, ...]:
-    """The known names of the layers of gated MLPs."""
-    return (*MLP_NAMES, *(row for row in _rows if isinstance(row, MlpNames)))
-
-
-def mlp_kinds() -> tuple[MlpKind, ...]:
-    """The known gated activations."""
-    return (*MLP_KINDS, *(row for row in _rows if isinstance(row, MlpKind)))
+def rows_of(row_class: type[AnyRow]) -> tuple[AnyRow, ...]:
+    """All rows of a class: those of :mod:`.kinds`, and registered ones."""
+    return tuple(row for row in (*_BUILT_IN_ROWS, *_rows) if isinstance(row, row_class))
 
 
 def generation() -> int:
-    """A number that changes when something is added, for caches of what probes found."""
+    """A number that changes with every change, for the keys of caches."""
     return _changes
 
 
-def find_registered(model: nn.Module, request: Request) -> Iterator[Change]:
-    """What users' probes say; modules that an operator serves are not asked."""
-    for path, module in model.named_modules():
+def find_registered(model: ModelFacts, request: Request) -> Iterator[Change]:
+    """Modules that users' probes replace, of those that nothing else has patched."""
+    for path, module in model.modules if _probes else model.instances(Replaced):
         swap = swapped(module)
         if swap is not None and swap.behavior is LinearByRows:
-            swap = None  # which serves what is left in the end
+            swap = None  # the last part, whose patches give way
         if swap is None or swap.behavior is Replaced:
             yield from _by_probes(path, module, request, swap is not None)
 
 
 def _by_probes(path: str, module: nn.Module, request: Request, replaced: bool) -> Iterator[Change]:
-    """What the first probe says that knows a module; ``replaced``: whether one did before."""
+    """The change by the first probe that accepts a module; ``replaced``: it has one already."""
     for name, probe in probes().items():
         options = request.get(name)
         verdict = None if options is None or conflict_of(module) else probe(module)

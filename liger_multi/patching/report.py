@@ -21,23 +21,23 @@ from liger_multi.dispatch.config import in_quarantine
 from liger_multi.dispatch.op import Op
 from liger_multi.patching.options import ROTATED
 
-# --- what ran in a block: modules whose forward returned, and the operators that they called ---
+# --- modules and operators that run in a block ---
 
-# Patched modules run their own forward where somebody hooks them or replaces
-# ``nn.Module.__call__``. So the record is taken one level below that, and of operators where all
-# of them are dispatched. It costs nothing outside of a block.
+# Patched modules run their original forward if they have hooks, or if ``nn.Module.__call__`` is
+# replaced. So modules are recorded below that call, and operators in their dispatch. There is no
+# cost outside of a block.
 
 
 @dataclass
 class Executed:
-    """What the modules of a model did in a block.
+    """The modules of a model and the operators that ran in a block.
 
     Attributes:
         ran: Paths of the modules whose forward returned.
-        called: Operators by the path of the module whose forward called them; calls in the forward
-            of a submodule are those of the submodule, and None stands for calls outside of all.
-        paths: The model's modules by identity.
-        losses: Paths of modules that are a loss, and compute that of a head elsewhere.
+        called: Operators by the path of the innermost module that called them; None for calls
+            outside of the model.
+        paths: Paths by the identity of modules.
+        losses: Paths of loss modules.
     """
 
     ran: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Executed:
         return sum(self.called.values(), Counter())
 
     def calls_of(self, path: str | None) -> Counter[str]:
-        """Calls by operator that a module made itself."""
+        """Calls by operator of a module, without its submodules."""
         return self.called.get(path, Counter())
 
     def _count(self, op: str, inside: list[int]) -> None:
@@ -61,9 +61,9 @@ class Executed:
 
 @contextlib.contextmanager
 def executed(model: nn.Module) -> Iterator[Executed]:
-    """Record what the modules of a model do in the block, in all threads and without a hook.
+    """Record modules and operators in a block, in all threads and without hooks.
 
-    Blocks may overlap. What was compiled runs without its modules and is not seen.
+    Blocks may overlap. Compiled modules are not recorded.
     """
     named = list(model.named_modules())
     losses = tuple(path for path, module in named if isinstance(module, Losses))
@@ -91,7 +91,7 @@ _lock, _records = threading.Lock(), list[Executed]()
 
 
 class _Inside(threading.local):
-    """The modules whose forwards run in a thread, by identity, the innermost last."""
+    """Identities of the modules that run in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.modules: list[int] = []
@@ -114,18 +114,18 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _dispatch(op: Op, *args: Any) -> Any:
+def _dispatch(op: Op, *args: Any, **named: Any) -> Any:
     if not torch.compiler.is_compiling():
         for record in tuple(_records):
             record._count(op.name, _inside.modules)
-    return _ORIGINAL[1](op, *args)
+    return _ORIGINAL[1](op, *args, **named)
 
 
-# --- what patched modules called ---
+# --- whether a patched module called its operator ---
 
 
 def serves(op: str, path: str, record: Executed) -> bool:
-    """Whether a module that was patched for an operator called it in a block."""
+    """Whether the module at ``path``, patched for an operator, called it in a block."""
     if op in _HEADS:  # the loss may be computed around the head, or after the model
         return any(record.calls_of(at)[op] for at in (None, *_with_outer(path), *record.losses))
     if op == "lora":
@@ -137,7 +137,7 @@ def serves(op: str, path: str, record: Executed) -> bool:
 
 
 def _with_norms(path: str, record: Executed) -> bool:
-    """Whether the norms within an attention module called the operator that rotates as well."""
+    """Whether norms within an attention module called ``rms_norm_rope``."""
     return any(
         ROTATED in calls for at, calls in record.called.items() if (at or "").startswith(f"{path}.")
     )
@@ -153,10 +153,9 @@ def _with_outer(path: str) -> list[str]:
 
 
 def _together(path: str, record: Executed) -> bool:
-    """Whether an adapter was computed with those of an MLP, or with its neighbors'.
+    """Whether an adapter was computed with others, by its MLP or by the first projection.
 
-    The MLP, or the first of the neighbors, called for all; an adapter that ran PEFT's forward
-    called its own factors.
+    An adapter that ran PEFT's forward called its own low-rank layers.
     """
     around = path.rpartition(".")[0]
     if any(one.startswith(f"{path}.lora_") for one in record.ran):
@@ -169,13 +168,13 @@ def _together(path: str, record: Executed) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One module that now runs, or again runs, another forward.
+    """One module whose forward was replaced or restored.
 
     Attributes:
         path: Dotted path of the module in the model; empty for the model itself.
         op: Operator.
-        stock: Name of the class that the model was built with.
-        replaced_by: What the forward calls now.
+        stock: Name of the original class.
+        replaced_by: The operator that the forward calls.
         options: Options that differ from their defaults.
         status: "patched", "already patched", "options changed" or "restored".
     """
@@ -190,14 +189,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A place that an operator was asked for and did not take, with the reason.
+    """A module that was not patched for a requested operator, with the reason.
 
     Attributes:
         path: Dotted path of the module in the model; empty for the model itself.
         op: Operator.
-        reason: Why.
-        strict: Whether ``strict=True`` raises for it. Not where the model just has no place for
-            an operator that is on by default.
+        reason: Why it was not patched.
+        strict: Whether ``strict=True`` raises; not if the model has no module for an operator that
+            is on by default.
     """
 
     path: str
@@ -211,11 +210,11 @@ class PatchReport:
     """The outcome of one patch call; ``str`` gives a compact table.
 
     Attributes:
-        target: The model, or the model type.
-        entries: Modules that run another forward.
-        skipped: Places that were left alone.
-        of_type: Whether it is of models that are built from now on.
-        call: The function that it is the report of: ``"patch"`` or ``"unpatch"``.
+        target: The class of the model, or the model type.
+        entries: Replaced and restored modules.
+        skipped: Modules that were not patched.
+        of_type: Whether the report is of a model type, for models that are built later.
+        call: ``"patch"`` or ``"unpatch"``.
     """
 
     target: str
@@ -241,17 +240,17 @@ class PatchReport:
         ]
 
     def skipped_rows(self) -> list[tuple[str, ...]]:
-        """Table rows (op, modules, reason) of what was left alone."""
+        """Table rows (op, modules, reason) of modules that were not patched."""
         groups = Counter((s.op, _pattern(s.path), s.reason) for s in self.skipped)
         return [(op, f"{n} x {place}", why) for (op, place, why), n in groups.items()]
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[Watched]:
-        """Record in the block which patched modules run, and which call an operator.
+        """Record in a block which patched modules run, and which of them call an operator.
 
         Args:
-            model: The model that was patched. Within the block, call it or what wraps it; parts
-                that were compiled are not seen.
+            model: The patched model. Call it, or a wrapper of it, within the block; compiled parts
+                are not recorded.
 
         Raises:
             ValueError: The report is of a model type, or the model lacks a module of it.
@@ -278,7 +277,7 @@ class PatchReport:
         return "\n".join([*lines, *self.quarantine()])
 
     def quarantine(self) -> list[str]:
-        """What `liger-multi verify` keeps operators of this report from, where that is in force."""
+        """Backends that a quarantine of `liger-multi verify` excludes for these operators."""
         return in_quarantine({entry.op for entry in self.entries})
 
     def __rich__(self) -> Any:
@@ -304,11 +303,11 @@ class PatchReport:
 
 @dataclass
 class Watched:
-    """What ran in a block of :meth:`PatchReport.watch`; ``str`` gives a compact table.
+    """The record of a block of :meth:`PatchReport.watch`; ``str`` gives a compact table.
 
     Attributes:
         entries: The patched modules.
-        seen: Paths of all modules that ran, and calls of operators by the module that called them.
+        seen: Modules and operators that ran.
     """
 
     entries: list[Entry]
@@ -321,12 +320,12 @@ class Watched:
 
     @property
     def stock(self) -> list[Entry]:
-        """Modules that ran without: their own forward, or one that had nothing to do for it."""
+        """Modules that ran without calling their operator."""
         return self._that("ran without")
 
     @property
     def idle(self) -> list[Entry]:
-        """Modules that did not run, nor another one for them."""
+        """Modules that did not run, and that no other module computed."""
         return self._that("did not run")
 
     def _that(self, state: str) -> list[Entry]:
@@ -358,7 +357,7 @@ _WATCHED = ("op", "where", "modules", "called it", "ran without", "did not run")
 
 
 def _pattern(path: str) -> str:
-    """The path with layer numbers starred, so that equal layers fall together."""
+    """The path with stars for layer numbers, which groups equal layers."""
     return ".".join("*" if part.isdigit() else part for part in path.split(".")) or "(model)"
 
 
@@ -371,7 +370,7 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def promised(model_type: str, enabled: Mapping[str, Any]) -> PatchReport:
-    """What models of a type are going to run, by operator with its options."""
+    """The report for a model type: the enabled operators with their options."""
     report = PatchReport(f"models of type {model_type} built from now on", of_type=True)
     for op, options in enabled.items():
         report.entries.append(Entry("", op, model_type, op, options.shown()))
@@ -392,7 +391,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str, key: str | None = None) -> None:
-    """Warn at the caller's line, once for a key (the line itself by default)."""
+    """Warn at the caller's line, once per key (the line itself by default)."""
     level, place = caller_level()
     if (key or place) not in _warned:
         _warned.add(key or place)

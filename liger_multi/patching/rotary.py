@@ -1,8 +1,10 @@
-"""Rotary functions: known kinds, what a function computes, and modules that call ``rope`` instead.
+"""Rotary functions of modeling files, and modules that call ``ops.rope`` instead.
 
-A function of a modeling file is recognized by running it. The operator has the function's signature
-and stands under its name in copies of the methods that call it. It serves the forms of a call that
-were probed, and leaves the others to the function.
+:func:`find_rotary` yields a patch for every module that calls a rotary function.
+:func:`recognized` runs such a function on small tensors, and compares it with
+:data:`ROTARY_KINDS`. A patched module (:class:`FusedRotary`) has copies of the methods that call
+it. These call a function with the same signature, which runs the operator for all forms of a call
+that were probed, and the original function for others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from liger_multi import ops
 from liger_multi.patching.evidence import redirect
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import alike, probe_context, random, unusual
 from liger_multi.patching.evidence.reached import Outcomes, Reached
 from liger_multi.patching.options import Options, Request, run_bound
@@ -37,6 +40,7 @@ from liger_multi.patching.swap import (
     named,
     renew,
     swapped,
+    unpatched_class,
 )
 
 
@@ -48,10 +52,10 @@ class RotaryKind:
         name: In the report.
         style: Which channels make a pair, as in ``rope``.
         casting: Dtype inside and out, as in ``rope``.
-        angles: What cos and sin hold: a value for every "channel", for every "pair", or for every
-            pair in their "first half"; "complex" where one complex number a pair stands for both.
-        backwards: Whether it turns the other way.
-        sorted: Whether interleaved pairs come in and half-split ones go out.
+        angles: Values in cos and sin: one per "channel", one per "pair", or one per pair in the
+            "first half"; "complex" for a tensor with one complex number per pair.
+        backwards: Whether the direction is reversed.
+        sorted: Whether inputs are interleaved and outputs half-split.
     """
 
     name: str
@@ -88,21 +92,21 @@ ROTARY_NAME = re.compile(r"apply_.*rotary")
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
 ROTARY_SINGLE = (("x", "cos", "sin"), ("tensor", "sin", "cos"))
 ROTARY_COMPLEX = ("xq", "xk", "freqs_cis")
-"""Arguments of functions that turn one tensor, and of those that multiply by complex numbers."""
+"""Arguments of functions of one tensor, and of functions with complex angles."""
 ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
-"""What may follow; a call that gives position ids is left to the function."""
+"""Further arguments; the original function runs calls with position ids."""
 
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """One form of a call, as shapes for a replica; heads differ between q and k.
+    """One form of a call as shapes; the numbers of heads of q and k differ.
 
     Attributes:
-        q: Shape of the queries, like the next two.
-        k: Of the keys.
-        angles: Of cos and sin.
-        unsqueeze_dim: What functions get that have an argument of this name.
-        heads: The axis of the heads; None where it is ``unsqueeze_dim``.
+        q: Shape of the queries.
+        k: Shape of the keys.
+        angles: Shape of cos and sin.
+        unsqueeze_dim: The argument of this name, for functions that have it.
+        heads: The axis of the heads; None if it is ``unsqueeze_dim``.
     """
 
     q: tuple[int, ...]
@@ -149,8 +153,8 @@ class Rotary:
     Attributes:
         spec: How it computes.
         options: The names of its arguments after q, k, cos and sin.
-        unsqueeze_dim: The default of that argument, None where there is none.
-        axes: The axis of the heads by form of a call; other forms are left to the function.
+        unsqueeze_dim: The default of that argument; None if there is none.
+        axes: The axis of the heads by form of a call; the original function runs other forms.
         arguments: The names of its first arguments.
     """
 
@@ -162,7 +166,7 @@ class Rotary:
 
     @property
     def single(self) -> bool:
-        """Whether it turns one tensor, so that q and k come in calls of their own."""
+        """Whether it rotates one tensor, and is called for q and for k."""
         return self.arguments in ROTARY_SINGLE
 
     @property
@@ -201,12 +205,12 @@ _known: dict[Any, Rotary | str] = {}
 
 
 def recognized(function: Callable[..., Any]) -> Rotary | str:
-    """What a function computes, or the reason why it stays."""
+    """The formula of a function, or the reason why it is not replaced."""
     if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
         return f"a hub kernel serves {_name(function)}"
-    theirs = library_of(function)
-    if theirs:
-        return f"{theirs} put its {_name(function)} into the modeling file"
+    library = library_of(function)
+    if library:
+        return f"{library} put its {_name(function)} into the modeling file"
     code = Reached([getattr(function, "forward", function)])
     if code.refusal:
         return f"{_name(function)}: {code.refusal}"
@@ -220,11 +224,11 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
 
 
 def _followed(function: Callable[..., Any], code: Reached) -> Rotary | str:
-    """As :func:`_measure`, but for a function with branches that no form of a call took."""
-    taken = Outcomes(code.functions)
-    with taken.watched():
+    """The same as :func:`_measure`, or the reason that a branch had one outcome only."""
+    outcomes = Outcomes(code.functions)
+    with outcomes.watched():
         verdict = _measure(function)
-    where = taken.one_sided(argument_count=0) if isinstance(verdict, Rotary) else None
+    where = outcomes.one_sided(argument_count=0) if isinstance(verdict, Rotary) else None
     return f"{_name(function)}: {where}" if where else verdict
 
 
@@ -233,7 +237,7 @@ def _name(function: Any) -> str:
 
 
 def _measure(function: Callable[..., Any]) -> Rotary | str:
-    """Compare a function with every kind, in all forms of a call that it takes."""
+    """Compare a function with all formulas, in all forms of a call that it accepts."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = list(inspect.signature(called).parameters.values())
@@ -244,11 +248,11 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
         return _measure_complex(called)
     arguments = names[:3] if names[:3] in ROTARY_SINGLE else ROTARY_ARGUMENTS
     if arguments in ROTARY_SINGLE:
-        turn = called
+        single = called
 
         def called(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
             angles = (sin, cos) if arguments[-1] == "cos" else (cos, sin)
-            return turn(q, *angles, **more), turn(k, *angles, **more)
+            return single(q, *angles, **more), single(k, *angles, **more)
 
         names = (*ROTARY_ARGUMENTS, *names[3:])
     options = names[len(ROTARY_ARGUMENTS) :]
@@ -265,7 +269,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
             stock = functools.partial(called, **extra)
             try:
                 results_by_form[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
-            except Exception as raised:  # a form that it does not take
+            except Exception as raised:  # of a form that it does not accept
                 error = error or raised
         if not results_by_form:
             return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
@@ -286,7 +290,7 @@ COMPLEX: Key = (4, 3, None, False)
 
 
 def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
-    """Compare a function that multiplies by complex numbers, for either place of the heads."""
+    """Compare a function with complex angles, for both axes of the heads."""
     error: Exception | None = None
     with probe_context() as generator:
         angles = random(generator, 2, 5, 4)
@@ -296,19 +300,19 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
                 inputs = [random(generator, *s, dtype=dtype).requires_grad_() for s in (q, k)]
                 try:
                     stock = function(*inputs, freqs)
-                except Exception as raised:  # heads stand elsewhere
+                except Exception as raised:  # heads are on the other axis
                     error = error or raised
                     break
                 ours = ops.rope_complex(inputs[0], inputs[1], freqs, unsqueeze_dim=axis)
                 upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
                 expected = (*stock, *torch.autograd.grad(stock, inputs, upstream))
-                got = (*ours, *torch.autograd.grad(ours, inputs, upstream))
+                actual = (*ours, *torch.autograd.grad(ours, inputs, upstream))
                 rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-6, 2**-5)
                 if any(
                     a.dtype != b.dtype
                     or a.shape != b.shape
                     or not torch.allclose(a, b, rtol=rtol, atol=atol)
-                    for a, b in zip(expected, got, strict=True)
+                    for a, b in zip(expected, actual, strict=True)
                 ):
                     break
             else:
@@ -341,7 +345,7 @@ def _run(
 def _at_extremes(
     called: Callable[..., Any], spec: RotaryKind, form: RotaryForm, default: int | None
 ) -> str | None:
-    """What a function does with zeros, tiny and huge numbers that the rotation does not."""
+    """How a function differs for zeros, tiny and huge numbers; or None."""
     generator = torch.Generator(device="cpu").manual_seed(8)
     q, k = (random(generator, *s) for s in (form.q, form.k))
     cos, sin = (random(generator, *form.angles).cos() for _ in range(2))
@@ -349,19 +353,19 @@ def _at_extremes(
     several = zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True)
     for queries, keys in several:
         expected = called(queries, keys, cos, sin, **extra)
-        got = apply_rotary(spec, queries, keys, cos, sin, form.axis)
-        if not all(alike(a, b) for a, b in zip(expected, got, strict=True)):
+        actual = apply_rotary(spec, queries, keys, cos, sin, form.axis)
+        if not all(alike(a, b) for a, b in zip(expected, actual, strict=True)):
             return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     return None
 
 
 def _agrees(spec: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
-    """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
+    """Whether shapes and dtypes are equal and values close; bf16 may be rounded elsewhere."""
     ours = functools.partial(apply_rotary, spec, axis=form.axis)
     for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
         try:
             our_out, our_grads = _run(ours, form, dtypes)
-        except ValueError:  # the kind does not exist in this form
+        except ValueError:  # the formula has no such form
             return False
         rtol, atol = (2**-6, 2**-5) if torch.bfloat16 in dtypes else (1e-5, 1e-5)
         for a, b in zip((*our_out, *our_grads), (*out, *grads), strict=True):
@@ -372,24 +376,21 @@ def _agrees(spec: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
 
 
 class FusedRotary(Calling):
-    """A module whose calls of rotary functions go to the operator."""
+    """A module that calls the operator in place of rotary functions."""
 
     @staticmethod
     def find_calls(stock: type) -> list[Call]:
-        """The calls of rotary functions that are served."""
+        """The calls of rotary functions that are replaced."""
         return [c for c in rotary_calls(stock) if isinstance(_usable(*c[1:]), Rotary)]
 
     @staticmethod
     def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that stands for a rotary function."""
+        """The function that replaces a rotary function."""
         return served_function(name, called, cast(Options, settings))
 
 
 def rotary_calls(module_class: type) -> list[Call]:
-    """Calls of a class that are named like a rotary function: (method, its function, name, callee).
-
-    Whether it is one, :func:`recognized` tells.
-    """
+    """Calls of a class to functions with the name of a rotary function, for :func:`recognized`."""
     return [
         (method, function, name, called)
         for method, function in redirect.methods(module_class).items()
@@ -400,7 +401,7 @@ def rotary_calls(module_class: type) -> list[Call]:
 
 
 def rotary_kinds(module_class: type) -> tuple[list[str], list[str]]:
-    """The kinds of the rotary functions that a class calls, and why others stay as they are."""
+    """Names of the formulas of rotary functions that a class calls, and reasons against others."""
     verdicts = [_usable(*call) for _, *call in rotary_calls(module_class)]
     kinds = {f.spec.name for f in verdicts if isinstance(f, Rotary)}
     return sorted(kinds), sorted({f for f in verdicts if isinstance(f, str)})
@@ -411,7 +412,7 @@ def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
 
 
 def served_function(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
-    """The function that stands for ``stock`` in the methods of patched modules."""
+    """The function that replaces ``stock`` in methods of patched modules."""
     rotary = cast(Rotary, recognized(stock))
     if rotary.spec.angles == "complex":
         return _served_complex(name, stock, rotary.axes[COMPLEX], options)
@@ -444,11 +445,11 @@ def served_function(name: str, stock: Callable[..., Any], options: Options) -> F
         )
         if axis is None or by_keyword.get("position_ids") is not None:
             return stock(*args, **named)
-        k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: one call of the operator for each
+        k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: q and k are separate calls
         if not _fits(q, k, cos, sin, axis):
             return stock(*args, **named)
-        turned = run_bound(options, ("rope",), apply_rotary, spec, q, k, cos, sin, axis)
-        return turned[0] if rotary.single else turned
+        rotated = run_bound(options, ("rope",), apply_rotary, spec, q, k, cos, sin, axis)
+        return rotated[0] if rotary.single else rotated
 
     return named(served, name, options)
 
@@ -463,14 +464,14 @@ def _served_complex(
         fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
         if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
             return stock(*args)
-        turn = functools.partial(ops.rope_complex, unsqueeze_dim=axis)
-        return run_bound(options, ("rope_complex",), turn, q, k, freqs)
+        rotate = functools.partial(ops.rope_complex, unsqueeze_dim=axis)
+        return run_bound(options, ("rope_complex",), rotate, q, k, freqs)
 
     return named(served, name, options)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
-    """Whether shapes are those of the probe, without what the function would broadcast."""
+    """Whether shapes are those of the probe, without broadcasting."""
     tokens = 3 - heads if q.ndim == 4 else 0
     return (
         type(q).__name__ != "DTensor"
@@ -483,28 +484,26 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
     )
 
 
-def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_rotary(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Modules that call a rotary function."""
-    for path, module in model.named_modules():
-        stock = (
-            type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
-        )
-        if request.get("rope") is None or not rotary_calls(stock):
-            if isinstance(module, FusedRotary):
-                yield Restore(path, module)
-            continue
-        overridden = conflict_of(module)
+    options = request.get("rope")
+    calling = [] if options is None else model.of_class(lambda own: rotary_calls(own.module_class))
+    known = {id(module) for _, module in calling}
+    for path, module in model.instances(FusedRotary):
+        if id(module) not in known:
+            yield Restore(path, module)
+    for path, module in calling:
+        overridden, stock = conflict_of(module), unpatched_class(module)
         kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
         yield from (Skipped(path, "rope", reason) for reason in reasons)
         if kinds:
-            swap = Swap("rope", stock, FusedRotary, request.get("rope"), *_around(module))
-            by = f"rope[{'; '.join(kinds)}]"
-            yield Replace(path, module, swap, by, request.get("rope").shown())
+            swap = Swap("rope", stock, FusedRotary, options, *_around(module))
+            yield Replace(path, module, swap, f"rope[{'; '.join(kinds)}]", options.shown())
             renew(type(module))
 
 
 def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
-    """What stands around the rotary functions of a module; others decide whether it stays."""
+    """The behavior around the rotary functions of a module, which other parts manage."""
     current = swapped(module)
     if current is None:
         return None, None

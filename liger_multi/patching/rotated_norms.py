@@ -1,11 +1,11 @@
-"""Norms of queries and keys and their rotation as one operator (QK-norm and RoPE).
+"""QK-norm and RoPE as one operator: norms of queries and keys, and their rotation.
 
-A norm is called where the queries are made, and the rotation later, by another name. So the forward
-of an attention module is copied once more (:mod:`liger_multi.patching.evidence.redirect`): in this
-copy the norms pass their input on, and what stands for the rotary function has both modules with
-the angles, and calls the norms with these.
+A forward calls the norms first and the rotary function later. So a patched attention module
+(:class:`RotatedNorms`) has another copy of its forward (:mod:`.evidence.redirect`). In this copy,
+the norms return their input, and the rotary function gets both norms along with the angles, and
+calls ``ops.rms_norm_rope``. :func:`find_rotated_norms` yields a patch if a replica agrees.
 
-Projections with adapters may be computed together in the same module, around the copy.
+:class:`SharedRotatedNorms` also computes projections with adapters at once (:mod:`.lora`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from liger_multi.arguments import cache_parameter, has_cache
 from liger_multi.patching.evidence import redirect
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
+    Overridden,
     Watch,
     disagreement,
     linear,
@@ -31,6 +33,7 @@ from liger_multi.patching.evidence.probe import (
     random,
     scalars,
     skeleton,
+    with_weights,
 )
 from liger_multi.patching.evidence.signature import code_holds, globally_hooked, holds, is_watched
 from liger_multi.patching.lora import SharedInput, in_one
@@ -43,7 +46,7 @@ from liger_multi.patching.swap import (
     Patched,
     Replace,
     Swap,
-    made_class,
+    patched_class,
     swapped,
     unpatched_class,
 )
@@ -56,14 +59,14 @@ NORMS = (
 )
 """Names of the norms of queries and of keys."""
 ANGLES = "position_embeddings"
-"""The argument that has cos and sin."""
+"""The argument with cos and sin."""
 WIDEST = 8192
-"""Channels of a norm of all heads that kernels keep in registers."""
+"""Most channels of a norm over all heads, which kernels keep in registers."""
 _BARE = {name: f"_liger_multi_bare_{name}" for names in NORMS for name in names}
 
 
 def names_of(module: nn.Module) -> tuple[str, str] | None:
-    """The names of a module's norms of queries and keys, if it has both."""
+    """The names of a module's norms of queries and keys; None unless it has both."""
     return next((names for names in NORMS if set(names) <= module._modules.keys()), None)
 
 
@@ -76,7 +79,7 @@ class RotatedNormsSettings:
 
 
 class Angles(NamedTuple):
-    """Replaces cos in the copy: cos itself, the norms to apply before, options, settings."""
+    """The argument cos of the copy: cos, the norms to apply before, options and settings."""
 
     cos: Tensor
     norms: tuple[Any, Any]
@@ -89,23 +92,23 @@ class Copy(NamedTuple):
 
     Attributes:
         run: The copy.
-        made_from: The forward of the class, as it was copied.
-        holds: Whether the rotary function is what it was.
-        caches_get_cos: Whether it gives cos to a cache, which wants the tensor.
-        updated: The argument of a cache that it updates and does nothing else with, or None.
+        original: The forward that was copied.
+        holds: A test whether the rotary function is unchanged.
+        caches_get_cos: Whether it passes cos to a cache, which needs the tensor.
+        updated: The name of the argument of a cache that it only updates, or None.
     """
 
     run: FunctionType
-    made_from: FunctionType
+    original: FunctionType
     holds: Callable[[], bool]
     caches_get_cos: bool
     updated: str | None
 
 
 class CosForCache:
-    """Stands for a cache in the copy, and hands the cache cos itself.
+    """A wrapper of a cache in the copy, which passes the tensor cos to the cache.
 
-    Models of transformers 5.0 make a cache in training too, and hand it cos and sin.
+    Models of transformers 5.0 have a cache in training too, and pass cos and sin to it.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -118,20 +121,20 @@ class CosForCache:
 
 
 def _with_cos(value: Any) -> Any:
-    """An argument with cos itself in place of its replacement."""
+    """An argument with the tensor cos in place of :class:`Angles`."""
     if not isinstance(value, dict):
         return value
     return {n: v.cos if isinstance(v, Angles) else v for n, v in value.items()}
 
 
 class RotatedNorms(Patched):
-    """An attention module whose queries and keys are normalized and rotated in one go."""
+    """An attention module whose queries and keys are normalized and rotated by one operator."""
 
     _liger_multi_rotated: ClassVar[Copy | None]
     _liger_multi_below: ClassVar[tuple[Any, Any]]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the copy with the class."""
+        """Create the copy with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
             swap: Swap = vars(cls)["_liger_multi_swap"]
@@ -142,7 +145,7 @@ class RotatedNorms(Patched):
                 setattr(cls, name, _bare)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The copy, where norms and angles are what the probe saw."""
+        """The copy, if norms and angles are as they were probed."""
         module_class = type(self)
         if not issubclass(module_class, RotatedNorms):
             return cast(Any, module_class).forward(self, *args, **kwargs)
@@ -150,7 +153,7 @@ class RotatedNorms(Patched):
 
 
 class SharedRotatedNorms(SharedInput, RotatedNorms):
-    """The same, with projections that are computed together."""
+    """The same with projections that are computed at once."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the first base, around that of the second."""
@@ -168,19 +171,19 @@ AROUND: dict[type[Patched] | None, type[Patched]] = {
     SharedInput: SharedRotatedNorms,
     SharedRotatedNorms: SharedRotatedNorms,
 }
-"""What stands around an attention module, by what stood there."""
+"""The new value of ``around`` of an attention module, by its old value."""
 APART: dict[type[Patched] | None, type[Patched] | None] = {
     RotatedNorms: None,
     SharedRotatedNorms: SharedInput,
 }
-"""What stands there without the norms."""
+"""The value of ``around`` without the norms."""
 
 
 def _rotated(
     module: Any, module_class: type[RotatedNorms], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The copy of the forward, or the rotary functions and norms one after the other."""
-    swap, inner = module_class._liger_multi_below  # compilers read no dict of a class
+    """The copy of the forward, or norms and rotary function one after the other."""
+    swap, inner = module_class._liger_multi_below  # compilers cannot read the dict of a class
     rotated, settings = (
         module_class._liger_multi_rotated,
         cast(RotatedNormsSettings, swap.around_settings),
@@ -188,7 +191,7 @@ def _rotated(
     cos_sin, names = kwargs.get(ANGLES), settings.norms
     known = (
         rotated is not None
-        and getattr(swap.stock, "forward", None) is rotated.made_from
+        and getattr(swap.stock, "forward", None) is rotated.original
         and rotated.holds()
         and _norms_hold(module, names)
     )
@@ -202,7 +205,7 @@ def _rotated(
         handed = {**kwargs, cast(str, rotated.updated): CosForCache(cache)}
     norms = (module._modules[names[0]], module._modules[names[1]])
     first, second = norm_of(norms[0]), norm_of(norms[1])
-    if first is None or second is None:  # another thread has just given a class back
+    if first is None or second is None:  # another thread has just restored a class
         return inner.forward(module, *args, **kwargs)
     cos, sin = cast(Any, cos_sin)
     angles = (Angles(cos, norms, settings.options, (first, second)), sin)
@@ -214,18 +217,18 @@ def _rotated(
     except AttributeError as error:
         if not any(name in str(error) for name in (_BARE[n] for n in names)):
             raise
-        # another thread gave the class back before the copy came to a norm
+        # another thread restored the class before the copy called a norm
         return inner.forward(module, *args, **kwargs)
 
 
 def _bare(self: Any, x: Tensor) -> Tensor:
-    """A norm that comes later."""
+    """The input of a norm, which is applied later."""
     return x
 
 
 @functools.lru_cache(maxsize=256)
 def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
-    """The copy of a forward, or None where it is not of that form."""
+    """The copy of a forward; None for forwards of another form."""
     calls = rotary_calls(stock)
     if len(calls) != 1 or calls[0][0] != "forward":
         return None
@@ -274,13 +277,13 @@ def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
 
 
 def _turned(norm: Any, x: Tensor, by: Rotation) -> Tensor:
-    """A norm with its rotation, also where another thread has just given its class back."""
+    """A norm with its rotation, also if another thread has just restored its class."""
     y = norm(x, rotation=by) if isinstance(norm, FusedNorm) else apply_rotated(norm, x, by)
     return cast(Tensor, y)
 
 
 def _normalized(norm: Any, x: Tensor, axis: int) -> Tensor:
-    """The norm alone, of heads or of all heads of a token."""
+    """The norm without rotation, per head or over all heads of a token."""
     if norm.weight.shape[0] == x.shape[-1]:
         return cast(Tensor, norm(x))
     rows = norm(x.movedim(axis, 2).flatten(2))
@@ -288,7 +291,7 @@ def _normalized(norm: Any, x: Tensor, axis: int) -> Tensor:
 
 
 def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], angles: Any) -> bool:
-    """Whether hidden states and angles have the forms of the probe, and all channels turn."""
+    """Whether hidden states and angles have the probed shapes, and all channels are rotated."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(hidden, Tensor) or hidden.ndim != 3 or type(angles) is not tuple:
         return False
@@ -304,14 +307,14 @@ def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], angl
 
 
 def _norms_hold(module: nn.Module, names: tuple[str, str]) -> bool:
-    """Whether both norms are patched as they were, and nobody looks on."""
+    """Whether both norms are still patched, and have no hooks."""
     if globally_hooked():
         return False
     return all(norm is not None and _norm_holds(norm) for norm in map(module._modules.get, names))
 
 
 def _norm_holds(norm: nn.Module) -> bool:
-    module_class = type(norm)  # once: another thread may give the class back
+    module_class = type(norm)  # once: another thread may restore the class
     settings = norm_of(norm)
     if settings is None or is_watched(norm) or not issubclass(module_class, FusedNorm):
         return False
@@ -319,7 +322,7 @@ def _norm_holds(norm: nn.Module) -> bool:
 
 
 def norm_of(norm: nn.Module | None) -> NormSettings | None:
-    """The settings of a patched norm that the operator has, or None."""
+    """The settings of a patched norm that the operator supports, or None."""
     swap: Swap | None = None if norm is None else swapped(norm)
     if swap is None or swap.behavior is not FusedNorm:
         return None
@@ -336,11 +339,11 @@ def norm_of(norm: nn.Module | None) -> NormSettings | None:
 
 HIDDEN, TOKENS = 24, 5
 LAST = ("o_proj", "out_proj", "dense")
-"""Names of the layer that makes hidden states of what the heads return."""
+"""Names of the output projection."""
 
 
 class Probed:
-    """What the probes of one patch call said; layers that are alike are tried once."""
+    """The verdicts of one patch call; of equal layers, one is tried."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[dict[str, Any], str | None]]] = {}
@@ -356,28 +359,28 @@ class Probed:
             norms: The names of its norms.
         """
         key, own = _key(module, patched), dict(scalars(module))
-        for read, said in self._known.get(key, ()):
+        for read, verdict in self._known.get(key, ()):
             if all(own.get(name, _NOTHING) == value for name, value in read.items()):
-                return said
+                return verdict
         watch = Watch()
-        said = _refusal(module, patched, norms, watch)
+        verdict = _refusal(module, patched, norms, watch)
         read = {name: value for name, value in own.items() if name in watch.read}
-        self._known.setdefault(key, []).append((read, said))
-        return said
+        self._known.setdefault(key, []).append((read, verdict))
+        return verdict
 
 
 _NOTHING = object()
 
 
 def _key(module: nn.Module, patched: type[nn.Module]) -> Any:
-    """What modules have in common that are alike, but for numbers that their forwards read."""
+    """The properties that equal modules share, apart from numbers that their forwards read."""
     parts = tuple(
         (name, type(part), scalars(part), tuple(tuple(p.shape) for p in part.parameters(False)))
         for name, part in module._modules.items()
         if part is not None
     )
-    kinds = tuple(sorted((n, type(v).__name__) for n, v in vars(module).items()))
-    return patched, id(getattr(module, "config", None)), parts, kinds
+    types = tuple(sorted((n, type(v).__name__) for n, v in vars(module).items()))
+    return patched, id(getattr(module, "config", None)), parts, types
 
 
 def _refusal(
@@ -398,12 +401,12 @@ def _refusal(
             replica = _replica(module, generator)
             with watch.over(replica):
                 return _compared(module, replica, patched, width, norms, generator)
-    except Exception as error:  # somebody's forward: failing, it is not one of this form
+    except Exception as error:  # of any forward
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
 
 
 def _turns_in_part(config: Any) -> bool:
-    """Whether a configuration gives its rotary embedding a part of the channels."""
+    """Whether a configuration rotates a part of the channels only."""
     parameters = getattr(config, "rope_parameters", None)
     parameters = parameters if isinstance(parameters, dict) else {}
     tables = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
@@ -414,24 +417,12 @@ def _turns_in_part(config: Any) -> bool:
 _FACTOR = "partial_rotary_factor"
 
 
-class _Eager:
-    """A configuration that asks for the attention of the modeling file."""
-
-    _attn_implementation = "eager"
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.config, name)
-
-
 def _replica(module: nn.Module, generator: torch.Generator) -> Any:
-    """A copy whose hidden states are narrow; heads are as many and as wide as the module's."""
+    """A copy with few hidden channels, but the module's heads."""
     replica = skeleton(module)
     if "config" in vars(replica):
-        replica.__dict__["config"] = _Eager(replica.config)
-    _with_weights(replica, module, generator)
+        replica.__dict__["config"] = Overridden(replica.config, _attn_implementation="eager")
+    with_weights(replica, module, generator)
     for name, part in module._modules.items():
         if part is None:
             continue
@@ -442,17 +433,8 @@ def _replica(module: nn.Module, generator: torch.Generator) -> Any:
             bias = getattr(layer, "bias", None) is not None
             replica._modules[name] = linear(generator, inside, out, bias)
         else:
-            norm = skeleton(part)
-            _with_weights(norm, part, generator)
-            replica._modules[name] = norm
+            replica._modules[name] = with_weights(skeleton(part), part, generator)
     return replica
-
-
-def _with_weights(replica: nn.Module, like: nn.Module, generator: torch.Generator) -> None:
-    """Give random weights to a skeleton."""
-    for name, p in like._parameters.items():
-        if p is not None:
-            replica._parameters[name] = nn.Parameter(random(generator, *p.shape))
 
 
 def _compared(
@@ -479,10 +461,10 @@ def _compared(
 
     x = random(generator, 2, TOKENS, HIDDEN)
     with executed(replica) as executed_ops:
-        said = disagreement(replica, stock, ours, [x], close, generator)
-    if said and not executed_ops.calls[ROTATED]:
+        difference = disagreement(replica, stock, ours, [x], close, generator)
+    if difference and not executed_ops.calls[ROTATED]:
         return "it rotates nothing: a layer without positions"
-    return said and f"it does more than normalize and then rotate: {said}"
+    return difference and f"it does more than normalize and then rotate: {difference}"
 
 
 def _first(output: Any) -> Any:
@@ -493,7 +475,7 @@ def _first(output: Any) -> Any:
 def _as(
     module: nn.Module, replica: Any, patched: type[nn.Module], norms: tuple[str, str]
 ) -> Iterator[None]:
-    """The replica and its norms with the classes of the patch."""
+    """Give the replica and its norms the patched classes within a block."""
     parts: list[tuple[Any, type]] = [(replica, patched)]
     parts += [(replica._modules[name], type(module._modules[name])) for name in norms]
     before = [type(part) for part, _ in parts]
@@ -506,31 +488,31 @@ def _as(
             part.__class__ = module_class
 
 
-def find_rotated_norms(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Norms of queries and keys that are computed with their rotation, where both are served."""
+def find_rotated_norms(model: ModelFacts, request: Request) -> Iterator[Change]:
+    """Attention modules whose norms of queries and keys and rotary function are patched."""
     options, probed = _rotated_options(request), Probed()
-    for path, module in model.named_modules():
+    for path, module in model.instances(FusedRotary):
         current = swapped(module)
-        if current is None or current.behavior is not FusedRotary:
+        if current is None:  # another class is on top
             continue
         names = names_of(module)
         reason = None if options is None or names is None else "something stands around its forward"
         if options is not None and names is not None and current.around in AROUND:
             settings = RotatedNormsSettings(options, names)
             swap = replace(current, around=AROUND[current.around], around_settings=settings)
-            reason = probed.refusal(module, made_class(swap), names)
+            reason = probed.refusal(module, patched_class(swap), names)
             if reason is None:
                 yield Replace(path, module, swap, ROTATED, options.shown(), op=ROTATED)
                 continue
         if current.around in APART:
             split = replace(current, around=APART[current.around], around_settings=None)
             yield Replace(path, module, split)
-        if reason is not None and ROTATED in request.named:  # else both run, one after the other
+        if reason is not None and ROTATED in request.named:  # norms and rope stay patched
             yield Skipped(path, ROTATED, reason)
 
 
 def _rotated_options(request: Request) -> Any:
-    """The options; None also by default, where a backend is named for one of both operators."""
+    """The options; None by default if a backend is named for one of both operators."""
     named = (options.backend for op in ("rms_norm", "rope") if (options := request.get(op)))
     apart = any(named) and ROTATED not in request.named
     return None if apart else request.get(ROTATED)

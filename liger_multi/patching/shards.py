@@ -1,13 +1,13 @@
-"""Mixers of tokens on rows that are spread over ranks: whole rows of some heads, by all-to-all.
+"""Operators that mix tokens, on rows that are sharded over ranks (sequence parallelism).
 
-Between mixers every rank has all heads or channels of its share of tokens, ``(tokens / P, heads)``.
-One all-to-all turns that into ``(tokens, heads / P)``, the operator runs as in one process, and
-another one turns its result back. :data:`AXES` says for every operator which axes these are; no
-operator knows of ranks.
+Between mixers, every rank has all heads or channels of its tokens, ``(tokens / P, heads)``.
+:func:`spread` takes an operator and such tensors. One all-to-all gives ``(tokens, heads / P)``, the
+operator runs as in one process, and another all-to-all brings its result back. :data:`AXES` has the
+axes of every operator's tensors; operators themselves do not know of ranks.
 
-Two variables say what is in force, and are None elsewhere. :func:`ranks` is set while a module
-runs that mixes tokens, so that backward may compute it again. :func:`row` is set while the model of
-these modules runs, for what is made once a call: masks and ids of samples.
+Two variables are set while sharded models run. :func:`ranks` is set while a mixer runs, also when
+backward computes it again. :func:`row` is set while the model runs, for masks and ids of samples,
+which are created once per call.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from torch import Tensor
 
 from liger_multi._torch_private import constant_in_graphs
 
-# --- what is in force ---
+# --- the ranks and the row in force ---
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks over which rows are spread.
+    """The ranks over which rows are sharded.
 
     Attributes:
-        group: Of processes; None for tensors on the meta device.
-        size: How many ranks there are.
-        rank: Which of them this one is.
+        group: The process group. On the meta device, a function that is called with the bytes of
+            every exchange, or None.
+        size: The number of ranks.
+        rank: The index of this rank.
     """
 
     group: Any
@@ -45,22 +46,22 @@ class Ranks:
     rank: int
 
     def share(self, x: Tensor, axis: int) -> Tensor:
-        """This rank's part of an axis that ranks divide."""
+        """This rank's part of an axis."""
         length = x.shape[axis] // self.size
         return x.narrow(axis, self.rank * length, length)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the arguments of a call say of whole rows.
+    """The arguments of a call for whole rows.
 
     Attributes:
-        tokens: Of a row, with padding to a multiple of the ranks.
-        share: Of these, on one rank.
-        padding: At the end of a row.
-        mask: ``(B, tokens)``, as the call has it; None without one.
-        positions: ``(B or 1, tokens)``, as the call has them; None without.
-        ids: The sample of every token ``(B or 1, tokens)``, where positions tell.
+        tokens: Tokens of a row, padded to a multiple of the ranks.
+        share: Tokens per rank.
+        padding: Padding tokens at the end of a row.
+        mask: ``(B, tokens)``, or None.
+        positions: ``(B or 1, tokens)``, or None.
+        ids: The sample of every token ``(B or 1, tokens)``; None if positions do not tell.
     """
 
     tokens: int
@@ -71,7 +72,7 @@ class Row:
     ids: Tensor | None
 
     def visible(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A mask function of transformers on rows with several samples."""
+        """A mask function of transformers, limited to samples of the row."""
         ids, positions = self.ids, self.positions
         if ids is None or positions is None:
             return function
@@ -91,19 +92,19 @@ _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
 
 @constant_in_graphs
 def ranks() -> Ranks | None:
-    """The ranks over which the tokens of the running mixer are spread."""
+    """The ranks over which the tokens of the running mixer are sharded."""
     return _ranks.get()
 
 
 @constant_in_graphs
 def row() -> Row | None:
-    """The whole row of the running model, of which its tensors are a share."""
+    """The whole row of the running model, whose tensors are a share of it."""
     return _row.get()
 
 
 @contextlib.contextmanager
 def in_force(value: Ranks | Row) -> Iterator[None]:
-    """Set what :func:`ranks` or :func:`row` returns within a block."""
+    """Set the value of :func:`ranks` or :func:`row` within a block."""
     place: ContextVar[Any] = _ranks if isinstance(value, Ranks) else _row
     token = place.set(value)
     try:
@@ -114,7 +115,7 @@ def in_force(value: Ranks | Row) -> Iterator[None]:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Rows within are whole on every rank, as if no model was sharded."""
+    """Within a block, rows are whole on every rank, as without sharding."""
     before, values = _suspended.get(), (_ranks.get(), _row.get())
     _suspended.set(True)
     _ranks.set(None)
@@ -129,11 +130,11 @@ def suspended() -> Iterator[None]:
 
 @constant_in_graphs
 def is_suspended() -> bool:
-    """Whether rows are whole."""
+    """Whether sharding is suspended."""
     return _suspended.get()
 
 
-# --- rows that others cut ---
+# --- rows that other libraries shard ---
 
 
 def _cut_by_accelerate() -> str | None:
@@ -149,12 +150,12 @@ def _cut_by_accelerate() -> str | None:
 
 
 cutters: list[Callable[[], str | None]] = [_cut_by_accelerate]
-"""Each says why rows of a call may be shares of rows, or None; only a sharded model runs then."""
+"""Functions that return why rows of a call may be shares of rows, or None."""
 
 
 @constant_in_graphs
 def cut_elsewhere() -> str | None:
-    """Why tokens of a mixer that runs on whole rows may be a part of them."""
+    """Why the tokens of an unsharded mixer may be a share of a row, or None."""
     for cutter in cutters:
         reason = cutter()
         if reason is not None and not is_suspended():
@@ -166,10 +167,10 @@ def cut_elsewhere() -> str | None:
 
 
 def _sent(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
-    """What the ranks sent to this one, in the first axis; ``x`` has an axis of parts by rank.
+    """The parts that all ranks sent to this one, on the first axis; ``x`` has an axis of parts.
 
     Memory:
-        Two tensors of its size in here, one after it: the parts are freed where they are sent.
+        Two tensors of the size of ``x`` during the call, one after it.
 
     Raises:
         RuntimeError: A rank has ended, or is late beyond the time limit of the group.
@@ -177,6 +178,7 @@ def _sent(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
     parts = x.movedim(axis, 0).contiguous()
     received = torch.empty_like(parts)
     if parts.is_meta:  # of an estimate
+        _count(ranks, parts.nbytes)
         return received
     try:
         dist.all_to_all_single(received, parts, group=ranks.group)
@@ -187,6 +189,12 @@ def _sent(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
             f"output has the reason ({error})"
         ) from error
     return received
+
+
+def _count(ranks: Ranks, nbytes: int) -> None:
+    """Tell an estimate how many bytes all ranks together send to each other, or keep."""
+    if ranks.group is not None:
+        ranks.group(nbytes)
 
 
 def _to_heads(x: Tensor, ranks: Ranks) -> Tensor:
@@ -207,7 +215,7 @@ def _to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all; its gradient is the other one."""
+    """One all-to-all, whose gradient is the other one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, heads: bool) -> Tensor:
@@ -221,15 +229,15 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, ranks: Ranks, tokens: int, heads: int, to_heads: bool) -> Tensor:
-    """The all-to-all of a tensor with these axes, which keep their places."""
+    """The all-to-all of a tensor with these axes of tokens and heads, in the same layout."""
     moved = _Exchange.apply(x.movedim((tokens, heads), (1, 2)), ranks, to_heads)  # type: ignore[no-untyped-call]
     return moved.movedim((1, 2), (tokens, heads))  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
-    """The tokens of all ranks, for what every rank then computes alike.
+    """The tokens of all ranks, for computations that every rank repeats.
 
-    So every rank has the gradient of all tokens, and its own are a part of that, times a factor.
+    The gradient of this rank's tokens is its share of the upstream gradient, times a factor.
     """
 
     @staticmethod
@@ -249,11 +257,11 @@ class _Gather(torch.autograd.Function):
 def gather(x: Tensor, ranks: Ranks, factor: int = 1) -> Tensor:
     """``(B, T / P, ...)`` of every rank as ``(B, T, ...)`` on all of them.
 
-    A factor of P is for what a loss outside of the model is computed of: averaged over the ranks,
-    gradients of weights are then those of one process.
+    A factor of P is for inputs of a loss outside of the model: gradients of weights that are
+    averaged over the ranks then equal those of one process.
     """
-    whole: Tensor = _Gather.apply(x, ranks, factor)  # type: ignore[no-untyped-call]
-    return whole
+    row: Tensor = _Gather.apply(x, ranks, factor)  # type: ignore[no-untyped-call]
+    return row
 
 
 class _Keys(torch.autograd.Function):
@@ -263,7 +271,9 @@ class _Keys(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks, axis: int) -> Tensor:
         ctx.ranks, ctx.axis = ranks, axis
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format)] * ranks.size
-        if not x.is_meta:
+        if x.is_meta:
+            _count(ranks, ranks.size * x.nbytes)
+        else:
             parts = [torch.empty_like(part) for part in parts]
             dist.all_gather(parts, x.contiguous(), group=ranks.group)
         return torch.cat(parts, axis)
@@ -280,10 +290,10 @@ class _Keys(torch.autograd.Function):
 
 
 def keys_of_row(x: Tensor, axis: int) -> Tensor:
-    """Keys of the whole row, for the queries of this rank's tokens; as they are without ranks.
+    """Keys of the whole row for the queries of this rank; ``x`` itself without ranks.
 
-    For mixers whose queries all see the same few keys (latents, keys of an indexer): these are sent
-    to every rank, and queries stay.
+    For mixers whose heads share keys (latents, keys of an indexer): every rank gets all keys, and
+    queries stay.
     """
     over = ranks()
     if over is None:
@@ -295,7 +305,7 @@ def keys_of_row(x: Tensor, axis: int) -> Tensor:
 class _Sum(torch.autograd.Function):
     """The sum over ranks; the gradient of a part is P times that of the sum.
 
-    Whoever averages gradients of weights over the ranks then has their sum.
+    Gradients of weights that are averaged over the ranks then are their sum.
     """
 
     @staticmethod
@@ -323,16 +333,15 @@ def total(x: Tensor, ranks: Ranks) -> Tensor:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of an operator's tensors, a letter each.
+    """The axes of an operator's tensors, one letter each.
 
-    ``b`` is the batch, ``t`` tokens, ``h`` heads or channels, ``g`` heads that several of ``h``
-    share, ``s`` stands for no axis of a tensor with tokens that all heads share, ``p`` for parts of
-    an axis that each have all channels, and ``.`` for the rest.
+    ``b`` is the batch, ``t`` tokens, ``h`` heads or channels, and ``g`` grouped heads. ``s`` is for
+    tensors that all heads share. ``p`` is an axis of :data:`PARTS` parts with all channels each.
 
     Attributes:
-        rows: Of the positional arguments.
-        named: Of keyword arguments.
-        result: Of what the operator returns.
+        rows: Axes of the positional arguments.
+        named: Axes of keyword arguments.
+        result: Axes of the result.
     """
 
     rows: tuple[str, ...]
@@ -354,8 +363,8 @@ AXES = {
         ("bth", "bth", "h", "bts", "bts"), {"D": "h", "delta_bias": "h", "z": "bth"}, "bth"
     ),
 }
-"""Operators that mix tokens. A new one needs a line here to run on rows that are spread."""
-PARTS = 3  # of an axis ``p``, in one axis with the channels
+"""Axes by operator; an operator that mixes tokens needs a line to run on sharded rows."""
+PARTS = 3  # of an axis ``p``
 
 
 def spread(
@@ -363,10 +372,11 @@ def spread(
 ) -> Any:
     """``function(*rows, **named)``, an operator, on whole rows of this rank's heads.
 
-    Where no ranks are in force, that is all it does.
+    Without ranks in force, it is just called.
 
     Raises:
-        ValueError: The ranks do not divide the heads, or somebody asks for states.
+        ValueError: The number of heads is no multiple of the ranks.
+        RuntimeError: Another library shards rows.
     """
     over = ranks()
     if over is None:
@@ -387,7 +397,7 @@ def spread(
     result = function(*rows, **named)
     y, *states = result if isinstance(result, tuple) else (result,)
     y = _exchange(y, over, axes.result.index("t"), axes.result.index("h"), False)
-    # states are of this rank's heads alone: None, so that nobody takes them for all
+    # states are of this rank's heads only: None, so that they are not taken for all
     return (y, *(None for _ in states)) if states else y
 
 
@@ -415,6 +425,6 @@ def _part(x: Any, letters: str, over: Ranks, heads: int) -> Any:
 
 
 def _copies(groups: int, heads: int, size: int) -> int:
-    """How often heads that others share are repeated: as little as gives every rank its own."""
+    """How often grouped heads are repeated: the least that gives every rank its own heads."""
     fewest = size // math.gcd(groups, size)
     return fewest if (heads // groups) % fewest == 0 else heads // groups

@@ -1,15 +1,13 @@
-"""Swap the class of one module instance, and give the original class back.
+"""Change the class of a module instance, and restore the original class.
 
-Nothing is written into the module: its behavior is defined by its new class, one per
-(original class, behavior, settings). The one exception is a weight that is kept in FP8, which takes
-the place of the original while the module has that behavior. The name of the class and its module
-are kept, so ``save_pretrained``, adapters that match by class or by name, and ``isinstance`` see
-what they saw before; ``deepcopy`` and ``pickle`` rebuild the class.
+:func:`apply` takes a module and a :class:`Swap`, and gives the module a subclass of its class, one
+per (original class, behavior, settings). Nothing is written into the module, except for a frozen
+weight that is kept in FP8. The subclass has the name of the original. So ``save_pretrained``,
+adapters that match classes or names, and ``isinstance`` work as before. ``deepcopy`` and ``pickle``
+rebuild the class. :func:`restore` gives the original class back.
 
-What a model was before a patch comes back in whatever order patches end. Every block remembers the
-class that each module had when it began. One that ends while a later one is still open hands that
-over: the later block then restores the state in which the earlier one began. So no order of ends
-leaves anything behind, in one thread or in several.
+A :class:`Block` restores the classes that modules had when it began. Blocks may end in any order:
+one that ends before a later one passes its classes on, and the later block restores them.
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ Code: TypeAlias = "tuple[Place, ...]"
 
 @dataclass(frozen=True)
 class Swap:
-    """Why an instance has the class that it has.
+    """The definition of a patched class.
 
     Attributes:
         op: Operator that the new forward calls.
-        stock: The class that the instance had.
-        behavior: The mixin that brings the new forward.
-        settings: What the forward needs to know; hashable and picklable.
+        stock: The original class.
+        behavior: The mixin with the new forward.
+        settings: Settings of that forward; hashable and picklable.
         around: A mixin whose forward calls that of the behavior, if any.
-        around_settings: What that forward needs to know; hashable and picklable.
+        around_settings: Settings of that mixin; hashable and picklable.
     """
 
     op: str
@@ -64,20 +62,19 @@ class Swap:
 
 
 class Patched(nn.Module):
-    """Base of the behaviors; the concrete classes are made by :func:`apply`.
+    """Base of the behaviors; :func:`patched_class` creates the concrete classes.
 
-    Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
-    forward) and call it when the module has its original class again, and another thread may give
-    that back while a forward runs. So every behavior's forward reads the class of the instance
-    once, as its first step, and has all that the class says from there: settings, and the original
-    forward (:func:`original`; ``super()`` looks at the instance again). Where that class is not one
-    of the behavior's, the forward is the one of the class.
+    A bound ``forward`` of a patched module (of accelerate's hooks, or compiled) may be called after
+    the original class was restored, and another thread may restore it during a forward. So every
+    forward reads the class of the instance once, as its first step, and takes settings and the
+    original forward (:func:`original`) from that class; ``super()`` would read the instance again.
+    If the class no longer has the behavior, the class's own forward runs.
     """
 
     loose: ClassVar[bool] = False
-    """Whether a module may be called unpatched while somebody's class is on top of this one."""
+    """Whether ``unpatch`` may leave a module with another class on top of this one."""
     reported: ClassVar[bool] = True
-    """Whether the report has a line for a module that gets its class back."""
+    """Whether reports have a line for a restored module."""
     _liger_multi_swap: ClassVar[Swap]
     _liger_multi_code: ClassVar[Code]
     _liger_multi_reads: ClassVar[bool]
@@ -85,11 +82,11 @@ class Patched(nn.Module):
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """Called when a module gets this behavior, or other settings of it."""
+        """Called after a module gets this behavior, or other settings of it."""
 
     @staticmethod
     def left(module: nn.Module) -> None:
-        """Called when a module gets another behavior, or its original class; undoes ``entered``."""
+        """Called after a module loses this behavior; undoes ``entered``."""
 
     @staticmethod
     def fixed(module: nn.Module) -> str | None:
@@ -97,7 +94,7 @@ class Patched(nn.Module):
         return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deepcopy through the original class; the made class has no importable name."""
+        """Pickle and deepcopy by the swap: the patched class cannot be imported."""
         reduced = super().__reduce_ex__(protocol)
         module_class = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
         if not isinstance(module_class, type) or "_liger_multi_swap" not in vars(module_class):
@@ -109,13 +106,13 @@ COMPILERS = (DYNAMO, "torch.jit")
 
 
 class SwappedType(type):
-    """The type of the classes that :func:`apply` gives: equal to the original, one way only.
+    """The metaclass of patched classes, which makes them equal to their original, one way only.
 
     Other libraries compare classes directly: ``type(module) in mapping`` (``quantize_dynamic``,
-    policies of DeepSpeed) or ``type(module) == nn.Linear``. These comparisons hold as for the
-    original. Two patched classes of one original are not equal to each other. ``is`` distinguishes
-    all of them. So do PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a
-    class among its bases, where both of them stand, and TorchScript keeps a type by class.
+    policies of DeepSpeed) or ``type(module) == nn.Linear``. These comparisons give the same result
+    as before the patch. Two patched classes of one original are not equal. Within PyTorch's
+    compilers, all classes differ: Dynamo resolves ``super()`` by the position of a class among its
+    bases, and TorchScript caches types by class.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -134,7 +131,7 @@ class SwappedType(type):
 
 
 _types: dict[type, type[SwappedType]] = {type: SwappedType}
-"""Our metaclasses by the metaclass of the original class; abstract classes have their own."""
+"""Metaclasses by the metaclass of the original class, which is another one for abstract classes."""
 
 
 def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
@@ -150,14 +147,14 @@ def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
 _classes: dict[Swap, type[nn.Module]] = {}
 
 
-def made_class(swap: Swap) -> type[nn.Module]:
-    """The class that :func:`apply` gives to an instance."""
+def patched_class(swap: Swap) -> type[nn.Module]:
+    """The patched class of a swap; one object per swap."""
     swapped_class = _classes.get(swap)
     if swapped_class is None:
         stock = swap.stock
         bases = (swap.behavior, stock)
         if swap.around is not None:
-            bases = (swap.around, made_class(replace(swap, around=None, around_settings=None)))
+            bases = (swap.around, patched_class(replace(swap, around=None, around_settings=None)))
         namespace = {
             "_liger_multi_swap": swap,
             "_liger_multi_inner": bases[-1],
@@ -166,37 +163,36 @@ def made_class(swap: Swap) -> type[nn.Module]:
             "__doc__": stock.__doc__,
         }
         fresh: Any = _type_of(stock)(stock.__name__, bases, namespace)
-        fresh._liger_multi_made = fresh  # a subclass inherits it, and is not it
+        fresh._liger_multi_made = fresh  # subclasses inherit it, but differ from it
         _note_code(fresh, swap)
         swapped_class = _classes.setdefault(swap, fresh)
     return swapped_class
 
 
 def _note_code(module_class: Any, swap: Swap) -> None:
-    """Record on a class of ours the code that it was probed with, and whether that reads values."""
+    """Record on a patched class the code that was probed, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
     code = code_of(swap.stock, signature if isinstance(signature, Signature) else None)
     module_class._liger_multi_code, module_class._liger_multi_reads = code, reads_values(code)
 
 
 def _new(swap: Swap) -> nn.Module:
-    swapped_class = made_class(swap)
+    swapped_class = patched_class(swap)
     return swapped_class.__new__(swapped_class)
 
 
 def swapped(module: nn.Module) -> Swap | None:
-    """The swap of an instance whose class is exactly one of ours, else None."""
+    """The swap of an instance with a patched class; None with other classes, also on top of one."""
     return swap_of(type(module))
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the module has when it is not patched."""
-    swap = swapped(module)
-    return swap.stock if swap else type(module)
+    """The class of a module without its patch."""
+    return stock_of(type(module))
 
 
 def unpatched_class(module: nn.Module) -> type[nn.Module]:
-    """The same, also where somebody swapped the class once more on top of ours."""
+    """The same, also if another library has put a class on top of the patched one."""
     module_class = type(module)
     return (
         module_class._liger_multi_swap.stock if issubclass(module_class, Patched) else module_class
@@ -204,24 +200,24 @@ def unpatched_class(module: nn.Module) -> type[nn.Module]:
 
 
 def original(module_class: type[nn.Module]) -> Any:
-    """The forward that instances of a class of ours, or of one on top of it, were built with."""
+    """The original forward of a patched class, or of a class on top of one."""
     return module_class._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
 
 
 def buried(module: nn.Module) -> bool:
-    """Whether somebody swapped the class once more on top of ours (FSDP2 does)."""
+    """Whether another library has put a class on top of the patched one (FSDP2 does)."""
     return isinstance(module, Patched) and swapped(module) is None
 
 
 def apply(module: nn.Module, swap: Swap) -> str:
-    """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
+    """Give ``module`` the class of ``swap``, and return its status for the report."""
     before = swapped(module)
     _drop_own_forward(module)
-    _note_code(made_class(swap), swap)  # probed just now
+    _note_code(patched_class(swap), swap)  # as just probed
     if before == swap:
-        swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
+        swap.behavior.entered(module, swap.settings)  # weights may have been replaced
         return "already patched"
-    module.__class__ = made_class(swap)
+    module.__class__ = patched_class(swap)
     if before and before.behavior is not swap.behavior:
         before.behavior.left(module)
     swap.behavior.entered(module, swap.settings)
@@ -229,7 +225,7 @@ def apply(module: nn.Module, swap: Swap) -> str:
 
 
 def restore(module: nn.Module) -> Swap | None:
-    """Give the original class back; None when the module was not patched."""
+    """Restore the original class, and return the swap; None if the module was not patched."""
     swap = swapped(module)
     if swap:
         _drop_own_forward(module)
@@ -239,11 +235,10 @@ def restore(module: nn.Module) -> Swap | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward in a module's attributes is just that of its class, bound.
+    """Whether a module's attributes have a bound forward of its class, patched or not.
 
-    transformers 5.0 leaves it there when it has captured outputs, and accelerate when it removes
-    its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
-    Where the patch came or went in between, that is one of our forwards, or the original one.
+    transformers 5.0 leaves one after it has captured outputs, and accelerate after it has removed
+    its hooks: both replace ``module.forward`` by a wrapper, and later write the bound method back.
     """
     own_forward = vars(module).get("forward")
     function = getattr(own_forward, "__func__", None)
@@ -255,16 +250,17 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def _drop_own_forward(module: nn.Module) -> None:
-    """Let the class decide again; the attribute would outlive a change of class."""
+    """Remove such an attribute, which would hide the forward of a new class."""
     if has_own_forward(module):
         del module.__dict__["forward"]
 
 
 def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None:
-    """Raise, before anything is changed, when a class on top of ours or a module is in the way.
+    """Check that all classes can be restored, before anything is changed.
 
     Raises:
-        PatchError: Names the first module and its class.
+        PatchError: With the first module that has a class on top of the patched one, or whose
+            behavior cannot be undone.
     """
     modules = list(modules)
     buried_modules = [
@@ -288,22 +284,22 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
 
 
 def swap_of(module_class: type[nn.Module]) -> Swap | None:
-    """The swap of a class that is exactly one of ours, else None.
+    """The swap of a patched class; None for other classes, also for subclasses of one.
 
-    This reads attributes and not ``vars(module_class)``: Dynamo refuses to read that mapping when
-    anything was written to the class while it was tracing.
+    Reads attributes and not ``vars(module_class)``, which Dynamo refuses to read after a write to
+    the class during tracing.
     """
     ours = getattr(module_class, "_liger_multi_made", None) is module_class
     return module_class._liger_multi_swap if ours else None  # type: ignore[attr-defined]
 
 
 def stock_of(module_class: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands behind one of ours, or the class itself."""
+    """The original class of a patched class, or the class itself."""
     swap = swap_of(module_class)
     return swap.stock if swap else module_class
 
 
-# --- patches of other libraries: reported, never stacked upon ---
+# --- patches of other libraries, which are reported and left alone ---
 
 LIBRARIES = {
     "liger_kernel": "Liger",
@@ -314,20 +310,20 @@ LIBRARIES = {
     "cut_cross_entropy": "Cut Cross Entropy",
     "axolotl": "axolotl",
 }
-"""Top-level packages that replace forwards, functions or losses, and how messages call them."""
+"""Packages that replace forwards, functions or losses, with their names in messages."""
 
 
 def library_of(function: Any) -> str | None:
-    """Which of these libraries a function, method or class comes from."""
+    """The name of the library that a function, method or class comes from; None for others."""
     function = getattr(function, "__func__", function)
     return LIBRARIES.get(str(getattr(function, "__module__", "") or "").partition(".")[0])
 
 
 def conflict_of(module: nn.Module) -> str | None:
-    """Why a module is not ours to patch: its forward was replaced, on it or on its class."""
+    """Why a module is not patched: other code has replaced its forward or its class; else None."""
     module_class = stock_class(module)
     own_forward = vars(module).get("forward")
-    while isinstance(own_forward, Around):  # which runs the class's
+    while isinstance(own_forward, Around):  # it calls the forward of the class
         own_forward = own_forward.before
     if own_forward is not None and not has_own_forward(module):
         return f"{library_of(own_forward) or 'somebody else'} replaced its forward"
@@ -336,7 +332,7 @@ def conflict_of(module: nn.Module) -> str | None:
 
 
 def loss_conflict(model: nn.Module) -> str | None:
-    """Why a model's loss is not ours: the forward that holds it, or the loss function itself."""
+    """Why a model's loss is not patched: its forward or the loss function was replaced."""
     library = library_of(vars(model).get("forward")) or library_of(stock_class(model).forward)
     if library:
         return f"{library} replaced the forward of {type(model).__name__}, with the loss in it"
@@ -347,15 +343,15 @@ def loss_conflict(model: nn.Module) -> str | None:
 # --- a block ---
 
 lock = threading.RLock()
-"""Held while classes of modules change: patches of several threads follow one another."""
+"""Serializes patches of several threads."""
 _open: weakref.WeakSet[Block] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
 class Block:
-    """The classes of a model's modules from here on, until :meth:`end` brings them back.
+    """The classes of a model's modules at this moment, which :meth:`end` restores.
 
-    A block that nobody holds any more is forgotten, and the model stays as it is.
+    A block without references is dropped, and the model stays as it is.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -365,49 +361,51 @@ class Block:
             _open.add(self)
 
     def end(self) -> None:
-        """Bring the classes back that no later block holds; modules that came lose the patch.
+        """Restore the classes, except those that a later open block has recorded.
+
+        Modules that were added since lose their patch.
 
         Raises:
-            PatchError: A class that is no longer ours, and was when the block began.
+            PatchError: Another library has put a class on top of a patched one since.
         """
         with lock:
             if self not in _open:
                 return
             _open.discard(self)
             now = list(self.model.named_modules())
-            came = {id(m): (m, stock_class(m)) for _, m in now if id(m) not in self.before}
-            mine = {}
-            # those that left the model while it was patched, too
-            for module, module_class in (self.before | came).values():
+            added = {id(m): (m, stock_class(m)) for _, m in now if id(m) not in self.before}
+            restored = {}
+            # also modules that have left the model since
+            for module, module_class in (self.before | added).values():
                 later = self._next(module)
                 if later is None:
-                    mine[id(module)] = (module, module_class)
+                    restored[id(module)] = (module, module_class)
                 elif stock_of(later.before[id(module)][1]) is stock_of(module_class):
                     later.before[id(module)] = (module, module_class)
             refuse_buried(
                 [
                     (path, m)
                     for path, m in now
-                    if id(m) in mine and (id(m) in came or type(m) is not mine[id(m)][1])
+                    if id(m) in restored and (id(m) in added or type(m) is not restored[id(m)][1])
                 ],
                 "unpatch",
             )
-            for module, module_class in mine.values():
+            for module, module_class in restored.values():
                 _give_back(module, module_class)
 
     def forget(self) -> None:
-        """Keep what was done since."""
+        """End the block without restoring anything."""
         with lock:
             _open.discard(self)
 
     def _next(self, module: nn.Module) -> Block | None:
-        """The first of the open blocks that began later and hold the module."""
-        holding = [b for b in _open if b.number > self.number and id(module) in b.before]
-        return min(holding, key=lambda block: block.number, default=None)
+        """The first later open block that has recorded the module."""
+        later = [b for b in _open if b.number > self.number and id(module) in b.before]
+        return min(later, key=lambda block: block.number, default=None)
 
 
 def _give_back(module: nn.Module, module_class: type[nn.Module]) -> None:
-    """Back to a class that the module had, where it still is a form of it."""
+    """Restore a recorded class, unless the original class of the module has changed."""
     if type(module) is module_class or stock_class(module) is not stock_of(module_class):
         return
     swap = swap_of(module_class)
@@ -417,11 +415,12 @@ def _give_back(module: nn.Module, module_class: type[nn.Module]) -> None:
         apply(module, swap)
 
 
-# --- what parts ask for ---
+# --- changes that parts yield ---
 
-# A part is a generator ``find(model, request)``. :mod:`liger_multi.patching.apply` carries out
-# every change before it asks for the next one, so a part sees the model as its earlier changes
-# left it.
+# A part is a generator ``find(model, request)`` over the facts of a model
+# (:class:`~liger_multi.patching.evidence.facts.ModelFacts`). :mod:`liger_multi.patching.apply`
+# carries out every change before it asks for the next one, so a part sees the classes that its
+# earlier changes gave.
 
 
 @dataclass(frozen=True, eq=False)
@@ -432,7 +431,7 @@ class Replace:
         path: Of the module in the model.
         module: The module.
         swap: Its new class.
-        replaced_by: What the report says that runs now; None for no line.
+        replaced_by: The new forward, for the report; None for no line.
         options: Options of the line.
         op: The operator of the line; by default that of the swap.
     """
@@ -447,12 +446,12 @@ class Replace:
 
 @dataclass(frozen=True, eq=False)
 class Restore:
-    """Give a module the class back that it had before it was patched, if it was.
+    """Restore the original class of a module, if it is patched.
 
     Attributes:
         path: Of the module in the model.
         module: The module.
-        instead_of: An operator whose line for this module, of the same call, goes away; there is
+        instead_of: An operator, whose line for this module in the same report is removed; there is
             no line for the restored class then.
     """
 
@@ -463,12 +462,12 @@ class Restore:
 
 @dataclass(frozen=True)
 class Relabel:
-    """Modules that an earlier part replaced run another operator after all.
+    """Change report lines of modules that an earlier part replaced.
 
     Attributes:
-        paths: Of the modules.
+        paths: Paths of the modules.
         op: The operator of their lines.
-        replaced_by: What these say now.
+        replaced_by: The new text.
     """
 
     paths: frozenset[str]
@@ -479,28 +478,27 @@ class Relabel:
 Change: TypeAlias = Replace | Restore | Relabel | Skipped
 
 
-# --- modules whose methods call functions of ours under global names of their modeling file ---
+# --- modules whose methods call global functions of their modeling file ---
 
-# A behavior says which calls of a class it serves, and by what. The methods are made with the
-# class of an instance: copies that load our function
-# (:mod:`liger_multi.patching.evidence.redirect`).
+# A behavior tells which calls of a class it replaces, and by which functions. The patched class
+# has copies of the methods that load these functions (:mod:`.evidence.redirect`).
 
 Call: TypeAlias = "tuple[str, FunctionType, str, Any]"
-"""A method's name, the method, a global name that it calls, and what stands there."""
+"""A method's name, the method, a global name that it calls, and the function of that name."""
 
 
 class Calling(Patched):
-    """A module whose methods call other functions than those of its class."""
+    """A module whose methods call other global functions than those of its class."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the methods with the class: it is made wherever something patches or unpickles."""
+        """Create the methods with the class, in every process that patches or unpickles."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
             renew(cls)
 
     @staticmethod
     def find_calls(stock: type) -> list[Call]:
-        """The calls of a class that are served."""
+        """The calls of a class that are replaced."""
         raise NotImplementedError
 
     @staticmethod
@@ -510,24 +508,24 @@ class Calling(Patched):
 
     @staticmethod
     def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
-        """The method that replaces one, whose ``copy`` calls the functions that are served."""
+        """The new method, from the original one and a ``copy`` with replaced calls."""
         return copy
 
 
-def renew(patched_class: type) -> None:
-    """Make the methods of a class of ours from those that its original class has now."""
-    patched_class = next(
-        k for k in patched_class.__mro__ if any(b.__base__ is Calling for b in k.__bases__)
+def renew(module_class: type) -> None:
+    """Create the methods of a patched class from those that its original class has now."""
+    calling: Any = next(
+        k for k in module_class.__mro__ if any(b.__base__ is Calling for b in k.__bases__)
     )
-    swap: Swap = vars(patched_class)["_liger_multi_swap"]
+    swap: Swap = vars(calling)["_liger_multi_swap"]
     behavior = cast("type[Calling]", swap.behavior)
     methods: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
     for method, function, name, called in behavior.find_calls(swap.stock):
         methods.setdefault(method, (function, {}))[1][name] = called
-    if methods == vars(patched_class).get("_liger_multi_methods"):
+    if methods == vars(calling).get("_liger_multi_methods"):
         return
-    for method in vars(patched_class).get("_liger_multi_methods", {}):
-        delattr(patched_class, method)
+    for method in vars(calling).get("_liger_multi_methods", {}):
+        delattr(calling, method)
     for method, (function, used) in methods.items():
         targets = {
             name: redirect.while_current(
@@ -536,14 +534,14 @@ def renew(patched_class: type) -> None:
             for name, called in used.items()
         }
         around = functools.partial(_while_it_holds, swap=swap, name=method)
-        setattr(patched_class, method, redirect.redirected(function, targets, around))
-    patched_class._liger_multi_methods = methods  # type: ignore[attr-defined]
+        setattr(calling, method, redirect.redirected(function, targets, around))
+    calling._liger_multi_methods = methods
 
 
 def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
-    """A method that is the copy, as long as the original class has what it was copied from.
+    """The copy of a method, which calls the original if the class has another method by now.
 
-    It may be called, by somebody who holds it, when the module has its original class again.
+    It may also be called after the module's original class was restored.
     """
     behavior, stock = cast("type[Calling]", swap.behavior), swap.stock
     ours = behavior.whole(getattr(stock, name), copy, swap.settings)
@@ -565,7 +563,7 @@ def _method_holds(module_class: Any, name: str) -> bool:
 
 
 def named(function: Any, name: str, options: Options) -> FunctionType:
-    """The name that a function has in the globals of a modeling file."""
+    """Give a function its name in the globals of a modeling file."""
     suffix = "".join(f"_{value}" for value in options.shown().values())
     function.__name__ = f"_liger_multi_{name}{suffix}"
     return cast(FunctionType, function)

@@ -669,6 +669,7 @@ def own_loss(logits, ids):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo hides later
 @pytest.mark.parametrize(
     "options", [{}, {"fused_linear_cross_entropy": False, "cross_entropy": True}], ids=str
 )

@@ -673,7 +673,7 @@ def test_generation_equals_eager(model_type, cache):
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
 def test_any_other_mask_stays_dense_and_equal(model_type, monkeypatch, caplog, calls):
-    monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_warned", set())
     eager, other = pair(model_type, sliding_window=64)
     with caplog.at_level("WARNING", logger="liger_multi"):
         same(eager, other, **padded(holes(0, [2, 3, 6, 9])))

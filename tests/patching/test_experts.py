@@ -201,11 +201,28 @@ def test_changed_experts(change, way, request):
     assert_same_training(stock, ours)
 
 
-def test_a_replaced_gate_of_an_experts_class(monkeypatch):
-    stock, ours = pair("mixtral", patching={})
+@pytest.mark.parametrize("way", ["patch", "interface"])
+def test_a_replaced_gate_of_an_experts_class(way, monkeypatch, request):
+    stock, ours = pair("mixtral", **({"patching": {}} if way == "patch" else {}))
+    if way == "interface":
+        request.getfixturevalue("interface")
+        stock.set_experts_implementation("grouped_mm")
+        ours.set_experts_implementation("liger_multi")
+        assert_same_training(stock, ours)  # the first call probes the class
     module_class = type(experts_of(stock)[0])
     monkeypatch.setattr(module_class, "_apply_gate", lambda self, x: x.chunk(2, -1)[1])
     assert_same_training(stock, ours)
+
+
+def test_interface_layers_with_other_limits(interface):
+    """Both run the operator, each with its own number."""
+    _, ours = pair("gpt_oss")
+    experts_of(ours)[1].limit = 0.2
+    ours.set_experts_implementation("liger_multi")
+    ours(**batch())  # probes both
+    with calls_of("fused_moe") as calls:
+        ours(**batch())
+    assert len(calls) == 2
 
 
 class Experts(nn.Module):

@@ -22,6 +22,7 @@ pytest.importorskip("peft.tuners.lora.layer", reason="a PEFT with target_paramet
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.experts import lora as expert_lora
 from liger_multi.patching.experts import quantized as quantized_experts
 from tests import models
@@ -102,7 +103,7 @@ def assert_left_to_peft(stock, ours, calls):
 
 
 def wrappers(model):
-    return [m for _, m in expert_lora.outermost_wrappers(model)]
+    return [m for _, m in expert_lora.outermost_wrappers(ModelFacts(model))]
 
 
 # --- equal ---

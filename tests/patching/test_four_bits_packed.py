@@ -2,13 +2,15 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import save_file
 
 from liger_multi.ops import QuantizedWeight, _quantized
 from liger_multi.patching import patch, unpatch
@@ -35,15 +37,16 @@ def words_of(codes, packing):
     return packed(codes.mT, AWQ_ORDER).contiguous()
 
 
-def parts(rows, columns, packing, seed=0):
-    """Codes (N, K), and the tensors of a layer."""
+def parts(rows, columns, packing, seed=0, dtype=torch.bfloat16):
+    """The tensors of a layer (N, K), and its numbers: exact for fp16, else rounded like scales."""
     g = torch.Generator().manual_seed(seed)
     groups = columns // GROUP
     codes, zeros = (torch.randint(16, s, generator=g) for s in ((rows, columns), (groups, rows)))
-    scales = (torch.rand(groups, rows, generator=g) * 0.02 + 0.001).bfloat16()
+    scales = (torch.rand(groups, rows, generator=g) * 0.02 + 0.001).to(dtype)
+    wide = torch.float32 if dtype == torch.float16 else dtype
     order = AWQ_ORDER if packing == "awq" else range(8)
     tensors = {"qweight": words_of(codes, packing), "qzeros": packed(zeros, order)}
-    numbers = (codes - zeros.mT.repeat_interleave(GROUP, 1)).bfloat16()
+    numbers = (codes - zeros.mT.repeat_interleave(GROUP, 1)).to(wide)
     numbers = numbers * scales.mT.repeat_interleave(GROUP, 1)
     return {**tensors, "scales": scales, "zeros": zeros}, numbers
 
@@ -81,9 +84,9 @@ def test_unknown_packings_are_refused():
 def stand_in(module, name):
     """A class under the name of one of gptqmodel's, which dequantizes by PyTorch."""
 
-    def init(self, rows, columns, packing, seed, bias):
+    def init(self, rows, columns, packing, seed, bias, dtype=torch.bfloat16):
         nn.Module.__init__(self)
-        tensors, self.numbers = parts(rows, columns, packing, seed)
+        tensors, self.numbers = parts(rows, columns, packing, seed, dtype)
         del tensors["zeros"]
         for key, value in tensors.items():
             self.register_buffer(key, value)
@@ -94,7 +97,8 @@ def stand_in(module, name):
         self.adapter, self.online_full_had, self.online_partial_had = None, False, False
 
     def forward(self, x):
-        return nn.functional.linear(x, self.numbers, self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.numbers.to(x.dtype), bias)
 
     forward.__module__, forward.__qualname__ = module, f"{name}.forward"
     body = {"__init__": init, "forward": forward, "__module__": module}
@@ -108,15 +112,15 @@ LAYERS = {
 }
 
 
-def in_words(packing):
+def in_words(packing, dtype=torch.bfloat16, scales=torch.bfloat16):
     layers = iter(range(1000))
 
     def make(layer):
-        bias = None if next(layers) % 2 else torch.ones(layer.out_features).bfloat16()
+        bias = None if next(layers) % 2 else torch.ones(layer.out_features).to(scales)
         sizes = layer.out_features, layer.in_features
-        return LAYERS[packing](*sizes, packing, next(layers), bias)
+        return LAYERS[packing](*sizes, packing, next(layers), bias, scales)
 
-    return replaced(build("llama", **SIZES).bfloat16(), make)
+    return replaced(build("llama", **SIZES).to(dtype), make)
 
 
 @pytest.mark.parametrize("packing", LAYERS)
@@ -136,6 +140,25 @@ def test_layers(packing, called):
     )
     unpatch(ours)
     assert_same_training(stock, ours, loss_of, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("packing", LAYERS)
+def test_scales_in_fp16(packing, dtype, rtol, called):
+    """gptqmodel has fp16 scales and biases beside a model of any dtype, and follows the input."""
+    stock = in_words(packing, dtype, torch.float16)
+    ours = copy.deepcopy(stock)
+    assert patch(ours, strict=True).count("four_bits") == 14
+    called.clear()
+    assert_same_training(stock, ours, loss_of, rtol=rtol)
+    assert called.count(("linear", True)) == len(called) > 13
+    up = [m.model.layers[0].mlp.up_proj for m in (ours, stock)]
+    wide = torch.ones(2, 64, dtype=torch.float64)  # no dtype of the operator
+    assert torch.equal(up[0](wide), up[1](wide))
+    with torch.autocast("cpu", torch.bfloat16):
+        called.clear()
+        assert_same_training(stock, ours, loss_of, rtol=0.03)
+    assert ("linear", True) in called
 
 
 @pytest.mark.parametrize(
@@ -224,6 +247,79 @@ def test_lora_on_layers_of_gptqmodel(packing, called):
     assert {("linear", True), ("lora_mlp", True), ("lora_qkv", True)} <= set(called)
     with torch.no_grad():
         torch.testing.assert_close(loss_of(ours), loss_of(owner), rtol=0.01, atol=0)
+
+
+# --- checkpoints as transformers loads them ---
+
+LOADED = {
+    "gptq": {"desc_act": False, "sym": False, "checkpoint_format": "gptq_v2"},
+    "awq": {"zero_point": True, "version": "gemm", "modules_to_not_convert": ["lm_head"]},
+}
+BACKENDS = {"gptq": "torch", "awq": "torch_awq"}
+
+
+def checkpoint(packing, folder):
+    """Write a checkpoint of a model in words; the model with the numbers of its layers."""
+    model = build("llama", **SIZES)
+    state = dict(model.state_dict())
+    layers = [n for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"]
+    for seed, name in enumerate(layers):
+        layer = model.get_submodule(name)
+        shape = layer.out_features, layer.in_features
+        tensors, layer.weight.data = parts(*shape, packing, seed, torch.float16)
+        layer.requires_grad_(False)
+        del tensors["zeros"], state[f"{name}.weight"]
+        if packing == "gptq":
+            tensors["g_idx"] = torch.arange(layer.in_features, dtype=torch.int32) // GROUP
+        state |= {f"{name}.{key}": value for key, value in tensors.items()}
+    folder.mkdir(exist_ok=True)
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    scheme = {"quant_method": packing, "bits": 4, "group_size": GROUP, **LOADED[packing]}
+    config = {**model.config.to_dict(), "quantization_config": scheme}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return model
+
+
+def loaded(packing, folder):
+    schemes = {"gptq": transformers.GPTQConfig(4, backend=BACKENDS["gptq"])}
+    schemes["awq"] = transformers.AwqConfig(4, backend=BACKENDS["awq"])
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=schemes[packing], device_map={"": "cpu"}
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("packing", LOADED)
+def test_loaded_by_transformers(packing, tmp_path, called):
+    """``from_pretrained`` by gptqmodel and optimum, LoRA, unpatching, and saving again."""
+    for package in ("gptqmodel", "optimum"):
+        pytest.importorskip(package)
+    stock = checkpoint(packing, tmp_path / "first").requires_grad_(False)
+    ours = loaded(packing, tmp_path / "first")
+    words = {n: t.clone() for n, t in ours.state_dict().items()}
+    assert words["model.layers.0.mlp.up_proj.scales"].dtype == torch.float16
+    with torch.no_grad():
+        owner = loss_of(ours)
+    assert patch(ours, strict=True).count("four_bits") == 14
+    stock, ours = with_lora(stock), with_lora(ours)
+    ours.load_state_dict(
+        {n: t for n, t in stock.state_dict().items() if "lora_" in n}, strict=False
+    )
+    report = patch(ours, strict=True)
+    assert report.count("four_bits") == report.count("lora") == 14
+    called.clear()
+    assert_same_training(stock, ours, loss_of, rtol=2e-5)
+    assert {("linear", True), ("lora_mlp", True), ("lora_qkv", True)} <= set(called)
+    unpatch(ours)
+    base = ours.unload()
+    base.save_pretrained(tmp_path / "second")
+    again = loaded(packing, tmp_path / "second")
+    saved = again.state_dict()
+    assert saved.keys() == words.keys()
+    assert all(same_bits(saved[name], words[name]) for name in words)
+    with torch.no_grad():
+        assert same_bits(loss_of(base), owner)
+        assert same_bits(loss_of(again), owner)
 
 
 # --- modelopt ---

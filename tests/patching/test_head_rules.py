@@ -562,6 +562,8 @@ def test_inference_mode_reads_logits_of_outside(models):
     with torch.inference_mode():
         assert torch.allclose(got.softmax(-1), expected.softmax(-1), atol=1e-5)
         assert torch.allclose(got[:, 1:].mean(-1), expected[:, 1:].mean(-1), atol=1e-5)
+        entropies = [torch.distributions.Categorical(logits=z).entropy() for z in (got, expected)]
+        assert torch.allclose(*entropies, atol=1e-5)
     assert_same_use(models, loss_of)
 
 

@@ -653,7 +653,27 @@ def test_forward_and_backward(model_type, form):
         expected = by_unpatched(lambda m: run(m, *call), unpatched)  # noqa: B023
         got = run(patched, *call)
         assert_close(model_type, got[0], expected[0])
-        assert_same_gradients(got[1], expected[1], rtol=ROUNDING.get(model_type, 1e-3))
+        rtol = 1e-3
+        if model_type in ROUNDING:  # rounding alone moves it further
+            moved = run(shaken(unpatched), *call)[1]
+            rtol = 4 * max(relative(x, expected[1][n]) for n, x in moved.items())
+        assert_same_gradients(got[1], expected[1], rtol=rtol)
+
+
+def shaken(model):
+    """A copy whose weights are each one rounding off."""
+    model = copy.deepcopy(model)
+    signs = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            sign = torch.randint(2, weight.shape, generator=signs) * 2 - 1
+            weight.mul_(1 + sign * torch.finfo(weight.dtype).eps)
+    return model
+
+
+def relative(x, other):
+    """The largest difference over the largest number."""
+    return float((x - other).abs().max() / other.abs().max())
 
 
 WAYS = {

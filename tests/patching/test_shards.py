@@ -64,13 +64,20 @@ def run(folder, count, names, checkpointing=False):
 @pytest.mark.skipif(OLDER, reason="the committed list is of transformers 5.24")
 def test_types_as_on_the_page(tmp_path):
     """Attention to later tokens sees padding, an indexer has masks of all tokens; as committed."""
-    names = ["bert/BertLM", "gemma3n_text", "deepseek_v32", "mamba/MambaForC", "llama/LlamaForC"]
+    names = [
+        "bert/BertLM",
+        "/RobertaForC",
+        "gemma3n_text",
+        "deepseek_v32",
+        "mamba/MambaForC",
+        "llama/LlamaForC",
+    ]
     command = [sys.executable, "-m", "tests.sweep", "--shards", *names, "--json"]
     subprocess.run([*command, str(tmp_path / "out.json")], check=True, cwd=ROOT)
     actual = json.loads((tmp_path / "out.json").read_text())
     committed = json.loads((ROOT / "tests" / "sweep" / "shards.json").read_text())["pairs"]
     expected = {one["cls"]: one["status"] for one in committed}
-    assert len(actual) == 5
+    assert len(actual) == 6
     for one in actual:
         assert one["status"] == expected[one["cls"]], one
 
@@ -116,6 +123,7 @@ def test_layers_that_are_computed_again(tmp_path):
 CALLS = """shard_models.outside("LlamaForCausalLM", {})
 shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
 shard_models.headless()
+shard_models.other_heads()
 shard_models.interrupted()
 shard_models.compiled()
 shard_models.ulysses()"""

@@ -157,16 +157,21 @@ def test_checkpointing(reentrant):
     assert_equal_to_unshared(model, trees.pack(NESTED))
 
 
-def hybrid(model_type):
-    """A tiny hybrid, patched."""
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
+def tiny(model_type, head):
+    """A patched tiny model of a type, and its pair of configuration and class."""
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith(head)}
     if model_type not in pairs:
         pytest.skip(f"this transformers has no {model_type}")
     model = cases.build(pairs[model_type])
     liven(model)
     model.set_attn_implementation("liger_multi")
     patch(model)
-    return model.train()
+    return model, pairs[model_type]
+
+
+def hybrid(model_type):
+    """A tiny hybrid, patched."""
+    return tiny(model_type, "ForCausalLM")[0].train()
 
 
 @older_refuse
@@ -346,14 +351,8 @@ def test_positions_of_images(model_type):
 
 def with_pixels(model_type):
     """A tiny model, what it takes beside tokens, and a tree whose prompt has images."""
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForConditionalGeneration")}
-    if model_type not in pairs:
-        pytest.skip(f"this transformers has no {model_type}")
-    model = cases.build(pairs[model_type])
-    liven(model)
-    model.set_attn_implementation("liger_multi")
-    patch(model)
-    whole = cases.inputs(pairs[model_type], model)
+    model, pair = tiny(model_type, "ForConditionalGeneration")
+    whole = cases.inputs(pair, model)
     ids = whole["input_ids"]
     inputs = {n: v[: len(v) // len(ids)] for n, v in whole.items() if "pixel" in n or "grid" in n}
     answers = [[10 + token % 50 for token in tokens(count, count)] for count in (4, 1, 6)]

@@ -1,23 +1,22 @@
 """``attn_implementation="liger_multi"``: the attention operator in transformers' interfaces.
 
-transformers asks two functions of one name: a mask function, once per forward pass and kind of
-layer (:func:`mask`), and the attention function (:func:`forward`), once per layer. Three checks
-keep a model from computing something else than its eager attention:
+transformers calls two functions that are registered under one name: :func:`mask`, once per forward
+pass and type of layer, and :func:`forward`, once per layer. :func:`mask` takes a mask function of
+transformers and returns a :class:`KeyMask`. :func:`forward` takes queries, keys, values and that
+mask, and returns the output of ``ops.attention``.
 
-* When a model asks for the name, its class must call the attention interface
+A :class:`KeyMask` holds ranges of keys: two numbers per query instead of a row of booleans.
+transformers evaluates its mask function for a block of queries at a time, and each row is reduced
+to its first and last key. A row with one gap becomes two ranges; other masks stay dense. So
+windows, chunks, packed sequences, padding and caches need no code of their own.
+
+Three checks ensure that a model computes its eager attention:
+
+* The class of a model that selects the name must call transformers' attention interface
   (:mod:`liger_multi.patching.attention.support`).
-* The mask raises when other code than :func:`forward` reads it.
+* A :class:`KeyMask` raises when other code reads it. transformers passes masks to models with
+  attention code of their own too, which would add them to their scores.
 * :func:`forward` refuses masks and keyword arguments that it does not know.
-
-The mask consists of ranges of keys, which only our attention reads. The mask function turns any
-mask of transformers into such ranges, two numbers per query in place of a row: it has transformers
-evaluate the mask for some queries at a time and keeps where each row begins and ends. A mask with
-one hole per row becomes two ranges; others stay dense. So windows, chunks, packed sequences,
-padding and caches need no code of their own.
-
-transformers does not check who receives the mask. Models with attention code of their own ask for
-it as well, and add it to their scores. So what we return is no tensor and never None: it is a
-:class:`KeyMask`, which is complete by itself and raises in every operation of other code.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ from liger_multi.patching.packing.tree import Tree, causal_ranges, run, running
 
 # --- tiles of keys at fixed tokens, for ``deterministic="rows"`` ---
 
-# A kernel sums over keys a tile at a time, and its tiles begin at multiples of their size. A
-# cache of a sliding window has dropped the first keys, and left padding stands before the first
-# token: there a token lies in another column than in the whole sequence, its tiles are other
-# ones, and with them the order of the sum. Columns that nobody sees, put before the keys, give it
-# its own tiles back.
+# A kernel sums over keys tile by tile, and tiles start at multiples of their size. With left
+# padding, or in the cache of a sliding window, a token is in another column than in the whole
+# sequence. It then falls into another tile, which changes the order of the sum. Hidden columns in
+# front of the keys shift it back to its own tile.
 
 TILE = 128
 """A multiple of every kernel's tile of keys."""
 
 
 def key_shifts(attention_mask: Tensor | None, offset: int) -> tuple[int, ...]:
-    """Columns to put before the keys, for each element of the batch or for all; none where empty.
+    """Hidden columns to add in front of the keys, per element of the batch or for all; () for none.
+
+    Waits for the device if there is a mask.
 
     Args:
-        attention_mask: ``(B, T)``, true at tokens; None where every column is one.
-        offset: Column of the first key in that mask, or in the sequence. Waits for the device where
-            there is a mask.
+        attention_mask: ``(B, T)``, true at tokens; None if all columns are tokens.
+        offset: Column of the first key in that mask, or in the sequence.
     """
     first = [0] if attention_mask is None else attention_mask.bool().int().argmax(-1).tolist()
     columns = tuple((offset - token) % TILE for token in first)
@@ -70,7 +69,7 @@ def key_shifts(attention_mask: Tensor | None, offset: int) -> tuple[int, ...]:
 
 
 def shifted(x: Tensor, columns: tuple[int, ...]) -> Tensor:
-    """Keys or values ``(B, H, S, D)`` behind zeros; all elements of the batch become as long."""
+    """Keys or values ``(B, H, S, D)`` after these columns of zeros, all padded to one length."""
     if len(set(columns)) == 1:
         return F.pad(x, (0, 0, columns[0], 0))
     most = max(columns)
@@ -85,13 +84,13 @@ def shifted_ranges(
     sizes: tuple[int, int],
     device: torch.device,
 ) -> Tensor:
-    """The ranges ``(B or 1, L, 2 n)`` of queries behind the same columns.
+    """The ranges ``(B or 1, L, 2 n)`` of queries, moved by the same columns.
 
     Args:
-        ranges: Those of the keys as they were; None for a causal mask or none.
-        causal: Which of the two it is: the queries are the last keys.
-        columns: As :func:`key_shifts` returns them.
-        sizes: Queries and keys.
+        ranges: Ranges before the shift; None for a causal mask or no mask.
+        causal: Whether the mask is causal; the queries are then the last keys.
+        columns: Result of :func:`key_shifts`.
+        sizes: Numbers of queries and keys.
         device: Of the result.
     """
     queries, keys = sizes
@@ -106,8 +105,8 @@ def shifted_ranges(
 # --- masks ---
 
 NAME = "liger_multi"
-ELEMENTS = 2**26  # of a dense mask that exist at a time
-LONG = 8192  # tokens from which ranges are found by bisection
+ELEMENTS = 2**26  # of the part of a dense mask that is materialized at a time
+LONG = 8192  # tokens; ranges of longer sequences are computed by bisection
 
 
 class MaskReadError(ConfigurationError, AttributeError, TypeError):
@@ -115,16 +114,15 @@ class MaskReadError(ConfigurationError, AttributeError, TypeError):
 
 
 class KeyMask:
-    """Which keys each query sees. It has a shape and moves to devices; all else raises.
+    """The keys that each query attends to. It has a shape and moves to devices; other uses raise.
 
     Attributes:
-        causal: Without tensors: the queries are the last keys, and see none after them. Without
-            tensors and not causal, every query sees every key.
+        causal: If there are no tensors: whether queries, which are the last keys, attend to no
+            later key. Otherwise every query attends to every key.
         ranges: ``(B or 1, L, 2 n)`` int32, as ``ops.attention`` takes them.
-        dense: ``(B, 1, L, S)`` bool, for a mask of another form.
-        shape: ``(B, 1, L, S)``, of the mask that this one stands for.
-        shifts: Columns to put before the keys, where rows must be independent
-            (:func:`key_shifts`).
+        dense: ``(B, 1, L, S)`` bool, for masks that are not made of ranges.
+        shape: ``(B, 1, L, S)``, the shape of the dense mask.
+        shifts: Result of :func:`key_shifts`, under ``deterministic="rows"``.
     """
 
     ndim = 4
@@ -144,11 +142,11 @@ class KeyMask:
 
     @property
     def plain(self) -> bool:
-        """Whether it is causal or all of the keys, without tensors."""
+        """Whether there are no tensors: the mask is causal or full."""
         return self.ranges is None and self.dense is None
 
     def to(self, *args: Any, **kwargs: Any) -> KeyMask:
-        """The mask on another device, for models that are spread over several."""
+        """The mask on another device, for models on several devices."""
         ranges, dense = (
             None if x is None else x.to(*args, **kwargs) for x in (self.ranges, self.dense)
         )
@@ -157,14 +155,14 @@ class KeyMask:
         )
 
     def shifted_ranges(self, device: torch.device) -> Tensor:
-        """The ranges of queries behind :attr:`shifts`, computed once for all layers."""
+        """The ranges of queries after :attr:`shifts`, computed once for all layers."""
         if self._shifted is None:
             sizes = self.shape[2:]
             self._shifted = shifted_ranges(self.ranges, self.causal, self.shifts, sizes, device)
         return self._shifted
 
     def contiguous(self) -> KeyMask:
-        """Itself: generation asks it of each mask that it makes before a step."""
+        """The mask itself: generation calls this on the mask of every step."""
         return self
 
     def __repr__(self) -> str:
@@ -213,7 +211,7 @@ def _misread(operation: str) -> str:
 
 
 def _reader() -> tuple[str, str]:
-    """The innermost module and the outermost model that are running."""
+    """Names of the innermost module and the outermost model on the call stack."""
     if torch.compiler.is_compiling():
         return "one of its modules", "this model"
     from transformers import PreTrainedModel
@@ -237,13 +235,13 @@ _samples: ContextVar[tuple[Callable[[], Tensor | None], Container[str]] | None] 
 def samples_of_call(
     ids: Callable[[], Tensor | None], others: Container[str] = ()
 ) -> Iterator[None]:
-    """Masks within a block keep the samples of a packed row apart, whether a model asks or not.
+    """Let masks within a block separate the samples of packed rows.
 
-    transformers tells them by positions, which some models (gpt_oss) do not hand to their masks.
+    transformers detects samples from positions, which some models (gpt_oss) do not pass to masks.
 
     Args:
-        ids: Makes the ids of samples ``(B or 1, T)``, or None for one sample per row; called once.
-        others: Types of models whose tokens are others, such as patches of images.
+        ids: Returns ids of samples ``(B or 1, T)``, or None for one sample per row; called once.
+        others: Types of models with other tokens, such as image patches.
     """
     token = _samples.set((functools.cache(ids), others))
     try:
@@ -253,7 +251,7 @@ def samples_of_call(
 
 
 class _Graph:
-    """Ids of samples ``(B or 1, T)`` of a call that a compiler follows; it sees no ContextVar."""
+    """Ids of samples ``(B or 1, T)`` of a traced call; compilers do not trace a ContextVar."""
 
     ids: Tensor | None = None
 
@@ -262,7 +260,7 @@ _graph = _Graph()
 
 
 def samples_in_graph(ids: Tensor | None, call: Callable[[], Any]) -> Any:
-    """``call()`` with masks as in :func:`samples_of_call`, while a compiler follows it."""
+    """``call()`` with masks as in :func:`samples_of_call`, while a compiler traces it."""
     before = _graph.ids
     _graph.ids = ids
     try:
@@ -272,7 +270,7 @@ def samples_in_graph(ids: Tensor | None, call: Callable[[], Any]) -> Any:
 
 
 def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any:
-    """A mask function whose queries see their own sample alone; the same one for one sample."""
+    """A mask function limited to samples of a row; the same function if there is one sample."""
     from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
     if torch.compiler.is_compiling():
@@ -302,14 +300,14 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> KeyMask:
-    """What transformers' mask interface asks for, as a :class:`KeyMask`."""
+    """The mask function of transformers' interface, which returns a :class:`KeyMask`."""
     from transformers.masking_utils import (
         bidirectional_mask_function,
         causal_mask_function,
         sdpa_mask,
     )
 
-    if isinstance(attention_mask, KeyMask):  # made before the forward pass, as generation does
+    if isinstance(attention_mask, KeyMask):  # built before the forward pass, as in generation
         return attention_mask
     row = shards.row()
     asked = q_length if cache_position is None else len(cache_position)
@@ -319,11 +317,11 @@ def mask(
         return _of_whole(row, batch_size, mask_function, allow_is_causal_skip, options)
     tree = running(kv_length, batch_size)
     if tree is not None and tree.is_path and not tree.padding:
-        attention_mask = None  # a plain row
+        attention_mask = None  # an ordinary row
     elif tree is not None:
         device = options.get("device") or getattr(attention_mask, "device", None)
         return _of_tree(tree, mask_function, cache_position is None, device, options)
-    if cache_position is not None:  # where the queries stand is known to the device alone
+    if cache_position is not None:  # positions of queries are known on the device only
         q_length, q_offset = len(cache_position), cache_position[0]
     assert q_length is not None
     queries = q_length
@@ -380,35 +378,35 @@ INTERVALS = (
     *BIDIRECTIONAL,
     *("packed_sequence_mask_function", "remap_positions_for_packed_sequence"),
 )
-"""Mask functions of transformers by which a query sees itself and keys on both sides, no gaps."""
+"""Mask functions of transformers whose rows are an interval of keys around the query itself."""
 
 
 def _is_interval(function: Any) -> bool:
-    """Whether a mask function is made of those in ``INTERVALS`` alone."""
-    ours = getattr(function, "__module__", "") == shards.__name__
-    theirs = function.__module__ == "transformers.masking_utils" and _maker(function) in INTERVALS
-    return (ours or theirs) and all(map(_is_interval, _functions_in(function)))
+    """Whether a mask function is composed of those in ``INTERVALS`` alone."""
+    home = getattr(function, "__module__", "")
+    interval = home == "transformers.masking_utils" and _outer_name(function) in INTERVALS
+    return (interval or home == shards.__name__) and all(map(_is_interval, _functions_in(function)))
 
 
-def _maker(function: Any) -> str:
-    """Of a mask function: that of the function that made it."""
+def _outer_name(function: Any) -> str:
+    """The name of the function that returned a mask function."""
     return str(getattr(function, "__qualname__", "")).partition(".")[0]
 
 
 def _functions_in(function: Any) -> list[Any]:
-    """The mask functions that one is made of."""
+    """The mask functions that a mask function is composed of."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     parts = [part for v in cells for part in (v if isinstance(v, tuple) else (v,))]
     return [part for part in parts if inspect.isfunction(part)]
 
 
 def _has_part(function: Any, name: str) -> bool:
-    """Whether a mask function of that name is one of those that a mask function is made of."""
-    return _maker(function) == name or any(_has_part(f, name) for f in _functions_in(function))
+    """Whether a mask function is composed of one with this name, at any depth."""
+    return _outer_name(function) == name or any(_has_part(f, name) for f in _functions_in(function))
 
 
 def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
-    """Ranges ``(B, T, 2)`` of a mask function of intervals, in ``log2(T)`` steps over all rows."""
+    """Ranges ``(B, T, 2)`` of a mask function of intervals, by bisection of all rows at once."""
     place = torch.arange(tokens, device=device)
 
     def edge(row: int, outside: int) -> Tensor:
@@ -428,7 +426,7 @@ def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
 def _of_whole(
     row: shards.Row, batch_size: int, mask_function: Any, skip: bool, options: dict[str, Any]
 ) -> KeyMask:
-    """The mask of a whole row, where the model has a rank's share of its tokens."""
+    """The mask of a whole row, when the model holds one rank's share of its tokens."""
     padding_mask = row.mask
     hidden = padding_mask is None and row.ids is None and row.padding > 0
     if hidden and any(_has_part(mask_function, name) for name in BIDIRECTIONAL):
@@ -449,7 +447,7 @@ def _of_whole(
 def _of_tree(
     tree: Tree, mask_function: Any, by_length: bool, device: Any, options: dict[str, Any]
 ) -> KeyMask:
-    """The mask of a row of trees: what a sequence sees by position, on the path of every token."""
+    """The mask of a row of trees: the mask of a sequence, applied to the path of every token."""
     if _reads_tensors(mask_function):
         raise PackingError(
             f"attn_implementation={NAME!r} cannot serve shared prefixes with a mask that is made "
@@ -469,7 +467,7 @@ def _of_tree(
             f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
             f"ones, and earlier ones in two ranges of positions at most, got {path}"
         )
-    if causal and tree.is_path:  # its padding comes last: no other token sees it
+    if causal and tree.is_path:  # padding comes last, where no token attends to it
         return KeyMask(shape, causal=True)
     if causal:
         return KeyMask(shape, ranges=causal_ranges(tree, torch.device(device or "cpu")))
@@ -478,7 +476,7 @@ def _of_tree(
 
 
 def _visible(ranges: Tensor | None, length: int) -> tuple[bool, bool]:
-    """Whether a token of a sequence sees later ones, and whether each sees all that are not."""
+    """Whether some token attends to later ones, and whether the ranges are exactly causal."""
     if ranges is None:
         return False, False
     end = torch.arange(1, length + 1, device=ranges.device, dtype=ranges.dtype)
@@ -489,7 +487,7 @@ def _visible(ranges: Tensor | None, length: int) -> tuple[bool, bool]:
 
 
 def _reads_tensors(function: Any) -> bool:
-    """Whether a mask function looks up tokens in a tensor: positions on a path are no places."""
+    """Whether a mask function indexes tensors by token, which positions on a path cannot do."""
     cells = getattr(function, "__closure__", None) or ()
     values = [cell.cell_contents for cell in cells]
     values += [part for v in values if isinstance(v, tuple) for part in v]
@@ -502,7 +500,7 @@ def _compressed(
     dense: Callable[[], Iterator[Tensor]],
     shifts: tuple[int, ...],
 ) -> KeyMask:
-    """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
+    """A dense mask, in blocks of rows, as ranges if it has at most two per row."""
     for ranges_of in (one_range, _two_ranges):
         parts = [ranges_of(part) for part in dense()]
         ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
@@ -516,7 +514,7 @@ def _compressed(
 
 
 def _extent(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Places, and the first and one past the last that a row sees (0, 0 where it sees none)."""
+    """Columns, and per row its first column and one past its last; (0, 0) for empty rows."""
     place = torch.arange(visible.shape[-1], device=visible.device, dtype=torch.int32)
     last = torch.where(visible, place + 1, 0).amax(-1)
     first = torch.where(visible, place, visible.shape[-1]).amin(-1)
@@ -524,13 +522,13 @@ def _extent(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def one_range(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """The range of every row, and whether it is all that the row sees."""
+    """The range of every row, and whether the row has no gap in it."""
     _, first, last = _extent(visible)
     return torch.stack([first, last], -1), visible.sum(-1) == last - first
 
 
 def _two_ranges(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """A row's first and last run of keys, and whether they are all that it sees."""
+    """The first and the last run of keys of every row, and whether the row has no other."""
     place, first, last = _extent(visible)
     hole = torch.where(visible | (place < first[..., None]), visible.shape[-1], place).amin(-1)
     end = torch.minimum(hole, last)
@@ -542,25 +540,25 @@ def _two_ranges(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 # --- attention ---
 
-REFUSED = ("position_bias", "head_mask", "score_mod", "alibi")  # change scores, by names in use
+REFUSED = ("position_bias", "head_mask", "score_mod", "alibi")  # arguments that change scores
 HARMLESS = (
     *("use_cache", "return_dict", "position_ids", "cache_position", "labels", "logits_to_keep"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch"),
-    # windows and packed sequences are in the mask
+    # the mask contains windows and packed sequences
     *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
 logger = logging.getLogger("liger_multi")
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def register_attention(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` this library's attention, for models that can use it.
+    """Make ``attn_implementation=name`` this library's attention, for models that support it.
 
-    Models that do not ask for the name are not affected. A model that asks for it without calling
-    transformers' attention interface is refused. Registering twice is registering once.
+    Other models are not affected. A model that selects the name but does not call transformers'
+    attention interface raises. A second registration has no effect.
 
     Raises:
-        ConfigurationError: Somebody else has registered the name.
+        ConfigurationError: The name is registered for another function.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -577,7 +575,7 @@ def register_attention(name: str = NAME) -> None:
 
 
 def unregister_attention(name: str = NAME) -> None:
-    """Take ``name`` out of transformers again; models that still ask for it fail with its name."""
+    """Remove ``name`` from transformers; models that still select it raise an error with it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for interface, ours in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
@@ -599,11 +597,10 @@ def forward(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of a layer, ``(B, L, H, E)``; windows and padding are all in the mask.
+    """The attention of a layer, ``(B, L, H, E)``; the mask contains windows and padding.
 
     Raises:
-        ValueError: Dropout, a keyword argument or a mask that this implementation does not know, or
-            no mask where the layer needs one.
+        ValueError: Dropout, an unknown keyword argument or mask, or a missing mask.
     """
     if dropout:
         raise ValueError(
@@ -642,10 +639,10 @@ def forward(
 
 @constant_in_graphs
 def _changes_scores(layer: type, name: str) -> bool:
-    """Whether a keyword argument may matter: eager attention of the layer's file is not without it.
+    """Whether a keyword argument may change scores: the eager attention of the file uses it.
 
-    Models pass on what they do not know themselves, such as the token types of a tokenizer; eager
-    attention swallows it. Where there is no eager attention to compare with, it may matter.
+    Models pass on unknown arguments, such as the token types of a tokenizer, which eager attention
+    ignores. Without an eager attention to compare with, any argument may matter.
     """
     return _known_changes(layer, name)
 
@@ -669,7 +666,7 @@ def _refusal(module: torch.nn.Module, reason: str) -> ValueError:
 def _causal_without_mask(
     module: torch.nn.Module, q: Tensor, k: Tensor, is_causal: bool | None, others: dict[str, Any]
 ) -> bool:
-    """What a layer without a mask sees: as SDPA, by ``is_causal``, but nothing is assumed."""
+    """Whether a layer without a mask is causal: by ``is_causal`` as SDPA, but never by default."""
     queries, keys = q.shape[2], k.shape[2]
     window = others.get("sliding_window")
     if window is not None and keys > window and is_causal is not False:
@@ -710,7 +707,7 @@ def _mask_fits(
 
 
 def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor) -> None:
-    """Refuse masks whose meaning is not certain."""
+    """Refuse dense masks of another dtype or shape."""
     required = (*q.shape[:3], k.shape[2])
     known = mask.dtype == torch.bool or mask.is_floating_point()
     if (
@@ -734,9 +731,9 @@ def _by_rows(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Plain attention for a mask of any shape; it materializes L x S scores."""
-    if "dense" not in _said:
-        _said.add("dense")
+    """Attention in PyTorch for any dense mask; it materializes L x S scores."""
+    if "dense" not in _warned:
+        _warned.add("dense")
         logger.warning(
             "attention: this mask is not made of one or two ranges of keys a query; it stays dense "
             "(%s), and scores of that size exist",

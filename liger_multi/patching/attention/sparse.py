@@ -1,14 +1,17 @@
-"""Sparse attention with an indexer (DSA): attention over lists of keys in place of dense masks.
+"""DeepSeek sparse attention (DSA): each query attends to the keys that an indexer selects.
 
-transformers computes the scores of all keys for every head of the indexer, and makes a dense mask
-of the selected ones. Two behaviors take their place; both let the module's own forward run.
+transformers computes indexer scores of all keys and turns the selected keys into a dense mask. A
+patched model calls ``ops.indexer_topk``, and ``ops.sparse_attention`` with the indices.
 
-:class:`SparseAttention` hands the forward a mask of ranges (:class:`RangeMask`), keeps keys as the
-latents that they are made of, and names an attention function of ours. :class:`SparseIndexer` hands
-the forward keys whose products are not computed (:class:`IndexKeys`): the forward goes on to write
-down which scores it wants, and the operator selects from them. Any other operation on these
-objects raises; each class is tried before it is
-patched.
+Both behaviors run the module's own forward with other arguments:
+
+* :class:`SparseAttention` passes a mask of ranges (:class:`RangeMask`), leaves keys and values as
+  latents, and selects the attention function :func:`attend`.
+* :class:`SparseIndexer` passes keys that only record operations (:class:`IndexKeys`). From the
+  recorded scores, :meth:`KeyScores.topk` calls the operator.
+
+Any other operation on these objects raises. :func:`find_sparse_attention` tries every class on a
+tiny replica before it patches a layer.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import shards
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.evidence import redirect
-from liger_multi.patching.evidence.probe import probe_context, random, scalars
+from liger_multi.patching.evidence.facts import ModelFacts
+from liger_multi.patching.evidence.probe import Overridden, probe_context, random, scalars
 from liger_multi.patching.options import SPARSE, Options, Request, run_bound
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
@@ -54,15 +58,15 @@ OPS = ("sparse_attention", "indexer_topk")
 NAME = "liger_multi_sparse"
 """The attention implementation that modules of :class:`SparseAttention` name while they run."""
 ABSORBED_BYTES = 2**31
-"""Absorbed queries with their outputs that are kept; of a longer sequence, those of some queries
-exist at a time, and are made again in backward."""
+"""Largest absorbed queries and outputs in bytes; longer sequences are computed in parts, which
+backward computes again."""
 SERVED = ("sdpa", attention.NAME)
-"""Attention implementations of a model whose sparse layers are served; eager returns weights."""
+"""Attention implementations whose sparse layers are patched; eager would return weights."""
 _serving: ContextVar[nn.Module | None] = ContextVar("liger_multi_sparse", default=None)
 
 
 def settings_of(module_class: Any) -> Options:
-    """The options of a class of ours, whether ours is its behavior or stands around another one."""
+    """The options of a patched class, whether sparse attention is its behavior or ``around`` it."""
     swap: Swap = module_class._liger_multi_swap
     return cast(Options, swap.settings if swap.around is None else swap.around_settings)
 
@@ -71,9 +75,9 @@ def settings_of(module_class: Any) -> Options:
 
 
 class RangeMask:
-    """The mask of a layer: a range of keys for each query, ``(B or 1, L, 2)`` int32.
+    """The mask of a layer as a range of keys per query, ``(B or 1, L, 2)`` int32.
 
-    A forward may take the mask of a head, ask for its dtype, and negate it.
+    A forward may index its axis of heads, read its dtype, and negate it.
     """
 
     dtype = torch.bool
@@ -96,7 +100,7 @@ def _unknown(what: str) -> ConfigurationError:
 
 
 class _LastMask(NamedTuple):
-    """A mask of the last forward pass, and what was made of it; all layers get the same one."""
+    """The last mask that was converted, with the result: all layers of a model get one mask."""
 
     mask: weakref.ref[Tensor]
     version: int
@@ -107,7 +111,7 @@ _last: ContextVar[_LastMask | None] = ContextVar("liger_multi_sparse_mask", defa
 
 
 def range_mask(mask: object, queries: int) -> RangeMask | None:
-    """The ranges of a mask; None where it has none."""
+    """A mask as one range per query; None if it has gaps or another form."""
     if isinstance(mask, attention.KeyMask):
         if mask.ranges is None or mask.ranges.shape[2] > 2:
             return None
@@ -130,7 +134,7 @@ def range_mask(mask: object, queries: int) -> RangeMask | None:
 
 
 class _Recorder:
-    """Something whose operations are written down; others than the named ones raise."""
+    """A stand-in for a tensor that records the operations that it defines; others raise."""
 
     @classmethod
     def __torch_function__(
@@ -141,7 +145,7 @@ class _Recorder:
         return owner.operation(name, args, kwargs or {})
 
     def operation(self, name: str, args: Any, kwargs: Any) -> Any:
-        """What a function of PyTorch makes of it."""
+        """The result of a function of PyTorch."""
         raise _unknown(name)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -151,28 +155,28 @@ class _Recorder:
 
 
 class IndexCache:
-    """In place of a layer's cache: the keys that it gives back are :class:`IndexKeys`."""
+    """A wrapper of a layer's cache that returns keys as :class:`IndexKeys`."""
 
     def __init__(self, cache: Any, select: Callable[..., Tensor]) -> None:
         self.cache, self.select = cache, select
 
     def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> IndexKeys:
-        """All keys, after the cache has taken the new ones."""
+        """All keys, after the new ones were added to the cache."""
         all_keys = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
         return IndexKeys(shards.keys_of_row(all_keys, 1), self.select)
 
 
 class IndexKeys(_Recorder):
-    """Keys ``(B, S, D)`` of an indexer, to be multiplied as ``(B, 1, D, S)`` in fp32."""
+    """Keys ``(B, S, D)`` of an indexer, which a forward multiplies as ``(B, 1, D, S)`` in fp32."""
 
-    def __init__(self, keys: Tensor, select: Callable[..., Tensor], done: str = "") -> None:
-        self.keys, self.select, self.done = keys, select, done
+    def __init__(self, keys: Tensor, select: Callable[..., Tensor], recorded: str = "") -> None:
+        self.keys, self.select, self.recorded = keys, select, recorded
 
     def _next(self, step: str) -> IndexKeys:
-        return IndexKeys(self.keys, self.select, f"{self.done} {step}".strip())
+        return IndexKeys(self.keys, self.select, f"{self.recorded} {step}".strip())
 
     def transpose(self, a: int, b: int) -> IndexKeys:
-        """Keys on the last axis."""
+        """Two axes exchanged."""
         return self._next(f"transpose{min(a, b)}{max(a, b)}")
 
     def float(self) -> IndexKeys:
@@ -180,18 +184,18 @@ class IndexKeys(_Recorder):
         return self._next("float")
 
     def unsqueeze(self, axis: int) -> IndexKeys:
-        """With an axis of heads."""
+        """A new axis, for heads."""
         return self._next(f"unsqueeze{axis}")
 
     def operation(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The product of queries with them."""
-        if name != "matmul" or self.done != "transpose-2-1 float unsqueeze1" or kwargs:
-            raise _unknown(f"{name} of keys after {self.done or 'nothing'}")
+        """Queries @ keys."""
+        if name != "matmul" or self.recorded != "transpose-2-1 float unsqueeze1" or kwargs:
+            raise _unknown(f"{name} of keys after {self.recorded or 'nothing'}")
         return HeadScores(args[0], self, 1.0, False)
 
 
 class HeadScores(_Recorder):
-    """Products ``(B, L, H, S)`` of queries and keys, times a factor, or their positive part."""
+    """Scores ``(B, L, H, S)`` per head: queries @ keys times a factor, or ``relu`` of that."""
 
     def __init__(self, queries: Tensor, keys: IndexKeys, scale: float, positive: bool) -> None:
         self.queries, self.of, self.scale, self.positive = queries, keys, scale, positive
@@ -204,7 +208,7 @@ class HeadScores(_Recorder):
     __rmul__ = __mul__
 
     def operation(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The positive part of it, or the weighted sum over heads."""
+        """``relu``, or the weighted sum over heads."""
         if name == "relu" and not self.positive:
             return HeadScores(self.queries, self.of, self.scale, True)
         if name == "matmul" and self.positive and args[0].shape[-2] == 1:
@@ -213,7 +217,7 @@ class HeadScores(_Recorder):
 
 
 class KeyScores(_Recorder):
-    """Scores ``(B, L, S)`` of keys, of which some are seen."""
+    """Scores ``(B, L, S)`` of keys, summed over heads, with a mask."""
 
     def __init__(
         self, heads: HeadScores, weights: Tensor, squeezed: bool, mask: RangeMask | None
@@ -222,27 +226,27 @@ class KeyScores(_Recorder):
 
     @property
     def shape(self) -> torch.Size:
-        """As of the sums over heads."""
+        """``(B, L, S)``."""
         return torch.Size((*self.weights.shape[:2], self.heads.of.keys.shape[1]))
 
     def squeeze(self, axis: int) -> KeyScores:
-        """Without the axis of a single row."""
+        """Without the axis of size 1."""
         if axis != -2 or self.squeezed:
             raise _unknown(f"squeeze({axis})")
         return KeyScores(self.heads, self.weights, True, self.mask)
 
     def masked_fill(self, hidden: Any, value: float) -> KeyScores:
-        """With a mask."""
+        """Hidden keys get -inf."""
         if not isinstance(hidden, RangeMask) or value != -torch.inf or not self.squeezed:
             raise _unknown(f"masked_fill({checks.describe(hidden)}, {value})")
         return KeyScores(self.heads, self.weights, True, hidden)
 
     def topk(self, count: int, dim: int = -1) -> SimpleNamespace:
-        """The selection: indices alone."""
+        """The indices of the selected keys, by the operator."""
         if dim != -1 or self.mask is None:
             raise _unknown(f"topk({count}, {dim}) without a mask")
         of = self.heads.of
-        queries = self.heads.queries.to(of.keys.dtype)  # from where float() took them
+        queries = self.heads.queries.to(of.keys.dtype)  # the forward cast both to fp32
         indices = of.select(
             queries, of.keys, self.weights, self.mask.ranges, count, self.heads.scale
         )
@@ -250,10 +254,10 @@ class KeyScores(_Recorder):
 
 
 class SparseIndexer(Patched):
-    """An indexer that selects keys by the operator, where its mask is of ranges."""
+    """An indexer that selects keys by the operator if its mask is a :class:`RangeMask`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, with keys whose products it only names."""
+        """The original forward, with keys that record operations."""
         module_class = type(self)
         if not issubclass(module_class, SparseIndexer):
             return module_class.forward(self, *args, **kwargs)
@@ -264,7 +268,7 @@ class SparseIndexer(Patched):
         arguments, name = by_name(stock, args, kwargs), cache_parameter(stock)
         if name is None:
             raise _unknown("no argument of its forward takes a cache")
-        index_caches = caches(arguments)  # under another name too, which the forward may still take
+        index_caches = caches(arguments)  # also under older names of the argument
         cache = next(iter(index_caches.values()), None)
         arguments = {n: value for n, value in arguments.items() if n not in index_caches}
         arguments[name] = IndexCache(cache, functools.partial(_select, settings_of(module_class)))
@@ -283,25 +287,13 @@ def _select(
 # --- the attention module ---
 
 
-class _Config:
-    """A configuration that names our attention function."""
-
-    _attn_implementation = NAME
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
 class SparseAttention(Patched):
-    """Multi-head latent attention over keys that its indexer lists, or that of a layer before."""
+    """Multi-head latent attention over the keys that its indexer or an earlier layer's selects."""
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """The latents themselves, as keys and values of one head.
 
-        Expanded where the matrix is not plain: adapters and quantized weights run as they do alone.
+        They are expanded if the layer that does it has adapters, hooks or a quantized weight.
         """
         if _serving.get() is not self or not _plain(self.kv_b_proj):
             return cast("tuple[Tensor, Tensor]", super().expand_kv(kv_nope, k_rot))  # type: ignore[misc]
@@ -309,7 +301,7 @@ class SparseAttention(Patched):
         return latents, latents
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, alone in compiled graphs and for calls that are not served."""
+        """The original forward with a mask of ranges; without one in graphs and for other calls."""
         module_class = type(self)
         if not issubclass(module_class, SparseAttention):
             return module_class.forward(self, *args, **kwargs)
@@ -328,19 +320,20 @@ class SparseAttention(Patched):
 
 
 def _naming_ours(module: Any) -> Any:
-    """A module of one call, whose parts and values are the module's and whose attention is ours.
+    """A shallow copy of a module, for one call, whose configuration selects :func:`attend`.
 
-    Other threads, and graphs that are compiled, meet the module with its own configuration.
+    The module itself keeps its configuration, which other threads and compiled graphs read.
     """
     copied = object.__new__(type(module))
-    vars(copied).update(vars(module), config=_Config(module.config))
+    config = Overridden(module.config, _attn_implementation=NAME)
+    vars(copied).update(vars(module), config=config)
     return copied
 
 
 def _served(
     module: Any, module_class: type[Any], args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments of a call that is served, with a mask of ranges; None for others."""
+    """The arguments of a call with a mask of ranges; None for calls that are not supported."""
     arguments = by_name(module_class._liger_multi_swap.stock.forward, args, kwargs)
     hidden, indexer = arguments.get("hidden_states"), module.indexer
     if not isinstance(hidden, Tensor) or type(hidden).__name__ == "DTensor":
@@ -355,7 +348,7 @@ def _served(
 
 
 def _plain(layer: Any) -> bool:
-    """Whether a layer is a matrix and nothing else: it is multiplied with queries and outputs."""
+    """Whether a layer is a plain matrix, which queries and outputs can be multiplied with."""
     return (
         type(layer) is nn.Linear
         and layer.bias is None
@@ -374,10 +367,12 @@ def attend(
     indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function; for latents, queries and outputs go through the expanding matrix.
+    """The attention function of :class:`SparseAttention`.
+
+    For keys that are latents, the expanding matrix is applied to queries and outputs instead.
 
     Raises:
-        ConfigurationError: A module that is not served called it.
+        ConfigurationError: Another module called it.
     """
     served: Any = _serving.get()
     if served is not module or indices is None:
@@ -399,7 +394,7 @@ def attend(
     step = max(1, ABSORBED_BYTES // max(1, each * query.element_size()))
     if step >= query.shape[2]:
         return absorbed(query, key, matrix, indices), None
-    # gradients of keys and matrix are sums over the parts: they are taken in fp32
+    # gradients of keys and matrix are summed over the parts, in fp32
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (key, matrix)]
     outputs = []
     for some in zip(query.split(step, 2), indices.split(step, 1), strict=True):
@@ -413,7 +408,7 @@ def attend(
 
 
 class _Absorbed(NamedTuple):
-    """Attention of queries over latents: queries and outputs go through the expanding matrix."""
+    """Attention over latents; the expanding matrix is applied to queries and outputs."""
 
     run: Callable[..., Tensor]
     nope: int
@@ -421,7 +416,7 @@ class _Absorbed(NamedTuple):
     scaling: float
 
     def __call__(self, query: Tensor, latents: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:
-        """Outputs in the order (batch, query, head)."""
+        """Outputs ``(batch, query, head, channel)``."""
         first = query[..., : self.nope] @ matrix[:, : self.nope].to(query.dtype)
         q = torch.cat([first, query[..., self.nope :].to(first.dtype)], -1)
         y = self.run(q, latents.to(q.dtype), None, indices, self.rank, self.scaling)
@@ -435,19 +430,19 @@ def _run(
 
 
 def register() -> None:
-    """Let transformers find the attention function under its name; others do not ask for it."""
+    """Register :func:`attend` with transformers, under a name that only patched layers select."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
 
 
-# --- which layers: found by what they call, and tried before a patch ---
+# --- which layers: recognized by what their forward loads, and tried before a patch ---
 
-# A class of indexers or of attention modules is built once more, tiny and on the CPU, by its own
-# constructor. What it computes patched is compared with what it computes unpatched.
+# The constructor of an indexer or attention class builds a tiny layer on the CPU. Its results with
+# and without the patch are compared.
 
 INDEXER_NAMES = {"update_indexer", "topk", "relu", "matmul", "masked_fill"}
-"""What the forward of an indexer loads by name."""
+"""Names that the forward of an indexer loads."""
 ATTENTION_NAMES = {"expand_kv", "indexer", "_attn_implementation", "get_interface"}
 SIZES = {
     "hidden_size": 24,
@@ -465,28 +460,34 @@ SIZES = {
     "index_topk": 3,
     "attention_dropout": 0.0,
 }
-"""A tiny layer, by the names of a configuration; with many heads, no two scores are 0."""
+"""Sizes of a tiny layer, by names of a configuration; many heads, so that no score is 0."""
 TOKENS = 9
 
 
+def _selects_keys(names: frozenset[str]) -> bool:
+    """Whether a forward with these names may be that of an indexer, or of a layer with one."""
+    return names >= INDEXER_NAMES or names >= ATTENTION_NAMES
+
+
 def behavior_of(module: nn.Module) -> type[Patched] | None:
-    """The behavior that fits a module; None where it is no layer of sparse attention."""
+    """The behavior for a module; None if it is no layer of sparse attention."""
     module_class = unpatched_class(module)
     method = redirect.methods(module_class).get("forward")
     if method is None:
         return None
     names = redirect.names(method)
+    if not _selects_keys(names):
+        return None
     if names >= INDEXER_NAMES:
         return SparseIndexer
-    sparse = names >= ATTENTION_NAMES and hasattr(module_class, "expand_kv")
-    # a layer without an indexer takes the selection of one before it, or is dense
+    # a layer without an indexer uses the indices of an earlier one, or is dense
     takes_indices = "prev_topk_indices" in inspect.signature(module_class.forward).parameters
     lists = takes_indices or getattr(module, "indexer", None) is not None
-    return SparseAttention if sparse and lists else None
+    return SparseAttention if lists and hasattr(module_class, "expand_kv") else None
 
 
 def selects_otherwise(module: nn.Module) -> str | None:
-    """Why a module is left that has an indexer but is no layer of sparse attention."""
+    """Why a module with an indexer is no layer of sparse attention; None for other modules."""
     indexer = module._modules.get("indexer")
     if indexer is None:
         return None
@@ -516,19 +517,19 @@ def refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of a configuration; one of those whose attributes are alike is tried."""
+    """A layer of a configuration; of layers with equal attributes, one is tried."""
 
     config: Any = field(compare=False)
     index: int = field(compare=False)
     alike: tuple[tuple[str, Any], ...]
 
     def tiny(self) -> Any:
-        """A small configuration that has as many layers."""
+        """A configuration with tiny sizes and as many layers."""
         config = copy.deepcopy(self.config)
         layers = getattr(config, "per_layer_config", None)
         for part in (config,) if layers is None else (config, layers[self.index]):
             for name, size in SIZES.items():
-                # some configurations refuse to say what differs between layers
+                # some configurations raise for values that differ between layers
                 with contextlib.suppress(Exception):
                     if getattr(part, name) is not None:
                         _put(part, name, size)
@@ -537,7 +538,7 @@ class _Layer:
 
 
 def _put(config: Any, name: str, value: Any) -> None:
-    """Set an attribute of a copy, also of one whose class lets nobody write."""
+    """Set an attribute of a copied configuration, also if its class forbids that."""
     try:
         setattr(config, name, value)
     except Exception:  # of any code
@@ -548,12 +549,12 @@ def _put(config: Any, name: str, value: Any) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _differs(module_class: type[nn.Module], behavior: type[Patched], layer: _Layer) -> str | None:
-    """Whether a class computes something else than the operators; None where they agree."""
+    """Why a class does not compute what the operators do, or None."""
     if EnableTorchFunction is None:
         say("EnableTorchFunction")
         return "this PyTorch cannot try it"
     try:
-        # the recorders of an indexer's scores are called as PyTorch calls other classes' objects
+        # recorders of scores are called through __torch_function__
         with probe_context() as generator, EnableTorchFunction():
             stock = cast(Any, module_class)(layer.tiny(), layer.index).to(torch.float32)
             for parameter in stock.parameters():
@@ -569,7 +570,7 @@ def _differs(module_class: type[nn.Module], behavior: type[Patched], layer: _Lay
 
 
 def _swapped(stock: nn.Module, behavior: type[Patched]) -> nn.Module:
-    """A patched copy, with its indexer."""
+    """A copy of a layer, patched with its indexer."""
     replica = copy.deepcopy(stock)
     for module in list(replica.modules()):
         mixin = behavior_of(module)
@@ -581,7 +582,7 @@ def _swapped(stock: nn.Module, behavior: type[Patched]) -> nn.Module:
 
 
 def _inputs(stock: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-    """What the forward names, of all that such forwards take; two samples are packed."""
+    """Inputs for the arguments that a forward has; the row holds two packed samples."""
     sizes = {name: int(size) for name, size in SIZES.items()}
     rope, rank = sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
     angles = random(generator, 1, TOKENS, rope // 2).repeat(1, 1, 2)
@@ -609,9 +610,9 @@ def _selects(stock: Any, ours: Any, generator: torch.Generator) -> bool:
     """Whether both select the same keys among the visible ones."""
     inputs = _inputs(stock, generator)
     mask = inputs.pop("attention_mask")
-    theirs = _as_mask(stock(attention_mask=mask[:, 0], **inputs)) & mask[:, 0]
-    selected = ours(attention_mask=range_mask(mask, TOKENS), **inputs)
-    return bool((_as_mask(selected) == theirs).all())
+    expected = _as_mask(stock(attention_mask=mask[:, 0], **inputs)) & mask[:, 0]
+    actual = _as_mask(ours(attention_mask=range_mask(mask, TOKENS), **inputs))
+    return bool((actual == expected).all())
 
 
 def _as_mask(indices: Tensor) -> Tensor:
@@ -620,7 +621,7 @@ def _as_mask(indices: Tensor) -> Tensor:
 
 
 def _attends(stock: Any, ours: Any, generator: torch.Generator) -> bool:
-    """Whether outputs and all gradients agree."""
+    """Whether outputs and all gradients are close."""
     inputs, upstream, results = _inputs(stock, generator), None, []
     for module in (stock.eval(), ours.eval()):
         x = inputs["hidden_states"].clone().requires_grad_()
@@ -639,17 +640,18 @@ def _attends(stock: Any, ours: Any, generator: torch.Generator) -> bool:
 _TRIALS: dict[type[Patched], Any] = {SparseIndexer: _selects, SparseAttention: _attends}
 
 
-def find_sparse_attention(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Layers whose indexer selects keys; their rotations and adapters are served beneath."""
+def find_sparse_attention(model: ModelFacts, request: Request) -> Iterator[Change]:
+    """Layers whose indexer selects keys; their earlier patches stay beneath."""
     options, served = request.get(SPARSE), set()
-    for path, module in model.named_modules():
+    indexing = model.of_class(lambda own: _selects_keys(own.forward_names))
+    for path, module in model.merged(indexing, model.with_children({"indexer"}, 1)):
         behavior = behavior_of(module)
         if behavior is None:
             reason = None if options is None else selects_otherwise(module)
             if reason is not None:
                 yield Skipped(path, SPARSE, reason)
             continue
-        # an indexer comes after its attention module, without which it has nothing to select for
+        # an indexer comes after its attention module, and is patched only with it
         requested = options is not None and (behavior is SparseAttention or id(module) in served)
         reason = _sparse_refusal(module, behavior) if requested else None
         if reason is not None:
@@ -666,7 +668,7 @@ def find_sparse_attention(model: nn.Module, request: Request) -> Iterator[Change
 
 
 def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
-    """Why a layer is left as it is, or None; an attention module speaks for its indexer."""
+    """Why an attention module or its indexer stays as it is, or None."""
     register()
     reason = conflict_of(module) or refusal(module, behavior)
     indexer = getattr(module, "indexer", None)
@@ -691,7 +693,7 @@ _SPARSE: dict[type[Patched], str] = {
 
 
 def _beneath(module: nn.Module) -> Swap | None:
-    """The swap of a module without that of sparse attention."""
+    """The swap of a module without sparse attention, or None."""
     current = swapped(module)
     if current is None or current.behavior in _SPARSE:
         return None

@@ -1,10 +1,12 @@
 """Which model classes can use ``attn_implementation="liger_multi"``.
 
-transformers checks its own names when a model is built or changed (``_supports_sdpa`` and others),
-and accepts registered names for every class. The check here follows the code of a class to all that
-it can call, and wants three things there: a call of transformers' attention interface, no table of
-attention classes that lacks the name, and an eager attention, beside which ours stands, that is the
-softmax attention of the operator. The last is found out with numbers.
+transformers checks its own names when a model is built (``_supports_sdpa`` and others), but accepts
+registered names for every class. :func:`unsupported` takes a model class and returns why it cannot
+use such a name, or None. It follows all code that the class can call, and checks three things:
+
+* The code calls transformers' attention interface.
+* No table of attention classes lacks the name.
+* The eager attention is the softmax attention of the operator, in a comparison of results.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_multi.patching.evidence.probe import probe_context, random
+from liger_multi.patching.evidence.reached import codes, contents
+
 _names: set[str] = set()
-_original: list[Any] = []  # the method of transformers that is wrapped
+_original: list[Any] = []  # the wrapped method of transformers
 
 
 def watch(name: str) -> None:
-    """Check every model that asks for ``name`` from now on."""
+    """Check every model that selects ``name`` from now on."""
     from transformers import PreTrainedModel
 
     _names.add(name)
@@ -49,7 +54,7 @@ def watch(name: str) -> None:
 
 
 def unwatch(name: str) -> None:
-    """No longer check ``name``; with the last name, transformers has its own method again."""
+    """No longer check ``name``; the last name restores transformers' method."""
     from transformers import PreTrainedModel
 
     _names.discard(name)
@@ -59,11 +64,11 @@ def unwatch(name: str) -> None:
 
 
 def unsupported(model: type, name: str) -> str | None:
-    """Why a class of models cannot use the implementation; None where it can.
+    """Why a class of models cannot use the implementation, or None.
 
-    Parts of larger models are asked as well. A class without attention, such as an image tokenizer,
-    is no obstacle, nor is one with attention of its own that asks for no mask and that transformers
-    lets run under SDPA: it keeps its own. Should its parent hand it our mask, the mask raises.
+    The class may be part of a larger model. A class without attention, such as an image tokenizer,
+    is supported. So is one with its own attention that builds no mask and runs under SDPA; it keeps
+    its attention, and raises if its parent passes it our mask.
     """
     from transformers import AttentionInterface
 
@@ -106,13 +111,13 @@ def _is_attention(value: object) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _reached(model: type) -> tuple[tuple[str, object], ...]:
-    """Globals by name that a class names, and that the classes and functions among them name."""
+    """The globals that a class loads, and that loaded classes and functions load in turn."""
     waiting: list[Any] = [model]
     met: set[int] = {id(model)}
     values: list[tuple[str, object]] = []
     while waiting:
         for function in _functions(model, waiting.pop()):
-            for name in _names_in(function.__code__):
+            for name in (n for part in codes(function.__code__) for n in part.co_names):
                 value = function.__globals__.get(name)
                 if value is None or id(value) in met:
                     continue
@@ -123,7 +128,7 @@ def _reached(model: type) -> tuple[tuple[str, object], ...]:
 
 
 def _functions(model: type, item: Any) -> Iterator[types.FunctionType]:
-    """The functions of a class and its bases, or a function, below their decorators."""
+    """The functions of a class and its bases, or a function; also those that decorators wrap."""
     values: list[Any] = [item]
     if isinstance(item, type):
         bases = [base for base in item.__mro__ if _is_code_of(model, base)]
@@ -139,25 +144,11 @@ def _functions(model: type, item: Any) -> Iterator[types.FunctionType]:
             met.add(id(value))
             yield value
             values += [getattr(value, "__wrapped__", None)]
-            values += [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, types.FunctionType)
-    except ValueError:  # a name that has no value yet
-        return False
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            values += map(contents, value.__closure__ or ())
 
 
 def _parts(value: object) -> list[Any]:
-    """A class or function, or those that a table holds."""
+    """The classes and functions that a value is, or contains."""
     if isinstance(value, dict):
         value = tuple(value.values())
     parts = value if isinstance(value, (tuple, list)) else (value,)
@@ -165,7 +156,7 @@ def _parts(value: object) -> list[Any]:
 
 
 def _is_code_of(model: type, part: Any) -> bool:
-    """Whether a function or class is code of this model, and is not checked by itself."""
+    """Whether a function or class is code of this model, and no model that is checked itself."""
     home = getattr(part, "__module__", None) or ""
     if isinstance(part, type) and _is_model_of_its_own(model, part):
         return False
@@ -177,7 +168,7 @@ def _is_code_of(model: type, part: Any) -> bool:
 
 
 def _is_model_of_its_own(model: type, part: type) -> bool:
-    """Whether a class makes models with a configuration of their own: each is asked when built."""
+    """Whether a class builds models with another configuration, which are checked when built."""
     from transformers import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -204,7 +195,7 @@ def eager_functions(layer: type) -> list[types.FunctionType]:
 
 
 def names_read(function: types.FunctionType) -> set[str]:
-    """Its arguments by name, and what it may take out of ``**kwargs``."""
+    """The names of a function's arguments, and strings that may be keys of its ``**kwargs``."""
     code = inspect.unwrap(function).__code__
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return {*arguments, *(text for text in code.co_consts if isinstance(text, str))}
@@ -213,15 +204,13 @@ def names_read(function: types.FunctionType) -> set[str]:
 @functools.lru_cache(maxsize=512)
 def _other_than_softmax(eager: types.FunctionType) -> str | None:
     """Why an eager attention function is not the softmax attention of the operator."""
-    from liger_multi.patching.evidence.probe import probe_context, random
-
     reason = ""
     # models are often built on the meta device and in half precision
     with probe_context() as generator, torch.no_grad(), torch.device("cpu"):
         q, sinks = random(generator, 2, 4, 5, 8), random(generator, 4)
         visible = torch.ones(5, 5, dtype=torch.bool).tril()
         bias = q.new_zeros(1, 1, 5, 5).masked_fill(~visible, torch.finfo(q.dtype).min)
-        for groups in (2, 1):  # some repeat the heads of keys, others want them repeated
+        for groups in (2, 1):  # some repeat the heads of keys, others expect repeated heads
             k, v = (random(generator, 2, 4 // groups, 5, 8) for _ in range(2))
             module = _Stand(groups, q.shape[-1], sinks)
             try:
@@ -240,7 +229,7 @@ SCALE = 8**-0.5
 
 
 class _Stand(nn.Module):
-    """What eager attention functions read of an attention module."""
+    """A stand-in for an attention module, with the attributes that eager functions read."""
 
     def __init__(self, groups: int, size: int, sinks: Tensor) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""Run a module's own forward on a replica: a small copy on the CPU with random weights.
+"""Compare a module's own forward with a formula, on a replica: a small copy with random weights.
 
-The module itself is never executed, so meta, quantized and partitioned weights are safe, and no
-random state moves.
+:func:`skeleton` copies a module without its tensors. :func:`disagreement` and
+:func:`differs_at_extremes` take the forward of a replica and a formula, and return how they differ,
+or None. The module itself never runs. So meta, quantized and partitioned weights are safe, and
+random state stays as it is.
 
-A replica is compared with a formula in every mode, by its outputs and by its gradients. A module
-that is patched in evaluation will train, and the other way round. So a formula has to hold in both
-modes, with gradients and without, and the forward may do nothing else: draw no random numbers,
-write to no input and to no attribute.
+A module that is patched in evaluation may be trained later, and the other way round. So a formula
+must hold in both modes, with gradients and without. The forward must have no side effects: no
+random numbers, no writes to inputs or attributes.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from liger_multi.patching.swap import has_own_forward, unpatched_class
 
 @contextlib.contextmanager
 def probe_context() -> Iterator[torch.Generator]:
-    """The same surroundings for every probe, whatever holds where the patch is called.
+    """The same global settings for every probe, whatever they are where ``patch`` is called.
 
-    Gradients on, autocast off, fp32 by default and on the CPU, the reference backends, and every
-    source of random numbers put back. Gives a generator.
+    Gradients on, autocast off, fp32 and the CPU as defaults, the reference backends. Yields a
+    generator; the state of all other random numbers is restored.
     """
     from liger_multi.dispatch.config import use
 
     ops: dict[str, Any] = {"*": "reference", "deterministic": False}
     with (
-        disable_current_modes(),  # fake tensors have no numbers to compare
-        DisableTorchFunction(),  # nor should a default device or a user's mode interfere
+        disable_current_modes(),  # fake tensors have no values to compare
+        DisableTorchFunction(),  # no default device, no mode of the user
         _random_state_kept(),
         _defaults(),
         torch.inference_mode(False),
@@ -62,10 +63,10 @@ def probe_context() -> Iterator[torch.Generator]:
 
 @contextlib.contextmanager
 def _defaults() -> Iterator[None]:
-    """What PyTorch starts with, of the settings of a process that change results or refuse them."""
+    """PyTorch's defaults of the settings of a process that change results or raise."""
     dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
-    onednn = get_onednn()  # its fp32 products may be told to round to bf16
+    onednn = get_onednn()  # its fp32 GEMMs may be set to round to bf16
     try:
         torch.set_default_dtype(torch.float32)
         set_onednn(False)
@@ -78,7 +79,7 @@ def _defaults() -> Iterator[None]:
 
 
 def random_state() -> tuple[Any, ...]:
-    """The state of every source of random numbers on the host that a forward may use."""
+    """The states of the generators on the host that a forward may use."""
     numpy = sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state(legacy=False)
     return torch.default_generator.get_state(), random_numbers.getstate(), drawn
@@ -102,11 +103,11 @@ def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 
 
 def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Module:
-    """A copy of a module's attributes without parameters, buffers, submodules and hooks.
+    """A copy of a module, of its original class, without parameters, buffers, submodules and hooks.
 
     Args:
-        module: The module to copy; its original class is taken.
-        sizes: Integers among the attributes to replace, for a copy with smaller layers.
+        module: The module.
+        sizes: Integers to replace among the attributes, for a copy with smaller layers.
     """
     module_class = unpatched_class(module)
     replica: nn.Module = object.__new__(module_class)
@@ -128,51 +129,60 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
     vars(replica).update(
         fresh,
         _parameters=dict.fromkeys(module._parameters),
-        _buffers=dict.fromkeys(module._buffers),  # one that a forward reads was refused before
+        _buffers=dict.fromkeys(module._buffers),  # a forward that reads one was refused before
         _modules={name: None for name, child in module._modules.items() if child is None},
     )
     return replica
 
 
+def with_weights(
+    replica: nn.Module,
+    module: nn.Module,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+    sizes: Mapping[int, int] | None = None,
+) -> nn.Module:
+    """A replica with random parameters for a module's; ``sizes`` replaces some of their sizes."""
+    for name, p in module._parameters.items():
+        if p is not None:
+            shape = [(sizes or {}).get(size, size) for size in p.shape]
+            replica._parameters[name] = nn.Parameter(random(generator, *shape).to(dtype))
+    return replica
+
+
 _TABLES = frozenset(vars(nn.Module()))  # of every module
 LARGEST = 2**22
-"""Elements of a tensor among attributes that a replica has a copy of; larger ones it lacks."""
+"""Elements of tensors among attributes; a replica has no copy of larger ones."""
 LONGEST = 2**14
-"""Parts of a container that are copied with it; those of a longer one, such as data, are shared."""
+"""Elements of containers that are copied; a replica shares those of longer ones, such as data."""
 
 
 def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """Copies of what a forward may write to among a module's attributes, which are its user's.
+    """Copies of those attributes of a module that a forward may write to.
 
-    Containers, tensors, caches, the configuration, sources of random numbers and objects of the
-    user's own classes are copied; parameters, buffers, submodules, functions and objects of
-    libraries are not.
+    Containers, tensors, caches, the configuration, generators and objects of the user's classes are
+    copied. Parameters, buffers, submodules, functions and objects of libraries are not.
 
     Args:
-        attributes: Of the module, by name.
-        memo: Copies by the ids of the objects that they were made of.
+        attributes: The attributes by name.
+        memo: Copies by the ids of their originals.
     """
     copies: dict[str, Any] = {}
     for name, value in attributes.items():
         if name not in _TABLES:
-            with contextlib.suppress(Exception):  # of objects that nobody can copy
-                configured = name == "config" and value is not None
-                own = _configuration(value, memo) if configured else _own(value, memo)
+            with contextlib.suppress(Exception):  # of objects that cannot be copied
+                if name == "config" and value is not None and id(value) not in memo:
+                    memo[id(value)] = copy.copy(value)  # without what is in it
+                own = _own(value, memo)
                 if own is not value:
                     copies[name] = own
     return copies
 
 
-def _configuration(config: Any, memo: dict[int, Any]) -> Any:
-    if id(config) not in memo:
-        memo[id(config)] = copy.copy(config)
-    return memo[id(config)]
-
-
 def _own(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
-    if type(value) is Tensor:  # one with a history cannot be copied, but cloned
+    if type(value) is Tensor:  # with a history, it cannot be copied
         own: Any = value.detach().clone()
     elif isinstance(value, (list, deque, set, bytearray, dict)):
         own = memo[id(value)] = copy.copy(value)
@@ -197,7 +207,7 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
 
 
 _COPIED = ("numpy", "itertools", "random")
-"""Packages whose objects are numbers, or counters of some kind."""
+"""Packages whose objects are numbers or counters."""
 _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "triton", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes"),
     *("torchao", "builtins", "liger_multi"),
@@ -210,7 +220,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether an object has attributes that the code of a forward, not a library, may write to."""
+    """Whether an object belongs to no library, and has attributes that a forward may write to."""
     if isinstance(value, SimpleNamespace):
         return True
     left = isinstance(value, (nn.Module, type, FunctionType, ModuleType, Enum))
@@ -227,7 +237,7 @@ def _object(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A small linear layer on the CPU, made without the initializers that others replace."""
+    """A small linear layer on the CPU, built without initializers, which users may replace."""
     layer = nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=torch.float32)
     layer.weight = nn.Parameter(random(generator, outputs, inputs) * 0.3)
     if bias:
@@ -236,24 +246,36 @@ def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) ->
 
 
 def scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The plain attributes of a module, which its forward may depend on."""
-    kinds = (int, float, bool, str, type(None))
-    return tuple(
-        sorted(
-            ((k, v) for k, v in vars(module).items() if isinstance(v, kinds) and k != "training"),
-            key=lambda pair: pair[0],
-        )
-    )
+    """Numbers, strings and None among a module's attributes, without its mode."""
+    plain = (int, float, bool, str, type(None))
+    names = sorted(n for n, v in vars(module).items() if isinstance(v, plain) and n != "training")
+    return tuple((name, vars(module)[name]) for name in names)
 
 
-# --- two forwards, compared ---
+class Overridden:
+    """An object with other values for some attributes.
+
+    Attributes:
+        read: Names of the other attributes that were read.
+    """
+
+    def __init__(self, original: Any, **attributes: Any) -> None:
+        self.original, self.read = original, set[str]()
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.original, name)
+
+
+# --- comparing a forward with a formula ---
 
 Call: TypeAlias = Callable[..., Any]
 Close: TypeAlias = Callable[[Tensor, Tensor], bool]
 
 
 class Watch:
-    """The attributes that a replica's forward asks for, and those that it sets."""
+    """The attributes that a replica's forward reads, and those that it writes."""
 
     def __init__(self) -> None:
         self.read: set[str] = set()
@@ -261,7 +283,7 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, replica: nn.Module) -> Iterator[None]:
-        """Give the replica a class that notes them."""
+        """Record them within a block, by another class of the replica."""
         module_class, read, written = type(replica), self.read, self.written
 
         class Watched(module_class):  # type: ignore[valid-type, misc]
@@ -285,11 +307,11 @@ class Watch:
 
 
 MODES = ((False, True), (True, True), (True, False), (False, False))
-"""Training or not, with gradients or without."""
+"""Training or evaluation, with or without gradients."""
 
 
 def set_mode(replica: nn.Module, training: bool) -> None:
-    """As ``train`` does, which a class may have replaced."""
+    """What ``train`` does, which a class may override."""
     for module in replica.modules():
         module.__dict__["training"] = training
 
@@ -302,14 +324,14 @@ def disagreement(
     close: Close,
     generator: torch.Generator,
 ) -> str | None:
-    """Where a formula leaves a forward: in a mode, in a gradient or in what else happens.
+    """How a forward differs from a formula in any mode: outputs, gradients or side effects.
 
     Args:
-        replica: The module of both calls.
+        replica: The module that both calls use.
         stock: Its own forward, called with the inputs.
-        ours: The formula, called with the same.
-        inputs: Tensors; gradients by those of floating point are compared.
-        close: Whether an output of the original's and one of ours agree.
+        ours: The formula, called with the inputs.
+        inputs: Tensors; gradients of those in floating point are compared.
+        close: Whether the outputs of both agree.
         generator: For upstream gradients.
     """
     for training, grad in MODES:
@@ -322,31 +344,32 @@ def disagreement(
     return None
 
 
-# --- numbers that a probe meets and training rarely does ---
+# --- unusual numbers ---
 
 TINY = (-38, -30, -20, -15, -12, -10, -8, -7, -6, -5, -4, -3, -2, -1)
 LARGE = (1, 2, 3, 4, 5, 6)
 HUGE = (9, 12, 15, 20, 30)
-"""Powers of ten that inputs are multiplied by; squares of the last ones are infinite in fp32."""
+"""Powers of ten that inputs are multiplied by; squares of ``HUGE`` overflow in fp32."""
 _CONSTANTS = (1.0, -(2.0**-20), 2.0**10, -4.0, 2.0**-60, 2.0**20)
-"""Powers of two, whose sums and means are exact in any order."""
+"""Powers of two: their sums and means are exact in any order."""
 _DIFFERENTIATED = 1e9
-"""Above it, third powers of the factor of a norm are 0 in fp32, and so no gradient is right."""
+"""Largest input with a gradient: above, the third power of ``rstd`` underflows in fp32."""
 _NARROWEST = 8
-"""Gradients of shorter rows are differences of nearly equal numbers."""
+"""Shortest rows with gradients: those of shorter ones cancel to rounding errors."""
 _ROUNDINGS = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5}
 
 
 def unusual(
     x: Tensor, powers: Sequence[int], generator: torch.Generator, axis: int = -1
 ) -> Iterator[Tensor]:
-    """Inputs of the form of ``x``: zeros, constant rows, one number a row, tiny and huge numbers.
+    """Inputs of the shape of ``x``: zeros, constant rows, one-hot rows, tiny and huge numbers.
 
     Args:
         x: Random rows.
-        powers: Of ten, by which rows are multiplied: each by another, and first all by one.
-        generator: For what is drawn.
-        axis: The one that a row lies along.
+        powers: Of ten. All rows are multiplied by the first and by the last, then every row by
+            another one.
+        generator: For random numbers.
+        axis: The axis of a row.
     """
     for power in (min(powers), max(powers)):
         yield x * 10.0**power
@@ -375,7 +398,7 @@ def unusual(
 
 
 def _biases(replica: nn.Module) -> list[tuple[Any, str, nn.Parameter]]:
-    """Where biases stand, their names and values."""
+    """The tables of parameters that hold biases, with their names and values."""
     return [
         (table, name, p)
         for table in (module._parameters for module in replica.modules())
@@ -386,7 +409,7 @@ def _biases(replica: nn.Module) -> list[tuple[Any, str, nn.Parameter]]:
 
 @contextlib.contextmanager
 def without_biases(replica: nn.Module) -> Iterator[None]:
-    """Biases of a replica are 0, which would hide what happens to tiny numbers."""
+    """Set the biases of a replica to 0 within a block: they would hide tiny numbers."""
     before = _biases(replica)
     for table, name, p in before:
         table[name] = nn.Parameter(torch.zeros_like(p))
@@ -407,39 +430,39 @@ def differs_at_extremes(
     exact: bool = False,
     axis: int = -1,
 ) -> str | None:
-    """Whether a forward treats some numbers in a way of its own, or their gradients.
+    """How a forward differs from a formula for unusual numbers, in outputs or gradients; or None.
 
-    Every row is compared for itself, by its largest number: so a forward that bounds or replaces
-    tiny numbers, rows of zeros, constant rows or huge numbers is seen.
+    Each row is compared relative to its own largest number. This detects a forward that clamps or
+    replaces tiny numbers, rows of zeros, constant rows or huge numbers.
 
     Args:
-        replica: The module of both calls.
+        replica: The module that both calls use.
         stock: Its own forward, called with the inputs.
-        ours: The formula, called with the same.
-        inputs: Tensors; those of floating point take unusual numbers, one at a time. Their first
-            axis may have any length, if it is the same for all.
+        ours: The formula, called with the inputs.
+        inputs: Tensors; those in floating point get unusual numbers, one tensor at a time. Their
+            first axis may have any length, if all have the same.
         generator: For upstream gradients.
-        powers: Of ten, by which inputs are multiplied.
-        exact: Whether outputs agree in every bit.
-        axis: The one that a row lies along.
+        powers: Of ten, that inputs are multiplied by.
+        exact: Whether outputs must be equal in every bit.
+        axis: The axis of a row.
     """
     for at, x in enumerate(inputs):
         if not x.is_floating_point():
             continue
-        for bare in (False, True) if _biases(replica) else (False,):
-            with without_biases(replica) if bare else contextlib.nullcontext():
-                several = list(unusual(x, powers, generator, axis))
-                # one by one where a forward may look at all rows at once, and all rows in one call
-                for extreme in (*several[:2], torch.zeros_like(x), torch.cat(several)):
+        for unbiased in (False, True) if _biases(replica) else (False,):
+            with without_biases(replica) if unbiased else contextlib.nullcontext():
+                inputs_of_x = list(unusual(x, powers, generator, axis))
+                # alone, for forwards that look at all rows of a call, and all in one call
+                for extreme in (*inputs_of_x[:2], torch.zeros_like(x), torch.cat(inputs_of_x)):
                     times = extreme.shape[0] // x.shape[0]
                     arguments = [torch.cat([other] * times) for other in inputs]
                     arguments[at] = extreme
                     difference = _unlike(stock, ours, arguments, generator, exact, axis)
                     if difference:
                         return difference
-    x, *more = inputs
+    x, *others = inputs
     for number in (float("nan"), float("inf"), float("-inf")):
-        arguments = [x.clone(), *more]
+        arguments = [x.clone(), *others]
         arguments[0].view(-1)[0] = number
         with torch.no_grad():
             if not torch.equal(stock(*arguments).isfinite(), ours(*arguments).isfinite()):
@@ -457,7 +480,7 @@ def _unlike(
     exact: bool,
     axis: int,
 ) -> str | None:
-    """What differs in one call: outputs, or gradients where all numbers are finite."""
+    """How one call differs: in outputs, or in gradients of rows that are not too large."""
     leaves = [
         [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs] for _ in range(2)
     ]
@@ -479,23 +502,23 @@ def _unlike(
     )
     for index, (a, b) in enumerate(zip(by_stock, by_ours, strict=True)):
         if a is None or b is None:
-            continue  # which gradients there are, all other probes compare
+            continue  # disagreement() compares which gradients exist
         a, b = torch.where(bounded, a, 0), torch.where(bounded, b, 0)
         if alike(a, b, axis, 10):
             continue
         nudged = _nudged_gradient(stock, leaves[0], index, upstream)
         noise = (torch.where(bounded, nudged, 0) - a).abs().amax(axis, keepdim=True)
-        known = noise <= 10 * _ROUNDINGS.get(a.dtype, 1e-4) * a.abs().amax(axis, keepdim=True)
-        if not alike(torch.where(known, a, 0), torch.where(known, b, 0), axis, 10):
+        stable = noise <= 10 * _ROUNDINGS.get(a.dtype, 1e-4) * a.abs().amax(axis, keepdim=True)
+        if not alike(torch.where(stable, a, 0), torch.where(stable, b, 0), axis, 10):
             return "its gradient differs for numbers that are equal, zero, tiny or large"
     return None
 
 
 def _nudged_gradient(stock: Call, inputs: Sequence[Tensor], index: int, upstream: Tensor) -> Tensor:
-    """A gradient of the forward for inputs that differ by a rounding.
+    """The gradient of a forward for inputs that differ by one rounding.
 
-    Where it is another one, no comparison tells two forwards apart: a norm of a constant row with a
-    tiny epsilon normalizes the rounding of its mean.
+    Where this changes it, two forwards cannot be compared. An example is the norm of a constant row
+    with a tiny epsilon, which normalizes the rounding error of the mean.
     """
     near = []
     for x in inputs:
@@ -515,7 +538,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def alike(a: Tensor, b: Tensor, axis: int = -1, by: float = 1.0) -> bool:
-    """Every row for itself, by its largest number."""
+    """Whether rows agree within roundings of their own largest number, times ``by``."""
     if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
         return False
     a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
@@ -535,15 +558,15 @@ def _difference(
     leaves = [[x.detach().clone() for x in inputs] for _ in range(2)]
     for x in (*leaves[0], *leaves[1]):
         x.requires_grad_(grad and x.is_floating_point())
-    # not the leaves themselves, to which nobody may write
-    arguments, mine = ([x * 1 if x.is_floating_point() else x for x in row] for row in leaves)
+    # not the leaves themselves, which must not be written
+    arguments, ours_of = ([x * 1 if x.is_floating_point() else x for x in row] for row in leaves)
     versions, drawn = [x._version for x in arguments], random_state()
     expected = stock(*arguments)
     if not _equal_states(drawn, random_state()):
         return "it draws random numbers"
     if [x._version for x in arguments] != versions:
         return "it writes to its input"
-    got = ours(*mine)
+    got = ours(*ours_of)
     if (
         not isinstance(expected, Tensor)
         or expected.dtype != got.dtype
@@ -571,7 +594,7 @@ def _difference(
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Every row for itself; sums in another order differ by what they cancel."""
+    """Whether gradients agree row by row; a different order of sums changes what cancels."""
     size = a.abs()
     bound = 1e-4 * size.amax(-1, keepdim=True) + 1e-6 * size.max() + 1e-9
     return bool(((a - b).abs() <= bound).all())

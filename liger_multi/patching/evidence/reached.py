@@ -1,11 +1,15 @@
-"""The code that a forward reaches, and what that code reads apart from the module and its input.
+"""What the code of a forward depends on, apart from its module and its inputs.
 
-A forward may call helpers of its file, read a global number, close over a variable, append to a
-global list. None of that is seen by a probe, and all of it may change after the patch. So the
-bytecode is read: what it loads by a global name, through a module or a class, from a closure or
-from a default is followed into every function that is not a library's. Functions, and values that
-can be compared, are noted with the place where they stand, and are compared at every call. What
-cannot be compared, and code that writes, is a reason to leave the module alone.
+:class:`Reached` takes functions and returns the functions that they call and the values that they
+read, each with its :data:`Place`, or the reason why that cannot be determined.
+
+A forward may call helpers of its file, read a global, close over a variable or append to a global
+list. A probe notices none of that, and all of it may change after the patch. So the bytecode is
+read. Names that it loads from globals, modules, classes, closures and defaults are followed into
+every function that belongs to no library. Patched modules compare these places at every call. Code
+that writes, or that reads what cannot be compared, is a reason to leave a module alone.
+
+:class:`Outcomes` records which way the branches of these functions went while a probe ran.
 """
 
 from __future__ import annotations
@@ -39,14 +43,14 @@ Place: TypeAlias = "tuple[Any, str, Any]"
 _LIBRARIES = ("torch", "numpy", "transformers", "einops", "peft", "accelerate", "liger_multi")
 _STATELESS = ("math", "functools", "itertools", "operator", "typing", "warnings", "logging")
 _UNKNOWN = ("transformers.models", "torch.distributed")
-"""Parts of libraries that are looked into: code of models, and calls that communicate."""
+"""Parts of these libraries whose code is followed: models, and calls that communicate."""
 _CACHED = type(functools.lru_cache(dis.dis))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type, torch.jit.ScriptFunction, _CACHED)
 _WITHOUT_STATE = (ModuleType, CellType, logging.Logger)
 
 
 class Scope:
-    """The globals of a function, as attributes."""
+    """The globals of a function as attributes."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.__dict__ = names
@@ -59,14 +63,14 @@ class Scope:
 
 
 class Cell:
-    """A variable of a closure; cells themselves cannot be hashed."""
+    """A variable of a closure, in a form that can be hashed."""
 
     def __init__(self, cell: CellType) -> None:
         self.cell = cell
 
     @property
-    def held(self) -> Any:
-        """What the variable holds; the cell itself while it holds nothing."""
+    def value(self) -> Any:
+        """The value of the variable; the cell itself while it has none."""
         try:
             return self.cell.cell_contents
         except ValueError:
@@ -80,15 +84,15 @@ class Cell:
 
 
 class Reached:
-    """What functions depend on, and the functions that they call.
+    """The functions that some functions call, and the values that they read.
 
     Args:
-        starts: Functions, also in ``functools.partial``, in properties and bound ones.
+        starts: Functions, also bound ones, properties and ``functools.partial``.
 
     Attributes:
-        functions: Those that are not a library's.
-        by_place: What stands at which place, by owner and name.
-        refusal: Why more cannot be determined, or None.
+        functions: Those among them that belong to no library.
+        by_place: Functions and values by owner and name.
+        refusal: Why the rest cannot be determined, or None.
     """
 
     def __init__(self, starts: Iterable[Any]) -> None:
@@ -103,7 +107,7 @@ class Reached:
                 todo += self._read(function)
 
     def _read(self, function: FunctionType) -> list[Any]:
-        """Note what a function reads; the functions among it, of code that is followed."""
+        """Record what a function reads, and return the functions in it that are to be followed."""
         if is_of_library(function):
             places = [place for place in _places(function) if _is_function(place[2])]
             self.by_place.update({(owner, name): value for owner, name, value in places})
@@ -117,47 +121,49 @@ class Reached:
             self.refusal = f"its code imports {', '.join(sorted(imported))}"
         for owner, name, value in _places(function):
             compared = not (isinstance(owner, ModuleType) and is_of_library(owner))
-            if _depends_on_more(value):
+            if _depends_on_state(value):
                 self.refusal = f"its code reads {name} of {_home(value)}"
             elif _is_function(value) or (compared and token(value) is not None):
                 self.by_place[owner, name] = value
                 more += _inside(value)
-            elif compared and not _is_settled(value):
-                self.refusal = f"its code reads {_said(owner, name, value)}, which may change later"
+            elif compared and not _is_constant(value):
+                what = _described(owner, name, value)
+                self.refusal = f"its code reads {what}, which may change later"
         return more
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """What stands at which place."""
+        """All that was reached: owner, name and value."""
         return tuple((owner, name, value) for (owner, name), value in self.by_place.items())
 
     @property
     def digest(self) -> tuple[Any, ...]:
-        """What tells in another process whether code and values are the same ones."""
+        """A hash of the code, and the values: equal in another process if these are equal."""
         code = hashlib.sha256()
         for function in self.functions:
-            code.update(_said_by(function.__code__))
+            code.update(_code_bytes(function.__code__))
         values = [(name, value) for _, name, value in self.places if is_plain(value)]
         return (code.hexdigest(), *values)
 
 
 @functools.lru_cache(maxsize=4096)
-def _said_by(code: CodeType) -> bytes:
-    """The instructions, names and constants of code, wherever its file is."""
+def _code_bytes(code: CodeType) -> bytes:
+    """The instructions, names and constants of code, without the path of its file."""
     parts = list(codes(code))
     constants = [c for part in parts for c in part.co_consts if not isinstance(c, CodeType)]
     # sets have another order in every process
-    known = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in constants]
-    return repr([*[(part.co_code, part.co_names) for part in parts], known]).encode()
+    ordered = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in constants]
+    return repr([*[(part.co_code, part.co_names) for part in parts], ordered]).encode()
 
 
 def reached(starts: Iterable[Any]) -> tuple[Place, ...] | str:
-    """What functions depend on, or why that cannot be determined; see :class:`Reached`."""
+    """All places that functions reach (:class:`Reached`), or why they cannot be determined."""
     code = Reached(starts)
     return code.refusal or code.places
 
 
-def _said(owner: Any, name: str, value: Any) -> str:
+def _described(owner: Any, name: str, value: Any) -> str:
+    """How a message calls a value."""
     if isinstance(owner, FunctionType):
         return "a default that is mutable"
     class_name = type(value).__name__
@@ -173,15 +179,15 @@ def _is_function(value: Any) -> bool:
     return bound or isinstance(value, _FUNCTIONS)
 
 
-def _is_settled(value: Any) -> bool:
-    """Whether a value that cannot be compared is left alone: a module, tables of transformers."""
+def _is_constant(value: Any) -> bool:
+    """Whether a value that cannot be compared counts as constant: modules, transformers' tables."""
     if isinstance(value, (Tensor, nn.Module)):
         return False
     return isinstance(value, _WITHOUT_STATE) or type(value).__module__.startswith("transformers.")
 
 
 def _inside(value: Any) -> list[Any]:
-    """The functions that a value stands for, or brings."""
+    """The functions in a value: a tuple, a class that belongs to no library, or a function."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, type) and not is_of_library(value):
@@ -190,7 +196,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def holds(places: Iterable[Place]) -> bool:
-    """Whether every place has the value that it had."""
+    """Whether every place still has its recorded value."""
     for owner, name, recorded in places:
         now = getattr(owner, name, ...)
         if now is not recorded and not (type(now) is type(recorded) and bool(now == recorded)):
@@ -199,7 +205,7 @@ def holds(places: Iterable[Place]) -> bool:
 
 
 def reads_values(places: Iterable[Place]) -> bool:
-    """Whether there are values among them, those of modules' classes aside."""
+    """Whether some places hold values rather than functions, apart from classes of modules."""
     values = [(owner, value) for owner, _, value in places if not _is_function(value)]
     return any(
         not (isinstance(owner, type) and issubclass(owner, nn.Module)) for owner, _ in values
@@ -224,8 +230,8 @@ def _home(value: Any) -> str:
     return str(written or getattr(value, "__module__", None) or "builtins")
 
 
-def _depends_on_more(value: Any) -> bool:
-    """Whether a function or a module has results that depend on more than its arguments."""
+def _depends_on_state(value: Any) -> bool:
+    """Whether results of a function, or of functions of a module, depend on a process's state."""
     if not isinstance(value, ModuleType) and not _is_function(value):
         return False
     home = _home(value)
@@ -249,10 +255,9 @@ def _function(value: Any) -> FunctionType | None:
 
 
 def _places(function: FunctionType) -> Iterator[Place]:
-    """What the code of a function reads that is no argument and no variable of its own."""
-    for cell in function.__closure__ or ():
-        held = Cell(cell)
-        yield held, "held", held.held
+    """What the code of a function reads apart from its arguments and local variables."""
+    for cell in map(Cell, function.__closure__ or ()):
+        yield cell, "value", cell.value
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         if token(value) is None:
             yield function, "__defaults__", value
@@ -270,7 +275,7 @@ def _places(function: FunctionType) -> Iterator[Place]:
 
 
 class _Loads:
-    """What code loads by global names, imports, and sets apart from its own variables."""
+    """Global names that code loads, modules that it imports, and what it sets outside of itself."""
 
     def __init__(self, code: CodeType) -> None:
         self.chains: dict[tuple[str, ...], None] = {}
@@ -322,7 +327,7 @@ def _loads(code: CodeType) -> _Loads:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of the functions and comprehensions in it."""
+    """The code of a function, and of all functions and comprehensions within."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -333,16 +338,17 @@ _VALUES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or another one that is equal in another process."""
+    """Whether a value, such as a number or a string, compares equal in another process."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return isinstance(value, (*_VALUES, enum.Enum)) and not isinstance(value, type)
 
 
 def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None:
-    """Type and value of an attribute that can be compared at every call, or None.
+    """Type and value of an attribute in a form that every call can compare; None where none is.
 
-    The owner of a bound method is left out, so that equal modules have equal tokens.
+    A method that is bound to ``owner`` is compared by its function, so that equal modules have
+    equal tokens.
     """
     value_class = type(value)
     if isinstance(value, (*_VALUES, enum.Enum)):
@@ -365,39 +371,39 @@ def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None
 
 
 def contents(cell: CellType) -> Any:
-    """What a variable of a closure holds; None while it holds nothing."""
+    """The value of a variable of a closure; None while it has none."""
     try:
         return cell.cell_contents
     except ValueError:  # empty
         return None
 
 
-# --- branches on the input that a probe took one way only ---
+# --- branches that a probe took one way only ---
 
-# A forward may do something else for a long sequence, for one dtype, on one kind of device, or
-# where a number overflows. A probe runs one side, and its result holds for that side only. So the
-# probe is traced: a condition that reads more than the module and had one outcome only is a
-# reason to leave the module alone. It is no reason where the other side raises an error.
+# A forward may do something else for long sequences, for a dtype, on a device, or after an
+# overflow. A probe that takes one side of a branch proves nothing about the other side. So probes
+# are traced. A module is left alone if a condition on its input always had the same outcome,
+# unless the other side only raises an error.
 
 _monitoring = threading.RLock()
 
 
 class Outcomes:
-    """Where the conditions of some functions went."""
+    """The outcomes of the conditions in some functions."""
 
     def __init__(self, functions: Iterable[FunctionType]) -> None:
         self.codes = {code for function in functions for code in codes(function.__code__)}
         self.branches_taken: dict[tuple[CodeType, int], set[int]] = {}
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Note them while the functions run in this thread."""
+        """Record outcomes while the functions run in this thread."""
         return self._monitored() if sys.version_info >= (3, 12) else self._traced()
 
     @contextlib.contextmanager
     def _monitored(self) -> Iterator[None]:
-        """By branch events, one thread at a time: there are six places for tools in a process.
+        """By branch events; by a trace where debuggers and profilers took all six tool ids.
 
-        Where debuggers and profilers took all of them, by a trace.
+        One thread at a time, since the ids are those of the process.
         """
         with _monitoring:
             tools: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
@@ -409,8 +415,8 @@ class Outcomes:
     def _events(self, tool: int) -> Iterator[None]:
         """By branch events of these functions alone, alongside debuggers and profilers."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-        kinds = [getattr(monitoring.events, name, 0) for name in ("BRANCH_LEFT", "BRANCH_RIGHT")]
-        kinds = [event for event in kinds if event] or [monitoring.events.BRANCH]
+        sides = [getattr(monitoring.events, name, 0) for name in ("BRANCH_LEFT", "BRANCH_RIGHT")]
+        events = [event for event in sides if event] or [monitoring.events.BRANCH]
         thread = threading.get_ident()
 
         def branch(code: CodeType, at: int, to: int) -> None:
@@ -419,21 +425,21 @@ class Outcomes:
 
         monitoring.use_tool_id(tool, "liger_multi")
         try:
-            for event in kinds:
+            for event in events:
                 monitoring.register_callback(tool, event, branch)
             for code in self.codes:
-                monitoring.set_local_events(tool, code, sum(kinds))
+                monitoring.set_local_events(tool, code, sum(events))
             yield
         finally:
             for code in self.codes:
                 monitoring.set_local_events(tool, code, 0)
-            for event in kinds:
+            for event in events:
                 monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
-        """By a trace of every instruction; that of a debugger comes back."""
+        """By a trace of every instruction; a debugger's own trace is restored afterwards."""
         before = sys.gettrace()
         sys.settrace(self._called)
         try:
@@ -457,10 +463,10 @@ class Outcomes:
         return step
 
     def one_sided(self, argument_count: int) -> str | None:
-        """Why the module is left: a condition on the input had one outcome only; or None.
+        """The place of a condition on the input that had one outcome only, as a reason; or None.
 
         Args:
-            argument_count: How many arguments the calls had after the module.
+            argument_count: Arguments of the recorded calls, without ``self``.
         """
         for code in self.codes:
             for jump in _jumps(code):
@@ -475,11 +481,11 @@ class Outcomes:
         return None
 
     def _went(self, code: CodeType, at: int) -> set[int]:
-        """The instructions that followed one."""
+        """Offsets of the instructions that ran after the one at ``at``."""
         return {_from(code, offset) for offset in self.branches_taken.get((code, at), ())}
 
     def _meet(self, code: CodeType, at: int, other: int) -> bool:
-        """Whether what was run from here on came to ``other`` by conditions alone."""
+        """Whether the instructions from ``at`` on led to ``other`` through conditions alone."""
         for step in _steps(code):
             if step.offset < at:
                 continue
@@ -494,10 +500,10 @@ class Outcomes:
 
 
 class _Jump:
-    """A conditional jump: where it stands, where it may go, and the variables of its condition.
+    """A conditional jump: its offset, both targets, its line, and the variables of its condition.
 
-    Those are all that are loaded since something was stored, dropped or returned, or another
-    condition was asked, so rather more than fewer.
+    The variables are those loaded since the last instruction that stores, drops or returns a value
+    or jumps. They may be more than the condition reads, never fewer.
     """
 
     def __init__(self, code: CodeType, steps: list[dis.Instruction], i: int) -> None:
@@ -511,9 +517,9 @@ class _Jump:
             if "LOAD_FAST" in step.opname or step.opname == "LOAD_DEREF":  # one or two at once
                 self.reads |= {step.argval} if isinstance(step.argval, str) else {*step.argval}
         if _asks_for_none(steps[i], condition):
-            self.reads -= {*code.co_varnames[: code.co_argcount]}  # the same in all calls
+            self.reads -= {*code.co_varnames[: code.co_argcount]}  # equal in all calls
         if _asks_for_mps(condition) and not torch.backends.mps.is_available():
-            self.reads = set()  # no tensor of this process can be there
+            self.reads = set()  # this process has no such tensor
 
     def _back(self, steps: list[dis.Instruction], i: int) -> Iterator[dis.Instruction]:
         for step in reversed(steps[:i]):
@@ -527,7 +533,7 @@ class _Jump:
 
 
 def _asks_for_none(jump: dis.Instruction, condition: list[dis.Instruction]) -> bool:
-    """Whether a condition is ``x is None`` of a variable, or the opposite."""
+    """Whether a condition is ``x is None`` or ``x is not None`` of a variable."""
     names = [step.opname for step in condition]
     if jump.opname.endswith("_NONE"):
         return len(names) == 1
@@ -535,9 +541,9 @@ def _asks_for_none(jump: dis.Instruction, condition: list[dis.Instruction]) -> b
 
 
 def _asks_for_mps(condition: list[dis.Instruction]) -> bool:
-    """Whether a condition is ``x.device.type == "mps"`` of a variable, or the opposite.
+    """Whether a condition is ``x.device.type == "mps"`` of a variable, or its negation.
 
-    Models ask so for the type under which they switch autocast off.
+    Models ask this to choose the device type for which they disable autocast.
     """
     names = [step.opname for step in condition[:5]]
     return (
@@ -558,7 +564,7 @@ def _steps(code: CodeType) -> list[dis.Instruction]:
 
 
 def _from(code: CodeType, offset: int) -> int:
-    """The first instruction from an offset on that does something."""
+    """The first instruction from an offset on that is not ignored."""
     return next(step.offset for step in _steps(code) if step.offset >= offset)
 
 
@@ -570,13 +576,13 @@ def _jumps(code: CodeType) -> list[_Jump]:
 
 
 def _constants(code: CodeType, argument_count: int) -> set[str]:
-    """The module, and the arguments of a forward that calls leave out."""
+    """Variables that do not depend on a call: the module, and arguments with their defaults."""
     left_out = code.co_varnames[1 + argument_count : code.co_argcount + code.co_kwonlyargcount]
     return {"self", "cls", *(left_out if code.co_name == "forward" else ())}
 
 
 def _raises(code: CodeType, start: int) -> bool:
-    """Whether code does nothing else from here on but raise an error."""
+    """Whether code from an offset on does nothing but raise an error."""
     for step in _steps(code):
         if step.offset < start:
             continue

@@ -1,20 +1,22 @@
-"""Let one class call another function under a global name, and leave everybody else's calls alone.
+"""Copies of methods that call another function under a global name.
+
+:func:`redirected` takes a method and functions by global name. It returns a copy of the method that
+calls these functions; all other callers of the names are unaffected.
 
 A modeling file calls its rotary function by a global name, from methods that all its models share.
-Three ways to change that were weighed:
+There are three ways to replace it for one model:
 
-* Put another function under that name. It acts on the whole process: models that are not patched,
-  other threads and copies have to be distinguished at every call, and users counted, which garbage
-  collection and unpickling make hard to keep right.
-* Copy the method with globals of its own. What the module defines or replaces later would not reach
-  the copy, and Dynamo, which guards globals in the module that ``__name__`` names, would guard the
-  wrong object.
-* Copy the method with *code* that asks for another name, in the same globals. This is done here.
+* Assign another function to the name. This acts on the whole process. Unpatched models, other
+  threads and copies would have to be told apart at every call, and users would have to be counted.
+* Copy the method with globals of its own. The copy would miss what the file defines or replaces
+  later. Dynamo guards globals of the module that ``__name__`` names, so it would guard the wrong
+  object.
+* Copy the method with code that loads another name from the same globals. This is done here.
 
-So the copy is an ordinary function of its module: its other globals are live, decorators and
-``super()`` keep their cells, compilers trace it, tracebacks show the original source. Who calls it
-is decided by the class of an instance alone, so there is nothing to count: unpatching gives the
-class back, and the module keeps one private name that only the copies ask for.
+The copy is an ordinary function of its file: its other globals are live, decorators and ``super()``
+keep their cells, compilers trace it, and tracebacks show the original source. The class of an
+instance decides whether it runs, so ``unpatch`` restores the class and nothing else. The file keeps
+one private name, which only the copies load.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from liger_multi.patching.evidence import reached
 
 
 def methods(module_class: type) -> dict[str, FunctionType]:
-    """The methods that instances of a module's class run, those of PyTorch's own classes aside."""
+    """The methods of a module's class by name, without those of PyTorch's own classes."""
     attributes: dict[str, Any] = {}
     for owner in module_class.__mro__:
         if not owner.__module__.startswith(("torch.", "builtins")):
@@ -42,21 +44,18 @@ def methods(module_class: type) -> dict[str, FunctionType]:
     return {name: value for name, value in attributes.items() if isinstance(value, FunctionType)}
 
 
-def calls(function: FunctionType, is_wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
-    """The globals by name, accepted by ``is_wanted``, that a method or what it decorates loads."""
+def calls(function: FunctionType, accepts: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """The globals that a method, or a function that it decorates, loads and ``accepts`` takes."""
     return {
         name: layer.__globals__[name]
         for layer in _layers(function)
         for name in sorted(_names(layer.__code__))
-        if name in layer.__globals__ and is_wanted(name, layer.__globals__[name])
+        if name in layer.__globals__ and accepts(name, layer.__globals__[name])
     }
 
 
 def while_current(function: FunctionType, name: str, target: FunctionType) -> FunctionType:
-    """``target``, as long as a method finds under a global name what it finds there now.
-
-    And as long as that reads what it reads now; a compiled graph would keep values among it.
-    """
+    """``target`` while :func:`still` is true of a method's global name, else what it names then."""
     home, holds = _home(function, name), still(function, name)
 
     def followed(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +68,11 @@ def while_current(function: FunctionType, name: str, target: FunctionType) -> Fu
 
 
 def still(function: FunctionType, name: str) -> Callable[[], bool]:
-    """Tells whether a method finds under a global name what it finds there now, as above."""
+    """A test whether a global name of a method still stands for the same function.
+
+    That function must also read the same values as now. A compiled graph would keep such values,
+    so the test fails there if the function reads any.
+    """
     home = _home(function, name)
     stock = home[name]
     places_or_refusal = reached.reached([getattr(stock, "forward", stock)])
@@ -84,25 +87,25 @@ def still(function: FunctionType, name: str) -> Callable[[], bool]:
 
 
 def _home(function: FunctionType, name: str) -> dict[str, Any]:
-    """The globals in which a method, or what it decorates, finds a name."""
+    """The globals in which a method, or a function that it decorates, looks up a name."""
     layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
     return next(layer.__globals__ for layer in layers if name in layer.__globals__)
 
 
 @functools.lru_cache(maxsize=1024)
 def names(function: FunctionType) -> frozenset[str]:
-    """The attributes and globals that a method and what it decorates load."""
+    """The attributes and globals that a method, and functions that it decorates, load by name."""
     return frozenset(name for layer in _layers(function) for name in _names(layer.__code__))
 
 
 def variables(function: FunctionType) -> set[str]:
-    """The names of the variables of a method and of what it decorates."""
+    """The names of the local variables of a method and of functions that it decorates."""
     return {name for layer in _layers(function) for name in layer.__code__.co_varnames}
 
 
 @functools.lru_cache(maxsize=1024)
 def refusal(function: FunctionType, name: str) -> str | None:
-    """Why a copy cannot be told to load another global instead of ``name``, or None."""
+    """Why a copy of a method cannot load another global in place of ``name``, or None."""
     for layer in _layers(function):
         for code in reached.codes(layer.__code__):
             for step in dis.get_instructions(code):
@@ -115,9 +118,9 @@ def refusal(function: FunctionType, name: str) -> str | None:
 
 
 def only_calls(function: FunctionType, argument: str, method: str) -> bool:
-    """Whether a method compares an argument with None, calls one of its methods, and nothing else.
+    """Whether a method only compares an argument with None and calls one method of it.
 
-    Bytecode in another form than the usual one counts as something else.
+    Unknown bytecode counts as another use.
     """
     return all(
         _is_call_or_comparison(step, following, method)
@@ -151,19 +154,19 @@ def redirected(
     targets: Mapping[str, FunctionType],
     around: Callable[[FunctionType], FunctionType] = lambda function_copy: function_copy,
 ) -> FunctionType:
-    """A copy of a method that calls ``targets`` in the place of the globals of these names.
+    """A copy of a method that calls ``targets`` in place of the globals of these names.
 
-    The targets are put into the globals of the method under their own ``__name__``. What stands on
-    the class is what ``around`` makes of the copy.
+    The targets are added to the globals of the method under their own ``__name__``. ``around``
+    wraps the copy, also where the method refers to itself.
     """
-    inner, made_inner = _inner(function), None
+    inner, inner_copy = _inner(function), None
     cells, itself = list(function.__closure__ or ()), None
     for at, cell in enumerate(cells):
         contents = reached.contents(cell)
         if inner is not None and contents is inner:
-            made_inner = redirected(inner, targets)
-            cells[at] = CellType(made_inner)
-        elif contents is function:  # a function that asks whether it is the method of a class
+            inner_copy = redirected(inner, targets)
+            cells[at] = CellType(inner_copy)
+        elif contents is function:  # a function that checks whether it is the method of a class
             itself = cells[at] = CellType()
     used = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
     function.__globals__.update({t.__name__: t for n, t in targets.items() if n in used})
@@ -178,7 +181,7 @@ def redirected(
     functools.update_wrapper(copied, function)
     del copied.__wrapped__  # type: ignore[attr-defined]
     if "__wrapped__" in vars(function):
-        copied.__wrapped__ = made_inner or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
+        copied.__wrapped__ = inner_copy or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
     copied = around(copied)
     if itself is not None:
         itself.cell_contents = copied
@@ -186,7 +189,7 @@ def redirected(
 
 
 def _layers(function: FunctionType) -> Iterator[FunctionType]:
-    """A function, and those that its decorators wrap."""
+    """A function, and the functions that its decorators wrap."""
     layer: FunctionType | None = function
     while layer is not None:
         yield layer
@@ -194,7 +197,7 @@ def _layers(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _inner(function: FunctionType) -> FunctionType | None:
-    """The function that a decorator's function wraps and holds in a cell."""
+    """The function that a decorator wraps and keeps in a closure."""
     inner = vars(function).get("__wrapped__")
     contents = any(reached.contents(cell) is inner for cell in function.__closure__ or ())
     return inner if contents and isinstance(inner, FunctionType) else None
@@ -205,7 +208,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
-    """The code with other entries in the tables of names, which say what a global is called."""
+    """The code with other names in its tables of names."""
     return code.replace(
         co_names=tuple(names.get(name, name) for name in code.co_names),
         co_consts=tuple(

@@ -1,19 +1,23 @@
-"""What a forward depends on apart from its inputs: recorded at the patch, compared at every call.
+"""What a forward depends on apart from its inputs: recorded by a patch, compared at every call.
 
-A probe sees a module at one moment. Whatever its forward may read and user code may change later
-belongs to the signature of the module: values of attributes, classes of submodules that the
-operator does not call, hooks on these, and the functions of the classes. Where one of them is no
-longer what the probe saw, the module's own forward runs. What cannot be compared at every call,
-such as a buffer or a configuration object, is a reason to leave the module alone.
+:func:`signature_of` takes a module and returns its :class:`Signature`, or the reason why it has
+none. :func:`holds` and :func:`code_holds` tell at every call whether that is still true; if not,
+the module's own forward runs.
+
+A probe describes a module at one moment. All that its forward reads and user code may change later
+belongs to the signature: values of attributes, submodules that the operator does not call with
+their hooks, and the functions of the classes. What no call can compare, such as a buffer or a
+configuration object, is a reason to leave a module alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Sized
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +28,32 @@ from liger_multi.dispatch.autograd import transforming
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.reached import token
 
-# --- linear layers that do nothing but multiply ---
+# --- hooks, and linear layers without any ---
 
+Verdict = TypeVar("Verdict")
 PLAIN = (Tensor, nn.Parameter)
 _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
 
 
 def globally_hooked() -> bool:
-    """Whether something looks at the calls of every module, or of every linear layer."""
+    """Whether hooks on all modules exist, or a function of PyTorch's linear layers was replaced."""
     return any(GLOBAL_HOOKS) or calls_replaced()
 
 
 def global_hooks() -> list[Any]:
-    """Hooks on the calls of every module."""
+    """Hooks on the calls of all modules."""
     return [hook for hooks in GLOBAL_HOOKS if hooks for hook in hooks.values()]
 
 
 @constant_in_graphs
 def calls_replaced() -> bool:
-    """Whether somebody put functions of theirs into PyTorch's classes."""
+    """Whether ``nn.Linear.__call__``, ``nn.Linear.forward`` or ``F.linear`` were replaced."""
     replaced = nn.Linear.__call__ is not _CALL or nn.Linear.forward is not _FORWARD
     return replaced or F.linear is not call_linear
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a module's call is more than its class's forward."""
+    """Whether a module has hooks, or a forward among its attributes."""
     attributes: dict[str, Any] = module.__dict__
     before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
     hooked = before or after or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
@@ -60,9 +65,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def is_watched_by_users(module: nn.Module) -> bool:
-    """The same for a module without parameters.
+    """The same without the hooks of libraries that gather parameters or measure memory.
 
-    Hooks that gather parameters or measure memory stand on every module, and do nothing on this.
+    For modules without parameters, on which such hooks do nothing.
     """
     if not is_watched(module):
         return False
@@ -77,14 +82,14 @@ _INFRASTRUCTURE = ("torch.distributed.", "deepspeed.")
 
 
 def is_infrastructure(hook: Any, libraries: tuple[str, ...] = _INFRASTRUCTURE) -> bool:
-    """Whether a hook belongs to a library that gathers and shards parameters, not to the user."""
+    """Whether a hook belongs to a library that gathers and shards parameters."""
     while hasattr(hook, "func"):  # a partial
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(libraries)
 
 
 def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a layer that is :func:`is_plain_linear`; None for another one."""
+    """Weight and bias of a plain linear layer (:func:`is_plain_linear`); None for others."""
     module_class = type(layer)
     plain = (
         module_class is nn.Linear
@@ -92,10 +97,10 @@ def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     )
     if layer is None or not plain or is_watched(layer):
         return None
-    parameters: Any = layer._parameters  # asking for an attribute takes eight times as long
+    parameters: Any = layer._parameters  # reading an attribute takes eight times as long
     weight: Tensor | None = parameters.get("weight")
     bias: Tensor | None = parameters.get("bias")
-    if weight is None or "bias" not in parameters:  # tensors stand in the place of parameters
+    if weight is None or "bias" not in parameters:  # tensors in place of parameters
         weight, bias = cast(Any, layer).weight, cast(Any, layer).bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return None
@@ -103,7 +108,7 @@ def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
 
 
 def is_plain_linear(layer: nn.Module | None) -> bool:
-    """Whether a layer is PyTorch's linear layer, with plain weights and nothing around its call."""
+    """Whether a layer is PyTorch's linear layer with ordinary tensors, and without hooks."""
     return bare_parts(layer) is not None
 
 
@@ -113,16 +118,16 @@ Plain: TypeAlias = "tuple[tuple[str, type, Any], ...]"
 
 @dataclass(frozen=True)
 class Signature:
-    """What a forward depends on, apart from inputs and what the operator takes.
+    """What a forward depends on, apart from its inputs and the operands of the operator.
 
     Attributes:
-        plain: Values of the instance.
-        fields: Values of its configuration: its name, and theirs as in ``plain``.
+        plain: Attributes of the instance.
+        fields: Attributes of its configuration: where that is, then as in ``plain``.
         parts: Submodules that the operator does not call.
-        absent: Tables (``_parameters``, ``_buffers``, ``_modules``) and names that hold None.
-        inherited: Methods and values of the class, which no attribute may hide.
-        missing: Names that the forward asked for in vain.
-        code: What tells whether a process that unpickles the module has the code of the probe.
+        absent: Tables (``_parameters``, ``_buffers``, ``_modules``) with names that hold None.
+        inherited: Methods and values of the class that no attribute of the instance may hide.
+        missing: Names that the forward looked up and did not find.
+        code: A digest of the code, which a process that unpickles the module compares.
     """
 
     plain: Plain = ()
@@ -136,7 +141,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Part:
-    """A submodule without parameters: its place, its class and what it depends on."""
+    """A submodule without parameters: its name, its class and its own signature."""
 
     name: str
     module_class: type[nn.Module]
@@ -147,7 +152,7 @@ class Part:
 
 
 def holds(module: nn.Module, signature: Signature) -> bool:
-    """Whether an instance is still what the probe saw."""
+    """Whether a signature is still true of an instance."""
     attributes = module.__dict__
     for name, value_class, value in signature.plain:
         if name not in attributes:
@@ -182,10 +187,10 @@ def holds(module: nn.Module, signature: Signature) -> bool:
 
 
 def code_holds(module_class: Any) -> bool:
-    """Whether the code behind a class of ours, and what it reads, is as it was at the patch.
+    """Whether the code of a patched class, and the values that it reads, are unchanged.
 
-    A compiled graph would keep values that the code reads, so the original forward is traced there.
-    Under transforms of ``torch.func``, which operators do not have, it runs as well.
+    False in compiled graphs if the code reads values, which a graph would keep, and under the
+    transforms of ``torch.func``, which operators do not support.
     """
     if module_class._liger_multi_reads and torch.compiler.is_compiling():
         return False
@@ -220,9 +225,9 @@ def _equal(now: Any, value: Any, owner: nn.Module) -> bool:
 def code_of(
     module_class: type[nn.Module], signature: Signature | None
 ) -> tuple[reached.Place, ...]:
-    """The functions and values on which a forward depends, as they are now.
+    """The functions and values that a forward depends on, as they are now.
 
-    Without a signature, what the functions read in turn is not followed.
+    Without a signature, functions are not followed.
     """
     places = _code(module_class, ("forward", *(signature.inherited if signature else ())))
     for part in signature.parts if signature else ():
@@ -234,13 +239,44 @@ def code_of(
         )
     now = reached.Reached(functions_of(module_class, signature))
     if signature.code and signature.code != now.digest:
-        # unpickled where the code is another: it never holds
+        # unpickled by a process with other code: never true
         return ((module_class, "forward", None),)
     return (*places, *now.places)
 
 
+def cached_verdict(
+    cache: dict[Any, Verdict | str],
+    module_class: type[nn.Module],
+    signature: Signature,
+    attributes: Hashable,
+    probe: Callable[[], Verdict | str],
+    argument_count: int = 0,
+) -> Verdict | str:
+    """What a probe says of modules that are alike; it runs for the first of them.
+
+    Args:
+        cache: Earlier verdicts.
+        module_class: The class of the modules.
+        signature: What their forward depends on.
+        attributes: What else they have in common.
+        probe: The probe of one of them, which returns its settings or a reason against them.
+        argument_count: Arguments of forward, on which no branch may have one outcome only; 0 where
+            branches do not matter.
+    """
+    key = (module_class, code_of(module_class, signature), signature, attributes)
+    if key not in cache:
+        functions = reached.Reached(functions_of(module_class, signature)).functions
+        outcomes = reached.Outcomes(functions)
+        with outcomes.watched() if argument_count else contextlib.nullcontext():
+            verdict = probe()
+        if argument_count and not isinstance(verdict, str):
+            verdict = outcomes.one_sided(argument_count) or verdict
+        cache[key] = verdict
+    return cache[key]
+
+
 def functions_of(module_class: type[nn.Module], signature: Signature) -> list[Any]:
-    """The functions that run in a forward: methods of classes, and functions among attributes."""
+    """The functions that a forward runs: methods of its classes, and attributes."""
     functions = methods_of(module_class, ("forward", *signature.inherited))[1]
     functions += [value for _, _, value in signature.plain]
     for part in signature.parts:
@@ -249,7 +285,7 @@ def functions_of(module_class: type[nn.Module], signature: Signature) -> list[An
 
 
 def watched_code(module_class: type[nn.Module], signature: Signature) -> Callable[[], bool]:
-    """Tells whether :func:`code_of` a class is still what it is now."""
+    """A test whether :func:`code_of` a class is still the same as now."""
     code = code_of(module_class, signature)
     reads = reached.reads_values(code)
 
@@ -261,7 +297,7 @@ def watched_code(module_class: type[nn.Module], signature: Signature) -> Callabl
 
 
 def _code(module_class: type, names: Iterable[str]) -> list[reached.Place]:
-    """``super()`` reaches the bases, so all that define a name count."""
+    """Methods of a class and of the bases that ``super()`` reaches."""
     places = []
     for name in dict.fromkeys(names):
         owners = [
@@ -278,13 +314,13 @@ def signature_of(
     names: Collection[str] | None = None,
     starts: Iterable[str] = ("forward",),
 ) -> Signature | str:
-    """What a module depends on, or why that cannot be compared at every call.
+    """What a module depends on, or why calls cannot compare that.
 
     Args:
         module: A module.
         module_class: Its original class.
         taken: Names that the operator reads or calls itself.
-        names: Names that the forward asked for when it ran, in addition to those in its code.
+        names: Names that the forward looked up while it ran, in addition to those in its code.
         starts: The methods that run.
     """
     starts, asked = tuple(starts), set(names or ())
@@ -336,7 +372,7 @@ def signature_of(
 
 
 def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
-    """What code with these names reads of a configuration; nothing where that is not plain."""
+    """The attributes of a configuration with these names; none where one is no plain value."""
     if isinstance(holder, (torch.Tensor, nn.Module, Sized)) or callable(holder):
         return []
     values = {n: getattr(holder, n) for n in sorted(names) if hasattr(holder, n)}
@@ -345,7 +381,7 @@ def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
 
 
 def _unpatched(module: nn.Module) -> type[nn.Module]:
-    """The class of a part; one of ours, which an activation may have, computes the same."""
+    """The original class of a part, which may be patched itself, as an activation is."""
     module_class = type(module)
     ours = getattr(module_class, "_liger_multi_made", None) is module_class
     return module_class._liger_multi_swap.stock if ours else module_class  # type: ignore[attr-defined]
@@ -371,7 +407,7 @@ def _of_every_module() -> frozenset[str]:
 
 
 def methods_of(module_class: type, starts: Iterable[str]) -> tuple[set[str], list[FunctionType]]:
-    """The names that methods load, and the functions: the methods and those that they name."""
+    """All names that methods load, and the functions: the methods, and others that these name."""
     names: set[str] = set()
     functions: list[FunctionType] = []
     todo = list(starts)

@@ -1,8 +1,11 @@
-"""Which modules compute a gated mixture of experts.
+"""Which modules compute a mixture of experts that ``ops.fused_moe`` has.
 
-transformers keeps the weights of all experts in two tensors, states their layout by flags, and asks
-``_apply_gate`` for what is computed between the GEMMs. That method of a replica is compared with
-the formulas of the operator, and then its whole forward, so models that nobody listed are served.
+transformers keeps the weights of all experts in two stacked tensors, with flags for their layout,
+and calls ``_apply_gate`` between the GEMMs. :func:`find_experts` yields a patch for every such
+module. :func:`experts_kind` compares the gate of a replica with all formulas, and then its whole
+forward with the operator, so no list of models is needed.
+
+:func:`register_experts` adds the operator to transformers' own interface.
 """
 
 from __future__ import annotations
@@ -10,17 +13,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from liger_multi.errors import ConfigurationError
+from liger_multi.patching.evidence.facts import ClassFacts, ModelFacts
 from liger_multi.patching.evidence.probe import (
     LARGE,
     MODES,
     TINY,
     Call,
+    Overridden,
     Watch,
     differs_at_extremes,
     disagreement,
@@ -29,10 +35,11 @@ from liger_multi.patching.evidence.probe import (
     scalars,
     set_mode,
     skeleton,
+    with_weights,
 )
 from liger_multi.patching.evidence.signature import (
     Signature,
-    code_of,
+    cached_verdict,
     holds,
     signature_of,
     watched_code,
@@ -63,13 +70,11 @@ from liger_multi.patching.swap import (
     unpatched_class,
 )
 
-# --- experts ---
-
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether a module has the stacks of transformers' interface to experts.
+    """Whether a module has the stacked weights of transformers' experts interface.
 
-    With code of its own, that is all that it may have.
+    A module without ``_apply_gate`` may have no other parameters.
     """
     own_shapes = set(_shapes(module))
     if hasattr(module, "_apply_gate"):
@@ -78,13 +83,13 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def _are_shared(module: nn.Module) -> bool:
-    """Whether a module has one stack per layer, and so no experts that tokens are routed to."""
+    """Whether a module has one stack per layer: experts that all tokens go to."""
     shapes = _shapes(module)
     return set(shapes) == set(SHARED) and all(len(shape) == 3 for shape in shapes.values())
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of parameters, also of those that are partitioned (ZeRO-3) or in 4 bits."""
+    """Shapes of parameters, also of partitioned ones (ZeRO-3) and those in 4 bits."""
     own_shapes = {
         n: getattr(p, "ds_shape", p.shape) for n, p in module._parameters.items() if p is not None
     }
@@ -97,7 +102,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def are_other_experts(module: nn.Module) -> bool:
-    """Whether a module has matrices of experts of another form."""
+    """Whether a module has stacked weights of experts in another form."""
     named = _named_experts(module) and not looks_like_experts(module)
     return named and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
@@ -106,21 +111,22 @@ def _named_experts(module: nn.Module) -> bool:
     return "Experts" in unpatched_class(module).__name__
 
 
+def _may_be_experts(own: ClassFacts) -> bool:
+    return own.answers("_apply_gate") or "Experts" in own.module_class.__name__
+
+
 _known_experts: dict[Any, ExpertsKind | str] = {}
 
 
 def experts_kind(module: nn.Module) -> ExpertsKind | str:
-    """The kind of an instance, or the reason why it stays as it is."""
+    """The formula of a module, or the reason why it stays as it is."""
     module_class = _own_class(module)
     signature = _signature(module, module_class, ())
     if isinstance(signature, str):
         return signature
-    code, shapes = code_of(module_class, signature), tuple(sorted(_shapes(module).items()))
-    key = (module_class, code, signature, shapes, scalars(module))
-    verdict = _known_experts.get(key)
-    if verdict is None:
-        verdict = _known_experts[key] = _measure_experts(module)
-    return verdict
+    attributes = (tuple(sorted(_shapes(module).items())), scalars(module))
+    probe = partial(_measure_experts, module)
+    return cached_verdict(_known_experts, module_class, signature, attributes, probe)
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
@@ -133,7 +139,7 @@ _NORM = "post_expert_norm"
 
 
 def _norm(module: nn.Module) -> str:
-    """The module that outputs of experts go through, by the flag of transformers' interface."""
+    """The name of a norm on outputs of experts, by the flag of transformers' interface; or ""."""
     return _NORM if getattr(module, f"has_{_NORM}", False) else ""
 
 
@@ -143,7 +149,10 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 def _signature(
     module: nn.Module, module_class: type[nn.Module], flags_read: Collection[str]
 ) -> Signature | str:
-    """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
+    """The signature of gate, forward and flags, without the configuration.
+
+    The interface reads the name of an implementation there, all of which compute the same.
+    """
     flags = [name for name in _FLAGS if name in vars(module)]
     weights = _weights(module)
     taken = ("config", *weights, *bias_names(weights), *filter(None, (_norm(module),)))
@@ -152,7 +161,7 @@ def _signature(
 
 
 def _measure_experts(module: nn.Module) -> ExpertsKind | str:
-    """Compare the gate of a replica with every formula, and the forward with the operator."""
+    """The formula with the gate of a replica and equal results, or why there is none."""
     own, watch = _own_class(module), Watch()
     try:
         with probe_context() as generator:
@@ -165,7 +174,7 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
                 spec = _with_the_gate(module, replica, inputs, generator)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
-            if getattr(replica, "config", _Eager(None)).read:
+            if getattr(replica, "config", Overridden(None)).read:
                 return "its forward reads its configuration, which may change later"
             if spec is None:
                 what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
@@ -174,7 +183,7 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
             difference = difference or _experts_at_extremes(replica, inputs, spec, generator)
             if difference:
                 return f"{own.__name__} is more than its gate and products: {difference}"
-    except Exception as error:  # somebody's forward: any failure means that it is not one of ours
+    except Exception as error:  # of any forward
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     signature = _signature(module, own, watch.read)
     return signature if isinstance(signature, str) else replace(spec, signature=signature)
@@ -183,7 +192,7 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
 def _with_the_gate(
     module: nn.Module, replica: Any, inputs: list[Tensor], generator: torch.Generator
 ) -> ExpertsKind | None:
-    """The first kind that has the gate of a replica, or its whole forward where it has none."""
+    """The first formula with the gate of a replica, or with its forward if it has no gate."""
     if not hasattr(replica, "_apply_gate"):
         return next(
             (k for k in _candidates(module) if not _disagreement(replica, inputs, k, generator)),
@@ -203,25 +212,8 @@ def _same_gate(stock: Tensor, x: Tensor, spec: ExpertsKind) -> bool:
     return _near_experts(ours, slope)
 
 
-class _Eager:
-    """A configuration that asks for the loop over experts of the modeling file.
-
-    The interface reads the name of an implementation, all of which compute the same; what else is
-    read is noted.
-    """
-
-    _experts_implementation = "eager"
-
-    def __init__(self, config: Any) -> None:
-        self.config, self.read = config, set[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        self.read.add(name)
-        return getattr(self.config, name)
-
-
 def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
-    """A small copy, and hidden states, indices and weights of experts, as its form takes them."""
+    """A small copy, and the inputs of its form: hidden states, indices and routing weights."""
     shapes, weights = _shapes(module), _weights(module)
     experts, *axes = shapes[weights[0]]
     hidden, wide = axes if _transposed(module) else reversed(axes)
@@ -238,9 +230,13 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
         replica._parameters[name] = nn.Parameter(small)
     for name, part in module._modules.items():
         if name != "parametrizations":
-            replica._modules[name] = None if part is None else _part(part, sizes, generator)
+            replica._modules[name] = (
+                None
+                if part is None
+                else with_weights(skeleton(part, sizes), part, generator, sizes=sizes)
+            )
     if "config" in vars(replica):
-        replica.__dict__["config"] = _Eager(replica.config)
+        replica.__dict__["config"] = Overridden(replica.config, _experts_implementation="eager")
     if _form(module) == "blocks":
         return replica, [random(generator, 5 * sizes[experts], sizes[hidden])]
     if _form(module) == "shared":
@@ -248,17 +244,6 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
     scores = random(generator, 7, sizes[experts])
     routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
     return replica, [random(generator, 7, sizes[hidden]), index, routing]
-
-
-def _part(module: nn.Module, sizes: dict[int, int], generator: torch.Generator) -> nn.Module:
-    """A small copy of a module within, with random parameters."""
-    replica = skeleton(module, sizes)
-    for name, p in module._parameters.items():
-        if p is not None:
-            replica._parameters[name] = nn.Parameter(
-                random(generator, *(sizes[n] for n in p.shape))
-            )
-    return replica
 
 
 def _disagreement(
@@ -287,7 +272,7 @@ def _calls(replica: Any, spec: ExpertsKind) -> tuple[Call, Call]:
 def _experts_at_extremes(
     replica: Any, inputs: list[Tensor], spec: ExpertsKind, generator: torch.Generator
 ) -> str | None:
-    """What experts do with zeros, tiny and large numbers that the operator does not."""
+    """How experts differ from the operator for zeros, tiny and large numbers; or None."""
     stock, ours = _calls(replica, spec)
     return differs_at_extremes(replica, stock, ours, inputs, generator, (*TINY[2:], *LARGE[:3]))
 
@@ -307,7 +292,7 @@ def _gate(x: Tensor, spec: ExpertsKind) -> Tensor:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether the inputs of a layer stand before its outputs; without a flag, the shapes decide."""
+    """Whether weights are (inputs, outputs); without a flag, by their shapes."""
     is_transposed = getattr(module, "is_transposed", None)
     if is_transposed is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
         first, second = (_shapes(module)[name] for name in WEIGHTS[True])
@@ -362,10 +347,10 @@ def _gates(module: nn.Module) -> list[ExpertsKind]:
     return specs
 
 
-def find_experts(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Stacks of experts."""
-    for path, module in model.named_modules():
-        options = request.get("fused_moe")
+    options = request.get("fused_moe")
+    for path, module in model.of_class(_may_be_experts):
         if are_other_experts(module) and options is not None:
             own = f"{type(module).__name__} does not use the experts interface of transformers"
             yield Skipped(path, "fused_moe", own)
@@ -393,11 +378,11 @@ NAME = "liger_multi"
 
 
 _known: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
-"""What the probe found for instances of a class, and whether the class is as it was then."""
+"""Formulas of instances by class, each with a test whether the code of the class is unchanged."""
 
 
-def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
-    """As :func:`experts_kind`, which would take ten times as long as the rest of a call."""
+def _cached_kind(module: nn.Module) -> ExpertsKind | str:
+    """The result of :func:`experts_kind`, which takes ten times as long as the rest of a call."""
     own = unpatched_class(module)
     bias = module._parameters.get("down_proj_bias") is not None
     known = _known.get(own, [])
@@ -406,16 +391,16 @@ def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
             return spec
     verdict = experts_kind(module)
     if isinstance(verdict, ExpertsKind):
-        kept = [entry for entry in known if entry[0] != verdict and entry[1]()]
-        _known[own] = [*kept, (verdict, watched_code(own, verdict.signature))]
+        current = [entry for entry in known if entry[0] != verdict and entry[1]()]
+        _known[own] = [*current, (verdict, watched_code(own, verdict.signature))]
     return verdict
 
 
 def implementation(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What ``experts_implementation`` calls; gates of other kinds go to the grouped GEMMs."""
-    spec = _kind_at_a_call(module)
+    """The function of ``experts_implementation``; other formulas run grouped GEMMs."""
+    spec = _cached_kind(module)
     if isinstance(spec, ExpertsKind) and is_probed_call(module, spec, hidden_states):
         return apply_experts(module, spec, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import grouped_mm_experts_forward
@@ -427,11 +412,11 @@ def implementation(
 def register_experts(name: str = NAME) -> None:
     """Make ``experts_implementation=name`` this library's operator, for all models.
 
-    Models that do not ask for the name are not affected. Registering twice is registering once.
+    Models that do not select the name are not affected. A second registration has no effect.
 
     Raises:
-        ConfigurationError: Somebody else has registered the name, or models of this transformers
-            take its own names only (before 5.7); ``patch`` works there.
+        ConfigurationError: The name is registered for another function, or this transformers
+            (before 5.7) accepts its own names only; ``patch`` works there.
     """
     from packaging.version import parse
     from transformers import __version__
@@ -452,7 +437,7 @@ def register_experts(name: str = NAME) -> None:
 
 
 def unregister_experts(name: str = NAME) -> None:
-    """Take ``name`` out of transformers again; models that still ask for it fail with its name."""
+    """Remove ``name`` from transformers; models that still select it raise an error with it."""
     from transformers.integrations.moe import ExpertsInterface
 
     if ExpertsInterface._global_mapping.get(name) is implementation:

@@ -1,4 +1,9 @@
-"""Experts: one operator for the stacks of their weights."""
+"""A patched mixture of experts: one operator for the stacked weights.
+
+:class:`FusedExperts` takes hidden states, indices and weights of experts, and returns the weighted
+sum of the experts' outputs, by ``ops.fused_moe``. :func:`selected` tells whether the implementation
+that a configuration selects may be replaced.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +32,19 @@ from liger_multi.patching.experts.quantized import (
 from liger_multi.patching.options import Options, run_bound
 from liger_multi.patching.swap import Patched, original, unpatched_class
 
-# --- the implementation that a model selects: the operator stands for those that it equals ---
+# --- the implementation that a model selects ---
 
-# transformers' interface maps names to functions, and a configuration names one of them, which
-# may change at any time. So each call looks. A function that somebody registered runs itself,
-# whatever it computes: it may count, drop or log. So do those that need packages of their own.
+# transformers maps names to functions, and a configuration selects one, which may change at any
+# time. So every call looks it up. The operator replaces only transformers' own functions. Functions
+# that a user registered run themselves, and so do those that need other packages.
 
 EAGER, BATCHED, GROUPED = "eager", "batched_mm_experts_forward", "grouped_mm_experts_forward"
-"""The loop of a modeling file, and the functions of transformers that compute the same."""
+"""The loop of a modeling file, and transformers' functions with the same results."""
 _HOME = "transformers.integrations.moe"
 
 
 def selected(module: Any) -> str | None:
-    """The implementation that a call runs unpatched, if the operator stands for it; else None."""
+    """The implementation that an unpatched call runs; None if the operator must not replace it."""
     module_class = unpatched_class(module)
     if not _asks_an_interface(module_class):
         return EAGER
@@ -48,12 +53,12 @@ def selected(module: Any) -> str | None:
 
 
 def computes_in_weight_dtype(module: Any, device_type: str) -> bool:
-    """Whether autocast does not reach the GEMMs: grouped ones take the dtype of the weights."""
+    """Whether autocast does not apply: grouped GEMMs use the dtype of the weights."""
     return autocast_dtype(device_type) is not None and selected(module) == GROUPED
 
 
 def autocast_of(module: Any, device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """No autocast where the selected implementation has none."""
+    """A context without autocast if the selected implementation has none."""
     if computes_in_weight_dtype(module, device_type):
         return autocast(device_type, None)
     return contextlib.nullcontext()
@@ -72,13 +77,13 @@ def _known(module_class: type, name: str | None) -> str | None:
         return EAGER if name in (None, EAGER) else None
     home, own = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if home.startswith("liger_multi."):
-        return EAGER  # the operator by its registered name
+        return EAGER  # register_experts
     return own if home == _HOME and own in (BATCHED, GROUPED) else None
 
 
 @functools.lru_cache(maxsize=256)
 def _interface(forward: Callable[..., Any] | None) -> Any:
-    """The mapping of names that a forward asks: a variable of its decorator, or a global one."""
+    """The mapping of names that a forward uses: a variable of its decorator, or a global."""
     code = getattr(forward, "__code__", None)
     if code is None or "_experts_implementation" not in code.co_names:
         return None
@@ -88,7 +93,7 @@ def _interface(forward: Callable[..., Any] | None) -> Any:
 
 
 def _maps_names(place: Any) -> bool:
-    """Whether something is the mapping; in transformers 5.0 it is a dictionary."""
+    """Whether a value is the mapping, which is a dictionary in transformers 5.0."""
     named = isinstance(place, dict) and "grouped_mm" in place
     return named or hasattr(type(place), "_global_mapping")
 
@@ -96,15 +101,15 @@ def _maps_names(place: Any) -> bool:
 # --- experts ---
 
 WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
-"""Names of the stacks of experts, with and without a gate; those of biases follow them."""
+"""Names of the stacked weights, with and without a gate."""
 SHARED = ("gate_proj", "up_proj", "down_proj")
-"""Names of the stacks of experts that every token goes to."""
+"""Names of the stacked weights of experts that all tokens go to."""
 NO_GATE = "relu_squared"
 """The activation of experts without a gate."""
 
 
 def bias_names(weights: tuple[str, ...]) -> tuple[str, str]:
-    """Names of the biases that belong to stacks of such names."""
+    """Names of the biases of stacked weights."""
     return (f"{weights[0]}_bias", f"{weights[1]}_bias")
 
 
@@ -112,16 +117,16 @@ WEIGHT_TYPES = (Tensor, nn.Parameter, ops.QuantizedWeight)
 
 
 FORMS = ("routed", "identity", "blocks", "shared")
-"""What a call of experts brings: hidden states, experts and weights; the same, where an index past
-the last expert stands for the hidden states themselves; equally many rows for each expert; or
-hidden states and a weight for every expert, all of which every token goes to."""
+"""Forms of a call: hidden states, indices and routing weights; the same with indices past the last
+expert, which select the hidden states themselves; hidden states in equal blocks per expert; hidden
+states and a routing weight per expert, for experts that all tokens go to."""
 
 
 @dataclass(frozen=True)
 class ExpertsKind:
-    """What the operator needs to know of a module: its gate, how its weights lie, and its form.
+    """The formula of a module: its gate, the layout of its weights, and the form of its calls.
 
-    ``norm`` is the name of a module that the outputs of experts go through before they are summed.
+    ``norm`` is the name of a norm on the outputs of experts before their sum.
     """
 
     activation: str
@@ -140,7 +145,7 @@ class ExpertsKind:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the stacks, and of the biases where there are any."""
+        """Names of the stacked weights and biases."""
         return (*self.weights, *bias_names(self.weights)) if self.bias else self.weights
 
     @property
@@ -152,19 +157,19 @@ class ExpertsKind:
 
 @dataclass(frozen=True)
 class ExpertsSettings:
-    """The kind, and the options of the patch."""
+    """The formula, and the options of the patch."""
 
     spec: ExpertsKind
     options: Options
 
     @property
     def signature(self) -> Signature:
-        """What must not have changed since the probe, or the original forward runs."""
+        """The signature at the probe; if it has changed, the original forward runs."""
         return self.spec.signature
 
     @property
     def shown(self) -> str:
-        """What the report says that runs now."""
+        """The operator and formula for the report."""
         op = "gated_mlp" if self.spec.form == "shared" else "fused_moe"
         return f"{op}[{self.spec.activation}{', norm' if self.spec.norm else ''}]"
 
@@ -173,12 +178,12 @@ class FusedExperts(Patched):
     """All experts of a layer as one operator."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts with nothing kept but gate and up; what was not probed runs the original."""
+        """The operator, or the original forward for calls of another form."""
         module_class = type(self)
         if not issubclass(module_class, FusedExperts):
             return cast(Tensor, module_class.forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, module_class._liger_multi_swap.settings)
-        routing = (*args, *kwargs.values())  # the index first, whatever a model calls it
+        routing = (*args, *kwargs.values())  # the index first, under any name
         known = code_holds(module_class) and is_probed_call(self, settings.spec, hidden_states)
         routes = routes_of(self, settings.spec, hidden_states, routing) if known else None
         if routes is None:
@@ -191,13 +196,13 @@ class FusedExperts(Patched):
 def routes_of(
     module: Any, spec: ExpertsKind, x: Tensor, routing: Sequence[Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """Experts of every token and their weights, or None where a call has another form.
+    """Experts of every token and their routing weights; None for calls of another form.
 
-    transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
+    transformers 5.0 passes phimoe's experts weights of all experts, of which they read two.
     """
     if spec.form == "blocks":
         experts = stack_declared(module, "down_proj").shape[0]
-        # under autocast the dtype of the result is that of a product
+        # autocast would change the dtype of the result
         known = not routing and x.ndim == 2 and autocast_dtype(x.device.type) is None
         if not known or x.shape[0] % experts:
             return None
@@ -217,7 +222,7 @@ def routes_of(
 
 
 def is_probed_call(module: Any, spec: ExpertsKind, hidden: Tensor) -> bool:
-    """Whether a call is one of those that were probed, with ordinary weights."""
+    """Whether a call has a form that was probed, with ordinary weights."""
     if globally_hooked() or not holds(module, spec.signature) or selected(module) is None:
         return False
     return type(hidden) is Tensor and all(
@@ -235,12 +240,12 @@ def apply_experts(
     routing: Tensor,
     factors: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Run the operator with the weights of ``module``, and with what adapters add to them."""
+    """Run the operator with the weights of ``module`` and the matrices of its adapters."""
     if spec.form == "shared":
         return _shared(module, spec, x, routing)
     if not spec.norm:
         return _summed(module, spec, x, index, routing, factors or {})
-    # every pair is a token of its own, since the norm is that of one expert's output
+    # every token-expert pair is a row, since the norm applies to the output of one expert
     pairs = x.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, x.shape[1])
     ones = routing.new_ones(index.numel(), 1)
     y = _summed(module, spec, pairs, index.reshape(-1, 1), ones, factors or {})
@@ -250,7 +255,7 @@ def apply_experts(
 
 
 def _shared(module: Any, spec: ExpertsKind, x: Tensor, routing: Tensor) -> Tensor:
-    """The weighted sum of MLPs that all tokens go through."""
+    """The weighted sum of MLPs that all tokens go to."""
     rows, total = x.reshape(-1, x.shape[-1]), None
     stacks = [getattr(module, name).unbind(0) for name in spec.weights]
     for weight, parts in zip(routing.split(1, 1), zip(*stacks, strict=True), strict=True):
@@ -268,7 +273,7 @@ def _summed(
     routing: Tensor,
     factors: Mapping[str, Any],
 ) -> Tensor:
-    """The weighted sum of the experts that every token goes to."""
+    """The weighted sum of the outputs of every token's experts."""
     parts, dtype = [stacked(module, name) for name in spec.parameters], x.dtype
     experts = parts[1].shape[0]
     if autocast_dtype(x.device.type) is None or computes_in_weight_dtype(module, x.device.type):

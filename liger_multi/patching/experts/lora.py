@@ -1,12 +1,12 @@
-"""LoRA on stacked experts: PEFT's ``target_parameters`` as one operator.
+"""LoRA on stacked experts (PEFT's ``target_parameters``) as one operator.
 
-PEFT puts a wrapper around the experts for every parameter that has an adapter, one inside the
-other. Its forward replaces the parameter by the sum of all experts' weights and adapters. The
-outermost wrapper computes the experts of all of them instead, by the frozen weights and the
-factors. Whatever is more than that runs PEFT's forward.
+PEFT wraps the experts once for every parameter with an adapter. The forward of a wrapper adds the
+adapters to the weights of all experts. A patched outermost wrapper (:class:`FusedExpertAdapters`)
+calls ``ops.lora_moe`` with the frozen weights and the matrices of all adapters instead. Other
+configurations run PEFT's forward. :func:`find_expert_adapters` yields the patches.
 
-How PEFT lays out the factors of all experts in two matrices is not in the modules: what a wrapper
-of its class says of a small parameter is compared with what the operator would add to that.
+PEFT stores the adapters of all experts in two matrices, whose layout no attribute tells. So a
+wrapper of the same class is built around a small parameter, and its result compared.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
+from liger_multi.patching.evidence.facts import ModelFacts, home_of
 from liger_multi.patching.evidence.probe import probe_context, random
 from liger_multi.patching.evidence.signature import code_holds, is_watched
 from liger_multi.patching.experts.find import looks_like_experts
@@ -53,18 +54,17 @@ _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
 
 
 def is_wrapper(module: nn.Module | None) -> bool:
-    """Whether a module is PEFT's wrapper of a parameter."""
+    """Whether a module is PEFT's wrapper for an adapter of a parameter."""
     return _wraps(type(module))
 
 
 @constant_in_graphs
 def _wraps(module_class: Any) -> bool:
-    own = getattr(stock_of(module_class), "forward", None)
-    return (getattr(own, "__module__", ""), getattr(own, "__qualname__", "")) == _WRAPPER
+    return home_of(stock_of(module_class)) == _WRAPPER
 
 
 def chain(outermost: nn.Module) -> tuple[list[Any], Any]:
-    """The wrappers around one module, the outermost first, and the module."""
+    """The nested wrappers, the outermost first, and the module within."""
     wrappers, module = [], cast(Any, outermost)
     while is_wrapper(module):
         wrappers.append(module)
@@ -72,9 +72,13 @@ def chain(outermost: nn.Module) -> tuple[list[Any], Any]:
     return wrappers, module
 
 
-def outermost_wrappers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The wrappers around experts of transformers' interface that are in no other one."""
-    wrappers = [(path, module) for path, module in model.named_modules() if is_wrapper(module)]
+def outermost_wrappers(model: ModelFacts) -> list[tuple[str, nn.Module]]:
+    """The outermost wrappers around experts of transformers' interface."""
+    wrappers = [
+        named
+        for named in model.of_class(lambda own: home_of(own.module_class) == _WRAPPER)
+        if is_wrapper(named[1])
+    ]
     inner = {id(wrapper) for _, module in wrappers for wrapper in chain(module)[0][1:]}
     return [
         (path, module)
@@ -83,47 +87,48 @@ def outermost_wrappers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-# --- factors ---
+# --- adapters ---
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The adapters of the weights of all experts, by the name of the weight."""
+    """The adapters of all experts by the name of their weight."""
 
     spec: ExpertsKind
     base: Any
-    thin: dict[str, list[Adapter]]
+    low_rank: dict[str, list[Adapter]]
 
     @property
     def shown(self) -> str:
-        """What the report says that runs now."""
+        """The operator for the report."""
         return f"lora_moe[{self.spec.activation}]"
 
     def arguments(self) -> dict[str, Any]:
-        """Parts of adapters: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
+        """Arguments of the operator: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
         experts = stack_declared(self.base, "down_proj").shape[0]
         arguments: dict[str, Any] = {}
         for layer, name in zip(("gate_up", "down"), self.spec.weights, strict=True):
-            parts = [_views(one, experts) for one in self.thin.get(name, ())]
+            adapters = self.low_rank.get(name, [])
+            parts = [_views(one, experts) for one in adapters]
             if len(parts) == 1:
                 arguments |= dict(zip((f"{layer}_a", f"{layer}_b"), parts[0], strict=True))
-                arguments[f"{layer}_scale"] = self.thin[name][0].scale
+                arguments[f"{layer}_scale"] = adapters[0].scale
             elif parts:
-                scaled = [b * one.scale for (_, b), one in zip(parts, self.thin[name], strict=True)]
+                scaled = [b * one.scale for (_, b), one in zip(parts, adapters, strict=True)]
                 arguments[f"{layer}_a"] = torch.cat([a for a, _ in parts], 1)
                 arguments[f"{layer}_b"] = torch.cat(scaled, 2)
         return arguments
 
 
 def _views(adapter: Adapter, experts: int) -> tuple[Tensor, Tensor]:
-    """PEFT's matrices as stacks: experts are the slowest rows of a and the fastest columns of b."""
+    """PEFT's matrices per expert, the outer index of a's rows and the inner one of b's columns."""
     a, b = adapter.a, adapter.b
     rank = a.shape[0] // experts
     return a.view(experts, rank, -1), b.view(-1, rank, experts).permute(2, 0, 1)
 
 
 def factors(outermost: nn.Module) -> Factors | str:
-    """What acts now around experts that we serve, or why it is left to PEFT."""
+    """The active adapters around patched experts, or why PEFT must run them."""
     wrappers, base = chain(outermost)
     watched = any(is_watched(m) for m in wrappers[1:]) or is_watched_by_others(base)
     if not isinstance(base, FusedExperts) or watched:
@@ -132,26 +137,26 @@ def factors(outermost: nn.Module) -> Factors | str:
     other = spec.form in ("identity", "shared")
     if other or bool(getattr(base, "is_transposed", False)) != spec.transposed:
         return "PEFT reads the layout of its experts in another way"
-    thin: dict[str, list[Adapter]] = {}
+    by_name: dict[str, list[Adapter]] = {}
     for wrapper in wrappers:
         name, low_rank = wrapper.parameter_name, adapters(wrapper)
         if isinstance(low_rank, str):
             return f"{name}: {low_rank}"
-        if name not in spec.weights or name in thin:
+        if name not in spec.weights or name in by_name:
             return f"its parameter {name} is none of {' and '.join(spec.weights)}"
         if len({t.dtype for one in low_rank for t in one[:2]}) > 1:
             return f"{name}: its factors have several dtypes"
-        thin[name] = low_rank
+        by_name[name] = low_rank
     parts = [stack_declared(base, name) for name in spec.parameters]
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "its experts are trained as well"
     wrapper = cast(Any, stock_of(type(wrappers[0])))
-    return _layout(wrapper, spec.transposed) or Factors(spec, base, thin)
+    return _layout(wrapper, spec.transposed) or Factors(spec, base, by_name)
 
 
 @constant_in_graphs
 def _layout(wrapper: Any, transposed: bool) -> str:
-    """Why the factors of a class of wrappers are no stacks as :func:`_views` reads them, or ""."""
+    """Why :func:`_views` does not read the matrices of a class of wrappers, or ""."""
     return _measured(wrapper, transposed)
 
 
@@ -176,7 +181,7 @@ def _measured(wrapper: Any, transposed: bool) -> str:
             expected = one.scale * (second @ first)
             actual = wrapped.get_delta_weight("probe")
             same = torch.allclose(actual, expected.mT if transposed else expected, atol=1e-5)
-    except Exception as error:  # another version of PEFT: any failure leaves its modules to it
+    except Exception as error:  # of another version of PEFT
         return f"PEFT's {wrapper.__name__} failed on a small copy: {type(error).__name__}: {error}"
     return "" if same else f"PEFT's {wrapper.__name__} lays its factors out in another way"
 
@@ -184,18 +189,11 @@ def _measured(wrapper: Any, transposed: bool) -> str:
 # --- the module ---
 
 
-@dataclass(frozen=True)
-class ExpertAdaptersSettings:
-    """The options of the patch."""
-
-    options: Options
-
-
 class FusedExpertAdapters(Patched):
-    """Experts with adapters that make no sum of weights and adapters."""
+    """Experts with adapters, which are not added to the weights."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts and what every adapter adds; PEFT's forward where it must."""
+        """The operator, or PEFT's forward for other forms of a call."""
         module_class = type(self)
         if not issubclass(module_class, FusedExpertAdapters):
             return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
@@ -205,27 +203,26 @@ class FusedExpertAdapters(Patched):
             routes = routes_of(verdict.base, verdict.spec, x, (*args, *kwargs.values()))
         if isinstance(verdict, str) or routes is None:
             return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
-        options = cast(ExpertAdaptersSettings, module_class._liger_multi_swap.settings).options
+        options = cast(Options, module_class._liger_multi_swap.settings)
         bound = (verdict.base, verdict.spec, x, *routes, verdict.arguments())
         return cast(Tensor, run_bound(options, ("fused_moe", "lora_moe"), apply_experts, *bound))
 
 
 def _serves(low_rank: Factors, x: Tensor) -> bool:
-    """Whether the experts are what the probe saw, and the operator takes the dtypes."""
+    """Whether the experts are unchanged, and the operator supports the dtypes."""
     base = low_rank.base
     if not code_holds(type(base)) or not is_probed_call(base, low_rank.spec, x):
         return False
     device_type = x.device.type
     if autocast_dtype(device_type) is not None and not computes_in_weight_dtype(base, device_type):
         return True
-    kinds = [one.a.dtype for several in low_rank.thin.values() for one in several]
-    return all(
-        dtype.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for dtype in kinds
-    )
+    dtypes = [one.a.dtype for adapters in low_rank.low_rank.values() for one in adapters]
+    least = stack_declared(base, "down_proj").dtype.itemsize
+    return all(dtype.itemsize >= least for dtype in dtypes)
 
 
-def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Adapters on stacks of experts, after these themselves: PEFT's wrappers stand around them."""
+def find_expert_adapters(model: ModelFacts, request: Request) -> Iterator[Change]:
+    """PEFT's wrappers around stacked experts, which were patched before."""
     options = None if request.get("fused_moe") is None else request.get("lora")
     for path, module in outermost_wrappers(model):
         if options is None:
@@ -236,6 +233,5 @@ def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]
             yield Restore(path, module)
             yield Skipped(path, "lora", verdict)
             continue
-        settings = ExpertAdaptersSettings(options)
-        swap = Swap("lora", stock_class(module), FusedExpertAdapters, settings)
+        swap = Swap("lora", stock_class(module), FusedExpertAdapters, options)
         yield Replace(path, module, swap, verdict.shown, options.shown())

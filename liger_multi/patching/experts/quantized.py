@@ -1,15 +1,13 @@
-"""Stacks of experts in 4 bits: some experts at a time are dequantized.
+"""Stacked experts in 4 bits, which are dequantized a group at a time.
 
-bitsandbytes (``replace_parameter_4bit``) keeps a stack packed, and dequantizes all of it whenever a
-forward reads the parameter. Here the experts run in groups. An index of another group adds nothing,
-so the sum over groups, taken in fp32, is the sum over all experts. Backward computes each group
-again, its weights included, so that only the weights of one group exist at a time. One autograd
-function runs all groups and writes the gradients of a group's factors into their place.
+bitsandbytes (``replace_parameter_4bit``) keeps a stack packed, and dequantizes all of it whenever
+the parameter is read. :func:`in_groups` runs the experts in groups instead. Indices of other groups
+contribute nothing, so the fp32 sum over groups is the sum over all experts. Backward dequantizes
+and computes each group again, so that only the weights of one group exist at a time.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,19 +24,20 @@ from liger_multi.dispatch.config import current
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._quantized import PIECE_BYTES
 from liger_multi.parameters import declared
+from liger_multi.patching.evidence.signature import is_infrastructure
 
 GROUP_BYTES = PIECE_BYTES
-"""The host needs some ms a group."""
+"""Bytes of a group, each of which costs milliseconds of host time."""
 _PARAMETRIZATION = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A packed stack; slices of it are dequantized experts.
+    """A packed stack; indexing by a slice returns dequantized experts.
 
     Attributes:
-        packed: Two numbers a byte, in the order of the experts.
-        state: How bitsandbytes reads them.
+        packed: Two values per byte, in the order of the experts.
+        state: The quantization state of bitsandbytes.
     """
 
     packed: Tensor
@@ -51,17 +50,17 @@ class Stack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is dequantized to."""
+        """The dtype after dequantization."""
         return cast(torch.dtype, self.state.dtype)
 
     @property
     def expert(self) -> int:
-        """The number of elements of one expert."""
+        """Elements of one expert."""
         return math.prod(self.shape[1:])
 
     @torch.no_grad()
     def opened(self) -> Stack:
-        """The same, with scales that are not quantized themselves."""
+        """The same stack with dequantized scales."""
         state = self.state
         if not state.nested:
             return self
@@ -80,7 +79,7 @@ class Stack:
 
 
 def most_bytes() -> int:
-    """Of dequantized weights at a time."""
+    """Most bytes of dequantized weights at a time."""
     return current().chunk_bytes or GROUP_BYTES
 
 
@@ -89,15 +88,12 @@ def _bytes(stack: Any) -> int:
 
 
 def in_one_piece(parts: Sequence[Any]) -> bool:
-    """Whether every stack may be dequantized whole, or operators do it by pieces.
-
-    Stacks are not dequantized at the same time.
-    """
+    """Whether each stack alone fits, so that operators may dequantize it."""
     return all(_bytes(p) <= most_bytes() for p in parts if isinstance(p, Stack))
 
 
 def viewed(part: Any) -> Any:
-    """A packed stack as the weight that operators take; whatever else as it is."""
+    """A packed stack as a weight for operators; other values unchanged."""
     if not isinstance(part, Stack):
         return part
     state, more = part.state, {}
@@ -119,7 +115,7 @@ def _theirs() -> Any:
 
 
 def _like(state: Any, absmax: Tensor, shape: torch.Size) -> Any:
-    """A state of bitsandbytes with other scales, for other numbers."""
+    """A quantization state with other scales and another shape."""
     return _theirs().QuantState(
         absmax,
         shape=shape,
@@ -149,13 +145,13 @@ def stacked(module: nn.Module, name: str) -> Any:
 
 
 def stack_declared(module: nn.Module, name: str) -> Any:
-    """The same to look at: a parametrization is not evaluated."""
+    """The same without evaluating a parametrization."""
     stack = stack_of(module, name)
     return declared(module, name) if stack is None else stack
 
 
 def unparametrized(module: nn.Module, module_class: type[nn.Module]) -> type[nn.Module]:
-    """The class that PyTorch derived another one from for the parametrizations of an instance."""
+    """The class of an instance without the subclass that PyTorch creates for parametrizations."""
     return (
         cast("type[nn.Module]", module_class.__base__)
         if "parametrizations" in module._modules
@@ -164,29 +160,29 @@ def unparametrized(module: nn.Module, module_class: type[nn.Module]) -> type[nn.
 
 
 def is_watched_by_others(module: nn.Module) -> bool:
-    """Whether a module has hooks other than those that bitsandbytes sets for its cache."""
+    """Whether a module has hooks other than those of bitsandbytes's cache."""
     attributes = module.__dict__
     before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
-    hooks = [*before.values(), *after.values()]
-    own = all(str(_function(h).__module__).startswith("bitsandbytes.") for h in hooks)
     backward = attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]
-    return not own or bool(backward) or "forward" in attributes
-
-
-def _function(hook: Any) -> Any:
-    return _function(hook.func) if isinstance(hook, functools.partial) else hook
+    others = [
+        hook
+        for hook in (*before.values(), *after.values())
+        if not is_infrastructure(hook, ("bitsandbytes.",))
+    ]
+    return bool(others or backward) or "forward" in attributes
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """What does not change from one group to the next.
+    """The common data of all groups.
 
     Attributes:
-        run: From parameters, hidden states, experts, weights and factors to the sum of a group.
-        parts: Parameters, stacks or tensors.
-        names: Of the factors that are tensors, with an expert each on the first axis.
-        others: The rest of the factors.
-        autocast: Device, and the dtype of its autocast.
+        run: From parameters, hidden states, indices, routing weights and arguments of adapters to
+            the sum of a group.
+        parts: Parameters, packed or not.
+        names: Names of the arguments of adapters that are tensors with an axis of experts.
+        others: The other arguments of adapters.
+        autocast: Device type, and the dtype of autocast.
     """
 
     run: Callable[..., Tensor]
@@ -196,7 +192,7 @@ class _Groups:
     autocast: tuple[str, torch.dtype | None]
 
     def slices(self) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Every group: its experts, and their weights, which exist until the next is asked for."""
+        """The slice of every group, and its dequantized weights."""
         experts = self.parts[1].shape[0]
         each = sum(_bytes(p) // experts for p in self.parts if isinstance(p, Stack))
         step = max(1, min(experts, most_bytes() // each))
@@ -214,14 +210,14 @@ class _Groups:
         routing: Tensor,
         thin: Sequence[Tensor],
     ) -> Tensor:
-        """The sum of a group, of whose experts ``thin`` are the factors."""
+        """The sum of a group; ``thin`` are the adapters of its experts."""
         named = {**self.others, **dict(zip(self.names, thin, strict=True))}
         with autocast(*self.autocast):
             return self.run(weights, x, index - some.start, routing, named)
 
 
 class _InGroups(torch.autograd.Function):
-    """The sum over groups; backward computes each again."""
+    """The sum over groups; backward computes each group again."""
 
     @staticmethod
     def forward(

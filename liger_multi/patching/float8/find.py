@@ -1,13 +1,12 @@
-"""Linear layers that multiply in FP8: large ones, except heads and adapters."""
+"""Which linear layers run in FP8 (``linear_float8``): large ones, except heads and adapters."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-from torch import nn
-
 from liger_multi.parameters import stored
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.float8.linear import (
     Float8Linear,
     Float8Settings,
@@ -16,7 +15,7 @@ from liger_multi.patching.float8.linear import (
 )
 from liger_multi.patching.float8.weight import unit_of, units
 from liger_multi.patching.head.module import find_heads
-from liger_multi.patching.linear import LinearByRows, looks_like_linear
+from liger_multi.patching.linear import LinearByRows
 from liger_multi.patching.lora import looks_like_lora, matrices
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
@@ -32,17 +31,19 @@ from liger_multi.patching.swap import (
 )
 
 
-def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_float8(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Large linear layers, except heads and adapters."""
     options = request.get("linear_float8")
+    if options is None and not model.instances(Float8Linear):
+        return
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
-    holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    thin = {id(m) for lora in model.modules() if looks_like_lora(lora) for m in matrices(lora)}
-    sharded = units(model)
-    for path, module in model.named_modules():
+    holders = Counter(id(p) for _, p in model.root.named_parameters(remove_duplicate=False))
+    low_rank = {id(m) for _, lora in model.modules if looks_like_lora(lora) for m in matrices(lora)}
+    sharded = units(model.root)
+    for path, module in model.linears:
         ours = isinstance(module, Float8Linear)
         free = ours or not isinstance(module, Patched) or isinstance(module, LinearByRows)
-        if not looks_like_linear(module) or id(module) in thin or not free:
+        if id(module) in low_rank or not free:
             continue
         head = id(module) in heads and "it is the output embedding, whose loss has head_gemms"
         alone = options and (options.frozen or options.gather)

@@ -1,13 +1,16 @@
-"""Linear layers that multiply in FP8, and the codes of an input that several of them read.
+"""Linear layers in FP8, and cached FP8 codes of inputs and weights.
 
-Layers of one input, such as q, k and v, follow each other. The first of them rounds it, and the
-codes are kept for the next, in one place per thread: for the very tensor, unwritten since. The next
-input that is rounded takes the place, so that no codes outlive the layer after theirs.
+:class:`Float8Linear` takes an input in 16 or 32 bits and calls ``ops.linear_float8``, which rounds
+input and weight to FP8 codes with one scale per row. Three caches avoid repeated rounding:
 
-A norm or a gated activation can write the codes itself, which saves that pass. Which of them should
-is learned from what happens: where a layer rounds the very output of a module, the module hands out
-codes from its next call on, for as long as somebody takes them. Codes have the bits that the layer
-would round to, so results do not depend on what was learned. Graphs of a compiler round.
+* Codes of trained weights are cached until an optimizer steps (:func:`cached_rows`, optional).
+* Layers that share an input, such as q, k and v, run one after another. The codes of the last
+  input of a thread are cached for the next layer (:func:`codes_of`).
+* A norm or gated activation can write the codes of its output (:func:`handed_out`). A module does
+  so from the call after one in which a layer rounded its output, until no layer uses the codes.
+
+Cached codes have the same bits as new ones, so results do not depend on them. Compiled graphs do
+not use caches of inputs.
 """
 
 from __future__ import annotations
@@ -63,19 +66,17 @@ from liger_multi.patching.swap import Patched, original
 
 # --- FP8 codes of trained weights, cached until an optimizer has stepped ---
 
-# They serve the micro-batches of a step and the recomputation of checkpointing, for as long as a
-# weight is the same storage, shape and version. An optimizer may be written in C and count no
-# version, so a step of any drops all codes. Those of weights that no optimizer of PyTorch's kind
-# has stepped are not kept, as nothing would tell of a change.
+# Codes are reused by the micro-batches of a step and by checkpointing, while a weight has the same
+# storage, shape and version. Optimizers in C++ may not count versions, so any optimizer step drops
+# all codes. Only weights of a PyTorch optimizer that has stepped have a cache, since nothing would
+# tell of other changes.
 #
-# Code that writes through ``.data`` changes a weight without its version too. So the bits of
-# every row are summed when its weight is rounded, and again before the next step of an optimizer.
-# Such a write may be undone before that, as by methods that take a gradient elsewhere; so each
-# use sums some rows. Where sums differ, gradients were computed with codes of other weights,
-# which is an error. A device has the answer later: it is read without a wait, before the next
-# rounding or step. There may be neither, where a loop of one's own takes over from an optimizer;
-# so sums of a weight are compared after some uses, too. Passes without gradients, such as an
-# evaluation with other weights, round for themselves.
+# Writes through ``.data`` change no version either. So a checksum of every row is taken when a
+# weight is rounded, and again before the next optimizer step. A write may be undone before that, as
+# in methods that evaluate gradients at other points; so each use checks some rows. A difference is
+# an error: gradients were computed with codes of other weights. On a device, the comparison is read
+# later, without a wait, before the next rounding or step, or after some uses. Passes without
+# gradients, such as an evaluation with other weights, do not use the cache.
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ class _CachedCodes:
     """Codes of a weight.
 
     Attributes:
-        key: What a weight must still be.
+        key: Address, shape, strides, dtype and version of the weight.
         rows: Codes and scales.
-        sums: Of the bits of each row.
-        some: The sum of those of every :data:`EVERY`-th row.
+        sums: Checksums of all rows.
+        some: The sum of the checksums of every :data:`EVERY`-th row.
     """
 
     key: tuple[Any, ...]
@@ -101,8 +102,8 @@ class _Weight:
 
     Attributes:
         weight: The tensor.
-        cached: Its codes, since the last step of any optimizer.
-        uses: Sums of some rows, as they were and at a use, which were not compared yet.
+        cached: Its codes since the last optimizer step.
+        uses: Checksums of some rows when cached and at a use, not compared yet.
     """
 
     weight: Tensor
@@ -112,22 +113,22 @@ class _Weight:
 
 @dataclass
 class _Followed:
-    """The weights of an optimizer that has stepped; an attribute of the optimizer holds it.
+    """The weights of an optimizer that has stepped; an attribute of the optimizer.
 
     Attributes:
-        weights: By ``id``; nothing refers to them weakly, for PyTorch swaps no tensor then.
-        answers: Whether sums agree, on the host, and when that is known.
+        weights: Weights by ``id``; weak references would prevent PyTorch from swapping tensors.
+        answers: Results of comparisons on the host, and the events after which they are valid.
     """
 
     weights: dict[int, _Weight] = field(default_factory=dict)
     answers: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
-_stepped: list[ref[Any]] = []  # optimizers; copied at once where it is read, for threads add to it
+_stepped: list[ref[Any]] = []  # optimizers; readers copy the list, since threads append to it
 _NAME = "_liger_multi_followed"
 EVERY = 32
 USES = 8
-"""Uses of codes, after which their sums are compared."""
+"""Uses of codes after which checksums are compared."""
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
@@ -135,9 +136,9 @@ def _key(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _ordered(weight: Tensor) -> bool:
-    """Whether what runs now follows what ran before on the device of a weight.
+    """Whether new work runs after earlier work on the device of a weight.
 
-    A graph that is captured runs later, and another stream at any time.
+    Not while a graph is captured, or on another stream.
     """
     from liger_multi.reference.common.chunking import capturing
 
@@ -150,7 +151,7 @@ def _ordered(weight: Tensor) -> bool:
 
 
 def cached_rows(weight: Tensor) -> Any:
-    """Codes and scales of a weight, made at its first use after a step; None before the first."""
+    """Cached codes and scales of a weight; None before the first optimizer step."""
     followed = next((f for f in _followed() if id(weight) in f.weights), None)
     if followed is None or not _ordered(weight):
         return None
@@ -175,7 +176,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def bit_sums(weight: Tensor) -> Tensor:
-    """A number per row, of all of its bits."""
+    """A checksum of each row: the integer sum of its bits as words."""
     rows, width = weight.detach().contiguous(), weight.shape[1] * weight.itemsize
     word = next(word for word in _WORDS if width % word.itemsize == 0)
     return rows.view(torch.uint8).view(word).sum(1, dtype=torch.int64)
@@ -201,7 +202,7 @@ def _followed() -> list[_Followed]:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Sum the weights again from which codes were computed."""
+    """Compare checksums of all weights with cached codes."""
     followed = getattr(optimizer, _NAME, None)
     if followed is None:
         return
@@ -218,21 +219,21 @@ def _before_step(optimizer: Any, *_: Any) -> None:
 
 
 def _compared(place: _Weight) -> list[Tensor]:
-    """Whether sums of some rows were at each use what they had been."""
+    """Comparisons of checksums at each use."""
     answers = [before == at_use for before, at_use in place.uses]
     place.uses.clear()
     return answers
 
 
 def _compare(followed: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
-    """Ask whether sums agree, by device; a CPU knows at once."""
+    """Start comparisons by device; those on a CPU are read at once."""
     followed.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
     if all(event is None for _, event in followed.answers):
         _read(followed)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    """Drop all codes: an optimizer may write where another has its weights."""
+    """Drop the codes of all optimizers, which may share memory of weights."""
     followed = getattr(optimizer, _NAME, None)
     if followed is None:
         followed = _Followed()
@@ -250,7 +251,7 @@ def _drop_codes(followed: _Followed) -> None:
 
 
 def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-    """A result that is copied to the host asynchronously, and the event of its arrival."""
+    """A result with an asynchronous copy to the host, and the event after that."""
     if device.type == "cpu":
         return result, None
     module = torch.get_device_module(device)
@@ -264,7 +265,7 @@ def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
 def _read(followed: _Followed) -> None:
     for _, event in followed.answers:
         if event is not None:
-            event.synchronize()  # it was recorded a step ago, or some uses
+            event.synchronize()  # recorded a step or several uses ago
     agree = all(result.item() for result, _ in followed.answers)
     followed.answers.clear()
     if not agree:
@@ -282,13 +283,13 @@ def _read(followed: _Followed) -> None:
 
 
 class _Use:
-    """Whether the codes that a module handed out last were taken."""
+    """Whether a layer used the last codes of a module."""
 
     taken = True
 
 
 class _Last(threading.local):
-    """The last input that this thread has codes of, its version then, the codes, and their use."""
+    """The last input with codes in this thread: a reference, its version, the codes, their use."""
 
     x: weakref.ref[Tensor] | None = None
     version = 0
@@ -306,9 +307,9 @@ def _drop(dead: weakref.ref[Tensor]) -> None:
 
 
 def codes_of(x: Tensor) -> Any:
-    """Codes of a tensor, if it was the last one of this thread that was rounded.
+    """Codes of a tensor if it was the last input of this thread; else None.
 
-    Tensors of inference mode count no writes, so each layer rounds them.
+    Tensors of inference mode have no version, so they are never cached.
     """
     known = not x.is_inference() and _last.x is not None and _last.x() is x
     now = (x._version, autocast_dtype(x.device.type)) if known else None
@@ -320,19 +321,19 @@ def codes_of(x: Tensor) -> Any:
 
 
 def remember(x: Tensor, rows: Any, use: _Use | None = None) -> None:
-    """Keep the codes of a tensor until another one is rounded, or it is gone."""
+    """Cache the codes of a tensor until another one is rounded, or the tensor is freed."""
     _last.x, _last.version = weakref.ref(x, _drop), x._version
     _last.dtype, _last.rows, _last.use = autocast_dtype(x.device.type), rows, use
 
 
-# --- codes that other modules hand out ---
+# --- codes that norms and activations write ---
 
 CODED = ("rms_norm", "layer_norm", "swiglu", "geglu")
-"""Operators of patched modules that can write codes of their result."""
+"""Operators with a variant that also writes codes of its output."""
 
 
 class _Output(threading.local):
-    """The last output of this thread that could have been handed out with codes, and its module."""
+    """The last output of such an operator in this thread, and its module."""
 
     y: weakref.ref[Tensor] | None = None
     version = 0
@@ -345,16 +346,16 @@ _process = {"rounds": False}  # also set by layers that were copied or loaded
 
 
 def hands_out(op: str) -> bool:
-    """Whether layers of this process round their inputs, and an operator could do it for them."""
+    """Whether an operator may write codes: layers of this process round their inputs."""
     return not torch.compiler.is_compiling() and _process["rounds"] and op in CODED
 
 
 def handed_out(module: nn.Module, op: str, call: functools.partial[Any]) -> Tensor:
-    """The output of an operator for a module, with codes where a layer rounded the last output.
+    """The output of an operator for a module, with codes if a layer rounded its last output.
 
-    Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
-    which compare the calls of a recomputation with those of forward. A hook may write to the result
-    through ``.data``, which no version counts, so not where one stands on the module either.
+    Without codes if a backend is pinned, which may not support them; under dispatch modes, some of
+    which compare a recomputation with forward; and if the module has hooks, which may write to the
+    output through ``.data``.
     """
     if torch.is_inference_mode_enabled() or dispatch_mode_count():
         return cast(Tensor, call())
@@ -376,7 +377,7 @@ def handed_out(module: nn.Module, op: str, call: functools.partial[Any]) -> Tens
 
 
 def _ask(x: Tensor) -> None:
-    """Have the module whose output this is hand out codes from its next call on."""
+    """Let the module with this output write codes from its next call on."""
     _process["rounds"] = True
     is_output = _output.y is not None and _output.y() is x and x._version == _output.version
     module = _output.module() if is_output and _output.module is not None else None
@@ -430,12 +431,12 @@ class Float8Linear(Patched):
 
     @staticmethod
     def left(module: nn.Module) -> None:
-        """Give the weight back."""
+        """Restore the weight."""
         thaw(module)
 
     @staticmethod
     def fixed(module: nn.Module) -> str | None:
-        """FSDP2 has no way back from what it gathers."""
+        """FSDP2 cannot change back how it gathers a weight."""
         weight = module._parameters.get("weight")
         coded = is_sharded(weight) and isinstance(local(weight), (Float8Weight, TrainedShard))
         return "FSDP2 gathers its weight in FP8" if coded else None
@@ -443,7 +444,7 @@ class Float8Linear(Patched):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Checkpoints hold the original weight, or the dequantized one where that was dropped."""
+        """Save the original weight, or the dequantized one if there is none."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = held(self)
         name = f"{prefix}weight"
@@ -454,17 +455,17 @@ class Float8Linear(Patched):
 
 
 class GatheringFloat8Linear(Float8Linear):
-    """One whose trained weight FSDP2 gathers in FP8."""
+    """A layer whose trained weight FSDP2 gathers in FP8."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """FSDP2 puts a sharded weight here before it looks how that is gathered."""
+        """Prepare a sharded weight when FSDP2 assigns it."""
         if name == "weight" and is_sharded(value):
             gather_codes(value)
         super().__setattr__(name, value)
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """The same for a weight that is already sharded."""
+        """Prepare a weight that is sharded already."""
         Float8Linear.entered(module, settings)
         weight = module._parameters.get("weight")
         if is_sharded(weight):
@@ -472,7 +473,7 @@ class GatheringFloat8Linear(Float8Linear):
 
 
 def _computes(layer: nn.Module) -> bool:
-    """Whether weight or bias were parametrized after the patch: its own forward reads them once."""
+    """Whether weight or bias were parametrized after the patch."""
     return is_computed(layer) or is_computed(layer, "bias")
 
 
@@ -492,14 +493,14 @@ def _served(layer: Any, x: Tensor) -> bool:
 
 
 def _alike(layer: Any, x: Tensor) -> bool:
-    """Whether a call is one that PyTorch's own layer takes."""
+    """Whether PyTorch's own layer accepts a call."""
     weight, bias = layer.weight, layer.bias
     fits = x.ndim > 0 and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
     return fits and x.device == weight.device and (bias is None or bias.dtype == x.dtype)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody's code runs between a module's call and its forward."""
+    """Whether hooks run between a module's call and its forward."""
     return is_watched_by_users(module) or globally_hooked()
 
 
@@ -513,7 +514,7 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
         _ask(x)
     if autocast_dtype(x.device.type) is not None:
         y, rows = linear_float8_with_codes(x, weight, layer.bias, **operands, quantized=known)
-    else:  # what the function checks, _served and the report have seen
+    else:  # _served and the patch have checked the arguments
         y, *quantized = op(x, weight, layer.bias, scale, *(known or (None, None)), codes)
         rows = Float8Rows(*quantized)
     if known is None and not x.is_inference():
@@ -524,8 +525,8 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
 # --- layers of operators that take several of them ---
 
 
-def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
-    """Scales and codes of a trained weight, where they are kept between its uses."""
+def _cached_codes(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
+    """Cached scales and codes of a trained weight, or ()."""
     module_class = type(layer)
     settings: Any = (
         module_class._liger_multi_swap.settings if issubclass(module_class, Float8Linear) else None
@@ -537,7 +538,7 @@ def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
 
 
 def bare_float8(layer: nn.Module | None) -> bool:
-    """Whether a layer does nothing but multiply in FP8, on a backend that nobody named."""
+    """Whether a layer is plain FP8: no hooks, no named backend, unchanged code."""
     module_class = type(layer)
     if layer is None or not issubclass(module_class, Float8Linear):
         return False
@@ -546,48 +547,53 @@ def bare_float8(layer: nn.Module | None) -> bool:
         return False
     if _computes(layer):
         return False
-    weight, bias = layer.weight, layer.bias  # tensors may stand in the place of parameters
+    weight, bias = layer.weight, layer.bias  # maybe tensors in place of parameters
     frozen = held(layer) is not None and not weight.requires_grad
     plain = type(weight) in PLAIN or frozen or isinstance(weight, GatheredWeight)
     return plain and (bias is None or type(bias) in PLAIN)
 
 
 def bare_frozen_float8(layer: nn.Module | None) -> bool:
-    """The same of a layer whose weight is kept in FP8."""
+    """The same for a layer with a frozen weight in FP8."""
     if layer is None or not bare_float8(layer):
         return False
     return held(layer) is not None and not layer.weight.requires_grad
 
 
 class Wide(NamedTuple):
-    """The weight of a layer as operators take it: numbers or codes, scales, codes of numbers."""
+    """The weight of a layer for operators: values or codes, scales, and codes of values."""
 
     weight: Tensor
     scale: Tensor | None = None
     codes: Tensor | None = None
 
 
-def wide_parts(layer: Any) -> Wide:
-    """The weight of a layer: codes where it is kept in FP8, or was gathered in it."""
-    quantized = four_bit_weight(layer)
+def wide_parts(layer: Any, dtype: torch.dtype | None = None) -> Wide:
+    """The weight of a layer for operators.
+
+    Args:
+        layer: The layer.
+        dtype: The dtype of the input, which some weights in 4 bits take.
+    """
+    quantized = four_bit_weight(layer, dtype)
     if quantized is not None:
         return Wide(quantized)
     weight = layer.weight
     if not isinstance(weight, Float8Weight):
-        return Wide(weight, *_kept(layer, weight))
+        return Wide(weight, *_cached_codes(layer, weight))
     if isinstance(weight, GatheredWeight) and weight.requires_grad:
         return Wide(weight.master(), weight.scale, weight.codes)
     return Wide(weight.codes, weight.scale)
 
 
-def wide_dtype(layer: Any) -> torch.dtype:
-    """The dtype that the weight of a layer has for operators."""
-    quantized = four_bit_weight(layer)
+def wide_dtype(layer: Any, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of a layer's weight for operators, with an input of ``dtype``."""
+    quantized = four_bit_weight(layer, dtype)
     return cast(torch.dtype, layer.weight.dtype if quantized is None else quantized.dtype)
 
 
 def shared_codes(x: Tensor) -> Any:
-    """Codes of the input of layers, if a module handed them out; it is asked to otherwise."""
+    """Codes of an input if its module has written them; else the module does so from now on."""
     if torch.compiler.is_compiling():
         return None
     known = codes_of(x)
@@ -602,7 +608,7 @@ def shared_codes(x: Tensor) -> Any:
 def float8_refusal(
     layer: nn.Module, options: Float8Options, unit: nn.Module | None = None
 ) -> str | None:
-    """Why a linear layer stays in its dtype, or None; ``unit``: of FSDP2, which it is part of."""
+    """Why a linear layer is not patched, or None; ``unit`` is its unit of FSDP2."""
     from liger_multi.reference.float8.rows import format_of, unsupported
 
     reason = linear_refusal(layer)

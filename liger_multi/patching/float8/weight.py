@@ -1,12 +1,12 @@
-"""A frozen weight that is kept in FP8: codes of its rows, and one scale per row.
+"""Tensor subclasses for weights in FP8: frozen weights, and trained weights under FSDP2.
 
-To everybody else it is a weight of the dtype that it had: an operation that knows nothing of codes
-gets the dequantized numbers, for as long as it runs. So adapters, ``state_dict`` and whatever else
-reads it see what training multiplies with. What writes to it raises, but for ``copy_``, with which
-checkpoints are loaded.
+A :class:`Float8Weight` holds FP8 codes and one scale per row, and has the dtype of the original
+weight. Operations that do not know codes get dequantized values. So adapters, ``state_dict`` and
+other readers see the values that GEMMs use. Writes raise, except ``copy_``, which loads
+checkpoints.
 
-Parts of its rows are weights in FP8 too. So FSDP2 shards codes, and gathers them by the two methods
-that it looks for (:class:`TrainedShard`).
+A slice of rows is a :class:`Float8Weight` too, so FSDP2 shards the codes. It gathers them by its
+two extension methods, also for trained weights (:class:`TrainedShard`, :class:`GatheredWeight`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Outputs = tuple[Tensor, ...]
 
 
 class Float8Weight(Tensor):
-    """``codes * scale`` with the shape and dtype of the weight that it was made of.
+    """``codes * scale`` with the shape and dtype of the original weight.
 
     Attributes:
         codes: ``(N, K)``, or flat, E4M3.
         scale: ``(N,)``, fp32, powers of two.
-        original: The weight that it was made of, on the CPU, or None where it was dropped.
-        whole: Rows of the weight that these are rows of.
+        original: The original weight on the CPU, or None.
+        whole: Number of rows of the unsharded weight.
     """
 
     codes: Tensor
@@ -60,7 +60,7 @@ class Float8Weight(Tensor):
         original: Tensor | None = None,
         whole: int | None = None,
     ) -> Float8Weight:
-        """A weight of a dtype, of codes and scales; ``whole``: if they are some of its rows."""
+        """A weight from codes and scales, of all rows or of some of ``whole`` rows."""
         weight: Float8Weight = make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=False
         )
@@ -70,13 +70,13 @@ class Float8Weight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, keep: bool) -> Float8Weight:
-        """The weight in FP8; ``keep``: with a copy of itself on the CPU."""
+        """A weight in FP8, with a copy of the original on the CPU if ``keep``."""
         place = "meta" if weight.is_meta else "cpu"
         original = weight.detach().to(place, copy=True) if keep else None
         return cls(*_quantized(weight), weight.dtype, original)
 
     def dequantized(self) -> Tensor:
-        """What is multiplied with, in the dtype of the weight."""
+        """The values in the dtype of the weight."""
         from liger_multi.reference.float8.rows import Float8Rows, dequantized
 
         width = self.codes.numel() // max(1, len(self.scale))
@@ -84,13 +84,13 @@ class Float8Weight(Tensor):
         return dequantized(rows, self.dtype).view(self.shape)
 
     def restored(self) -> Tensor:
-        """The weight that it was made of, or what it holds where that was dropped."""
+        """The original weight, or the dequantized one if there is none."""
         if self.original is None or (self.original.is_meta and not self.is_meta):
             return self.dequantized()
         return self.original.to(self.device, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
-        """What every rank gives to FSDP2."""
+        """The tensors of this rank that FSDP2 gathers."""
         return to_gather(self.codes, self.scale, self.whole, mesh)
 
     def fsdp_post_all_gather(
@@ -102,18 +102,18 @@ class Float8Weight(Tensor):
         return gathered_weight(Float8Weight, gathered, self.whole, format, dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Its shape; the numbers would have to be dequantized."""
+        """Shape, dtype and device, without values."""
         return f"Float8Weight({tuple(self.shape)}, {self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """For compilers: the tensors inside, and the rest."""
+        """The inner tensors and other attributes, for compilers."""
         return ["codes", "scale"], (self.dtype, None, self.whole)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], rest: Any, outer_size: Any, outer_stride: Any
     ) -> Float8Weight:
-        """The opposite."""
+        """A weight from both."""
         return cls(inner["codes"], inner["scale"], *rest)
 
     __torch_function__ = no_torch_function
@@ -122,7 +122,7 @@ class Float8Weight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Operations that keep codes, loading, and everything else on dequantized numbers."""
+        """Operations on codes, ``copy_``, and all others on dequantized values."""
         kwargs = kwargs or {}
         handler = _KEPT.get(func)
         if handler is not None and isinstance(args[0], Float8Weight):
@@ -175,7 +175,7 @@ def _to(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> Float8Weight:
-    """Another device moves codes; another dtype is the one that operations see."""
+    """Codes on another device, or another dtype of the dequantized values."""
     moved = _like(weight, lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
     as_dtype, original = dtype or weight.dtype, weight.original
     original = None if original is None else original.to(as_dtype, copy=True)
@@ -183,7 +183,7 @@ def _to(
 
 
 def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> Float8Weight | None:
-    """Load numbers: they are quantized, and are the original from here on."""
+    """Load values: they are quantized, and become the original."""
     if weight.ndim != 2:
         return None
     if isinstance(source, Float8Weight):
@@ -204,7 +204,7 @@ def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> F
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """Rows, and as many more as every rank gathers; the numbers of those are never read."""
+    """Rows, padded to the number of rows of all ranks; padding is never read."""
     missing = count - len(rows)
     if not missing:
         return rows.contiguous()
@@ -212,9 +212,9 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outputs, torch.dtype]:
-    """Codes and scales of this rank, of as many rows as every rank has, and the format of codes.
+    """Codes and scales of this rank, padded to equal rows on all ranks, and the format of codes.
 
-    A single rank copies only the first of several tensors, so both are in one.
+    For a single rank, of which FSDP2 copies only the first tensor, both are in one tensor.
     """
     rows = codes.view(torch.uint8)
     if mesh.size() == 1:
@@ -230,7 +230,7 @@ def gathered_weight(
     format: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Float8Weight, list[Tensor]]:
-    """The weight over the tensors that FSDP2 gathers into, and no others for it to free."""
+    """The weight as a view of gathered tensors, and no other tensors for FSDP2 to free."""
     if len(gathered) == 1:
         scale, rows = gathered[0].split([4 * whole, gathered[0].numel() - 4 * whole])
         scale, codes = scale.view(torch.float32), rows.view(format).view(whole, -1)
@@ -265,7 +265,7 @@ def _slice(
 
 
 def _zeros(weight: Float8Weight, size: Sequence[int], **options: Any) -> Float8Weight | None:
-    """Rows of zeros, which FSDP2 copies a shard into."""
+    """Rows of zeros, into which FSDP2 copies a shard."""
     has_options = any(value is not None for name, value in options.items() if name != "pin_memory")
     if has_options or len(size) != 2 or list(size[1:]) != list(weight.shape[1:]):
         return None
@@ -275,7 +275,7 @@ def _zeros(weight: Float8Weight, size: Sequence[int], **options: Any) -> Float8W
 
 
 def _empty(weight: Float8Weight, *, device: Any = None, **_: Any) -> Float8Weight:
-    """The same without numbers: of a model on the meta device, on the one where it goes."""
+    """An uninitialized weight on another device, for models from the meta device."""
     emptied = _like(weight, lambda t: torch.empty_like(t, device=device))
     if emptied.original is not None and not emptied.is_meta:
         emptied.original = torch.empty_like(emptied.original, device="cpu")
@@ -283,7 +283,7 @@ def _empty(weight: Float8Weight, *, device: Any = None, **_: Any) -> Float8Weigh
 
 
 def _view(weight: Float8Weight, size: Sequence[int]) -> Float8Weight | None:
-    """Flat, or as it was."""
+    """The same shape, or a flat one."""
     size = list(size)
     if size == list(weight.shape):
         return _detach(weight)
@@ -313,17 +313,17 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     pin_memory: lambda weight, device=None: _like(weight, Tensor.pin_memory),
     aten.is_pinned.default: lambda weight, device=None: weight.codes.is_pinned(),
 }
-"""Operations that have a weight in FP8, but where they return None."""
+"""Operations on codes; where one returns None, values are dequantized."""
 
 
 def held(layer: nn.Module) -> Float8Weight | None:
-    """The weight of a layer, where it is kept in FP8."""
+    """The weight of a layer if it is in FP8, else None."""
     weight = layer._parameters.get("weight")
     return weight if isinstance(weight, Float8Weight) else None
 
 
 def freeze(layer: nn.Module, keep: bool) -> None:
-    """Keep the weight of a layer in FP8."""
+    """Replace the weight of a layer by one in FP8."""
     weight = layer._parameters["weight"]
     if make_wrapper_subclass is None:
         say("make_wrapper_subclass")
@@ -333,36 +333,32 @@ def freeze(layer: nn.Module, keep: bool) -> None:
 
 
 def thaw(layer: nn.Module) -> None:
-    """Give a layer the weight that it had."""
+    """Restore the original weight of a layer."""
     weight = held(layer)
     if weight is not None:
         layer._parameters["weight"] = nn.Parameter(weight.restored(), requires_grad=False)
 
 
-# --- weights that FSDP2 shards, and gathers in FP8 ---
+# --- trained weights under FSDP2 ---
 
-# A row has one scale, of its own elements, and FSDP2 shards rows. So the codes of a shard are
-# those rows of the codes of the whole weight, and ranks gather the very codes that one process
-# would make.
+# Each row has its own scale, and FSDP2 shards rows. So the codes of a shard equal those rows of the
+# codes of the whole weight, and gathered codes equal those of one process.
 #
-# FSDP2 asks the local tensor of a sharded parameter for what it gathers, and has the tensor make
-# the gathered parameter. A frozen weight holds codes, so its shards do. A trained weight is
-# sharded in its own dtype, where the optimizer changes it, and a shard is rounded whenever it is
-# gathered.
-
-# --- trained weights ---
+# FSDP2 calls methods of the local tensor of a sharded parameter to gather it and to create the
+# gathered parameter. Shards of a frozen weight are codes. A trained weight is sharded in its own
+# dtype, for the optimizer, and each shard is rounded when it is gathered.
 
 
 class GatheredWeight(Float8Weight):
-    """The codes of a trained weight that FSDP2 gathered; its gradient has the dtype of the weight.
+    """The gathered codes of a trained weight; its gradient has the dtype of the weight.
 
-    To operations that know nothing of codes it is the rounded weight.
+    Operations that do not know codes get the rounded weight.
     """
 
     def master(self) -> Tensor:
-        """A tensor that nobody reads, of the shape and dtype of the weight and with its gradient.
+        """A placeholder with the shape, dtype and gradient of the weight.
 
-        Operators take it together with the codes.
+        Operators take it together with the codes, and do not read its values.
         """
         master: Tensor = _Master.apply(self)  # type: ignore[no-untyped-call]
         return master
@@ -379,19 +375,19 @@ class _Master(torch.autograd.Function):
 
 
 class TrainedShard(Tensor):
-    """Rows of a trained weight, in its dtype and storage, which are gathered in FP8.
+    """A shard of a trained weight, in its dtype and storage, which is gathered in FP8.
 
-    Operations see a plain tensor, and so does what saves it.
+    It is a plain tensor for operations and checkpoints.
 
     Attributes:
-        whole: Rows of the weight that these are rows of.
+        whole: Number of rows of the unsharded weight.
     """
 
     whole: int
 
     @staticmethod
     def __new__(cls: type[TrainedShard], rows: Tensor, whole: int) -> TrainedShard:
-        """The rows, under a class of which FSDP2 asks for codes."""
+        """The same rows with this class."""
         shard: TrainedShard = make_subclass(cls, rows)
         shard.whole = whole
         return shard
@@ -402,7 +398,7 @@ class TrainedShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Operations of plain tensors; what FSDP2 makes another shard of stays one."""
+        """Operations of plain tensors; results of :data:`_KEPT_SHARDED` keep the class."""
         with DisableTorchDispatch():
             output = func(*args, **(kwargs or {}))
         if func not in _KEPT_SHARDED or not isinstance(args[0], TrainedShard):
@@ -410,12 +406,12 @@ class TrainedShard(Tensor):
         return cls(output, args[0].whole)
 
     def plain(self) -> Tensor:
-        """The same numbers in the same place, as a plain tensor."""
+        """The same memory as a plain tensor."""
         with DisableTorchDispatch():
             return self.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files hold plain tensors."""
+        """Pickle a plain tensor."""
         return self.plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainedShard:
@@ -424,7 +420,7 @@ class TrainedShard(Tensor):
         return copied
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
-        """What every rank gives: codes of its rows, made now."""
+        """The codes of this rank's rows, rounded now."""
         rows = rounded_rows(self.plain())
         return to_gather(rows.codes, rows.scale, self.whole, mesh)
 
@@ -447,13 +443,13 @@ _KEPT_SHARDED = {
     aten.empty_like.default,
     pin_memory,
 }
-"""Operations whose result takes the place of a shard."""
+"""Operations whose result is a shard too."""
 
 # --- sharded parameters ---
 
 
 def is_sharded(weight: Any) -> bool:
-    """Whether a parameter is one that FSDP2 may have sharded: its rows, over one axis of ranks."""
+    """Whether a parameter may be sharded by FSDP2: by rows, over one axis of ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(weight, module.DTensor):
         return False
@@ -462,12 +458,12 @@ def is_sharded(weight: Any) -> bool:
 
 
 def local(weight: Any) -> Any:
-    """The part of a sharded parameter that this rank has."""
+    """The local tensor of a sharded parameter."""
     return weight._local_tensor
 
 
 def with_local(weight: Any, part: Tensor) -> Tensor:
-    """The same sharded tensor of another local part."""
+    """A sharded tensor with another local tensor."""
     module: Any = sys.modules["torch.distributed.tensor"]
     return module.DTensor.from_local(  # type: ignore[no-any-return]
         part,
@@ -480,7 +476,7 @@ def with_local(weight: Any, part: Tensor) -> Tensor:
 
 
 def gather_codes(weight: Any) -> None:
-    """Have FSDP2 gather a sharded parameter in FP8."""
+    """Let FSDP2 gather a sharded parameter in FP8."""
     part = local(weight)
     if make_subclass is None or DisableTorchDispatch is None:
         say("make_subclass", "DisableTorchDispatch")
@@ -489,7 +485,7 @@ def gather_codes(weight: Any) -> None:
 
 
 def saved(weight: Any) -> Any:
-    """A sharded parameter as checkpoints hold it: numbers in its dtype, of a plain class."""
+    """A sharded parameter for checkpoints: values in its dtype, as plain tensors."""
     part = local(weight)
     if isinstance(part, TrainedShard):
         return with_local(weight.detach(), part.plain())
@@ -499,16 +495,16 @@ def saved(weight: Any) -> Any:
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that FSDP2 shards as one, by path; what belongs to several is of the last."""
+    """The modules that FSDP2 shards as units, by path."""
     return {path: m for path, m in model.named_modules() if hasattr(m, "_get_fsdp_state")}
 
 
 def unit_of(path: str, units: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The innermost unit that a module is part of."""
+    """The innermost unit that contains a module."""
     around = [unit for unit in units if not unit or f"{path}.".startswith(f"{unit}.")]
     return units[max(around, key=len)] if around else None
 
 
 def has_run(unit: Any) -> bool:
-    """Whether FSDP2 has gathered the parameters of a unit; how it does is fixed from then on."""
+    """Whether FSDP2 has gathered a unit, after which it cannot gather in another way."""
     return getattr(unit._get_fsdp_state(), "_is_root", None) is not None

@@ -1,18 +1,21 @@
-"""Deferred logits: the hidden states, the head and the steps from which logits can be computed.
+"""Deferred logits: hidden states, a head, and the steps that turn its output into the logits.
 
-A :class:`DeferredLogits` is immutable. Row operations act on its hidden states, where autograd sees
-them; elementwise operations are kept as steps. It gives the real logits, or the loss without them.
+A head creates a :class:`DeferredLogits`. Row operations on it act on the hidden states, where
+autograd records them; elementwise operations are appended to its steps. :meth:`~DeferredLogits.run`
+computes a loss through the head, and :meth:`~DeferredLogits.compute` the logits themselves. Objects
+are immutable.
 
-PyTorch's version counter says whether a tensor was written since it was recorded, but for one case:
-fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
-A hook after every optimizer step counts for the parameters that are watched, and notes autograd's
-number of that moment for all: compiled graphs run no Python that could watch. The numbers are those
-of one thread.
+Both raise if a weight or the hidden states were written since the forward pass. PyTorch's version
+counter tells that, except for fused optimizers (the default of the Hugging Face Trainer), which do
+not count their writes. So a hook after every optimizer step counts for watched parameters. For
+compiled graphs, which run no Python that could watch, it records autograd's sequence number at each
+step; these numbers are per thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import sys
@@ -41,9 +44,8 @@ from liger_multi.patching.swap import Patched, buried
 
 # --- versions of parameters ---
 
-# By ``id``: a parameter with a weak reference cannot be swapped, which is how ``Module.to`` moves
-# DTensors. A later tensor with the same id is no trouble: both are compared with values of its own
-# time, a count for equality and a number of autograd with a larger one.
+# By ``id``, since ``Module.to`` moves DTensors by swapping, which weak references prevent. A later
+# tensor with the same id is harmless: it is compared with values from its own lifetime.
 _counts: dict[int, int] = {}
 _last: dict[int, int] = {}
 _lock = threading.Lock()
@@ -71,7 +73,7 @@ def watch_version(parameter: Tensor) -> None:
 def stepped_since(parameter: Tensor, output: Tensor) -> bool:
     """Whether an optimizer has changed ``parameter`` since ``output`` was computed.
 
-    The order is that of autograd's numbers, so ``output`` needs a history.
+    Compares autograd's sequence numbers, so ``output`` must have a ``grad_fn``.
     """
     number = None if output.grad_fn is None else output.grad_fn._sequence_nr()
     return number is not None and _last.get(id(parameter), -1) > number
@@ -96,7 +98,8 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
 Step = tuple[str, Any]
 """An elementwise step: ("mul" | "div" | "add", number), ("tanh" | "exp" | "log", None), ("to" |
-"softmax" | "log_softmax", dtype), or ("times" | "plus", steps): with these logits after others."""
+"softmax" | "log_softmax", dtype), or ("times" | "plus", steps) with the same logits after those
+steps as the other operand."""
 
 STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
     "mul": lambda z, by: z * by,
@@ -112,7 +115,7 @@ STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
 
 
 class Recorded:
-    """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
+    """Weight and bias of the forward pass, for jobs if the head has others by now."""
 
     def __init__(self, deferred: DeferredLogits) -> None:
         self.deferred = deferred
@@ -121,7 +124,7 @@ class Recorded:
         self.weight, self.bias = deferred.weights[:2]  # type: ignore[assignment]
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The forward of a linear layer with its adapters; the call of one that is sharded."""
+        """The raw logits: of the weights with their adapters, or by a call of a sharded head."""
         if self.deferred.sharded:
             return self.deferred.head(hidden)  # type: ignore[no-any-return]
         return self.deferred.product(hidden, *self.deferred.weights)
@@ -144,7 +147,7 @@ class DeferredLogits:
         scales: tuple[float, ...] = (),
     ) -> None:
         self.head = head
-        # weight, bias, and both factors of every low-rank adapter, whose scales are ``scales``
+        # weight, bias, and both matrices of every LoRA adapter; ``scales`` has their scales
         self.weights, self.scales = weights, scales
         self.hidden = hidden
         self.settings = settings
@@ -173,34 +176,29 @@ class DeferredLogits:
         return self.shape.numel() * self.dtype.itemsize
 
     def step(self, name: str, value: Any = None) -> DeferredLogits:
-        """The deferred logits after one more elementwise step."""
+        """These logits after one more elementwise step."""
         dtype = value if name in ("to", "softmax", "log_softmax") else self.dtype
         return self._with(self.hidden, dtype, (*self.steps, (name, value)), self.grad)
 
-    def undone(self) -> DeferredLogits:
-        """The deferred logits without its last step, which kept or widened the dtype."""
-        return self._with(self.hidden, self.dtype, self.steps[:-1], self.grad)
-
-    def until(self, steps: tuple[Step, ...]) -> DeferredLogits:
-        """The deferred logits after the first of their steps only; their dtype is not known."""
+    def after(self, steps: tuple[Step, ...]) -> DeferredLogits:
+        """New deferred logits after other steps, which must result in the same dtype."""
         return self._with(self.hidden, self.dtype, steps, self.grad)
 
     def rows(self, hidden: Tensor) -> DeferredLogits:
-        """The deferred logits of other rows."""
+        """The logits of other hidden states."""
         return self._with(hidden, self.dtype, self.steps, self.grad)
 
     def detached(self) -> DeferredLogits:
-        """The same values, cut off from autograd; the same deferred logits each time."""
+        """The same values without autograd history; one object for all calls."""
         if self._detached is None:
             self._detached = self._with(self.hidden.detach(), self.dtype, self.steps, False)
         return self._detached
 
     def packed(self) -> DeferredLogits:
-        """The same values on hidden states without gaps; the same deferred logits each time.
+        """The same values on dense hidden states; one object for all calls.
 
-        The rows of hidden states lie in memory as those of the logits would, so that views of them
-        tell which operations on logits would share memory. Results of elementwise operations have
-        no gaps.
+        Results of elementwise operations are dense. Hidden states have the memory layout that the
+        logits would have, so their views tell which operations on logits share memory.
         """
         if is_dense(self.hidden):
             return self
@@ -213,10 +211,6 @@ class DeferredLogits:
         """Strides of the logits."""
         width = self.hidden.shape[-1]
         return (*[s // width * self.vocabulary for s in self.hidden.stride()[:-1]], 1)
-
-    def copy(self) -> DeferredLogits:
-        """Equal deferred logits as another object."""
-        return self._with(self.hidden, self.dtype, self.steps, self.grad)
 
     def _with(
         self, hidden: Tensor, dtype: torch.dtype, steps: tuple[Step, ...], grad: bool
@@ -235,35 +229,35 @@ class DeferredLogits:
         )
 
     def run(self, job: Job, hidden: Tensor) -> Any:
-        """``job`` with the weights of the forward pass.
+        """Run ``job`` with the weights of the forward pass.
 
-        Through the head's call while it is ours and holds them, or a sharding library's hooks will
-        gather them; with the recorded ones after an unpatch, a replacement, ``functional_call`` or
-        a change of adapters.
+        It runs in the head's call while the patched head has these weights, or a sharding library's
+        hooks gather them. It runs with the recorded weights after an unpatch, a replacement of the
+        weights, ``functional_call`` or a change of adapters.
         """
         weight = cast(Tensor, self.weights[0])
         if isinstance(self.head, Patched) and (
-            self._held_by(self.head) or _gathered_again(self.head, weight)
+            self._weights_in(self.head) or _gathered_again(self.head, weight)
         ):
             try:
                 return getattr(self.head, "asked", self.head)(hidden, job)
             except TypeError:
                 if isinstance(self.head, Patched):
                     raise
-                # another thread took the patch away in between, and no other layer takes jobs
+                # another thread has unpatched the head, which takes no jobs then
         if isinstance(self.head, Evaluated) and not torch.compiler.is_compiling():
             layer, freed = self.head.layer, not weight.untyped_storage().nbytes()
-            if freed and isinstance(layer, Patched):  # a part of what was gathered
+            if freed and isinstance(layer, Patched):  # the gathered weight has been freed
                 return layer(hidden, job)
         return job.run(Recorded(self), hidden)
 
-    def _held_by(self, head: Any) -> bool:
-        """Whether the head has the weight, and the adapters that act, of the forward pass."""
+    def _weights_in(self, head: Any) -> bool:
+        """Whether the head has the weight and the active adapters of the forward pass."""
         module_class = type(head)  # once: another thread may give the class back
         if not hasattr(module_class, "thin") or head.weight is not self.weights[0]:
             return False
         if "forward" in head.__dict__:
-            return False  # somebody's, around ours, which has run; accelerate's hooks put one there
+            return False  # another forward around ours, such as accelerate's, which has run
         thin, recorded = module_class.thin(head), self.weights[2:]
         if not thin and not recorded:
             return True
@@ -273,7 +267,7 @@ class DeferredLogits:
     def product(
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
     ) -> Tensor:
-        """Raw logits of some rows, from tensors in the order of ``weights``."""
+        """Raw logits of hidden states, from tensors in the order of ``weights``."""
         from liger_multi.ops.linear import linear_of_mode
 
         logits = linear_of_mode(hidden, cast(Tensor, weight), bias)
@@ -294,7 +288,7 @@ class DeferredLogits:
         return finished(logits, self.steps)
 
     def joined(self, name: str, other: DeferredLogits) -> DeferredLogits | None:
-        """The deferred logits of ``times`` or ``plus`` another one of the same rows, else None."""
+        """These logits times or plus other ones of the same rows; None if the rows differ."""
         same = other.hidden is self.hidden and other.weights[0] is self.weights[0]
         if not same or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
             return None
@@ -302,7 +296,7 @@ class DeferredLogits:
         return self._with(self.hidden, dtype, (*self.steps, (name, other.steps)), self.grad)
 
     def mode(self) -> contextlib.AbstractContextManager[Any]:
-        """Grad mode and autocast of the forward pass; checks that nothing was overwritten since."""
+        """Grad mode and autocast of the forward pass; raises if a tensor was written since."""
         if self.guard is None:
             return contextlib.nullcontext()
         if _tracing(self.guard):
@@ -311,14 +305,14 @@ class DeferredLogits:
         return self.guard.entered(self.grad)
 
     def circumstances(self) -> contextlib.AbstractContextManager[None]:
-        """Autocast of the forward pass, for a backward pass that computes again."""
+        """Autocast of the forward pass, for a backward pass that recomputes."""
         if self.guard is None or _tracing(self.guard):
             return contextlib.nullcontext()
         return self.guard.entered(True)
 
     @property
     def epilogue(self) -> tuple[float, float | None] | None:
-        """``(logit_scale, softcap)`` when the steps are no more than that, else None."""
+        """``(logit_scale, softcap)`` if the steps consist of both, else None."""
         dtype, names = self.raw_dtype, []
         for name, value in self.steps:
             if name != "to":
@@ -326,7 +320,7 @@ class DeferredLogits:
             elif value != dtype and value.itemsize <= dtype.itemsize:
                 return None  # the loss would not round the logits down
             elif value == torch.float64 != dtype:
-                return None  # it would not be computed in fp64
+                return None  # the loss would not be computed in fp64
             else:
                 dtype = value
         cap = None
@@ -342,12 +336,12 @@ class DeferredLogits:
 
 
 def _stock_forward(head: Any, hidden: Tensor) -> Tensor:
-    own = getattr(head, "stock_forward", None)  # a compiler asks no method for its truth
+    own = getattr(head, "stock_forward", None)  # compilers cannot test the truth of a method
     return (head.forward if own is None else own)(hidden)  # type: ignore[no-any-return]
 
 
 def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Apply steps to logits, in the dtypes that the steps name whatever autocast says now."""
+    """Apply steps to logits, in the dtypes that the steps name and without autocast."""
     if steps and is_any_autocast_enabled() and not torch.compiler.is_compiling():
         with WithoutAutocast():
             return finished(raw, steps)
@@ -375,15 +369,15 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _is_softcap(last: list[Step]) -> bool:
-    (divide, by), (sinkhorn, _), (multiply, back) = last
-    return (divide, sinkhorn, multiply) == ("div", "tanh", "mul") and by == back
+    (first, divisor), (second, _), (third, factor) = last
+    return (first, second, third) == ("div", "tanh", "mul") and divisor == factor
 
 
 _NOTHING = contextlib.nullcontext()
 
 
 class _Circumstances:
-    """Autocast of the head's forward, how equal bits had to be, which weights required grad."""
+    """Autocast, the deterministic mode and the trained weights at the head's forward."""
 
     def __init__(self, hidden: Tensor, weights: Iterable[Tensor]) -> None:
         device_type = hidden.device.type
@@ -394,10 +388,10 @@ class _Circumstances:
         self.required = [required for _, required in self.trained]
 
     def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
-        """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were.
+        """A context with these settings, and gradients if ``grad``.
 
-        A loss right behind the head finds them so, and enters nothing: the contexts of PyTorch take
-        longer than all that is asked here.
+        It is empty if nothing has changed, as for a loss right after the head: entering contexts of
+        PyTorch takes longer than these comparisons.
         """
         unchanged = (
             (grad or not torch.is_grad_enabled())
@@ -426,20 +420,19 @@ class _Circumstances:
 def traced_autocast(
     device_type: str, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Autocast as it was, in a form that a compiler traces."""
+    """Autocast of the forward pass, in a form that compilers trace."""
     if dtype == autocast_dtype(device_type):
         return contextlib.nullcontext()
     return autocast(device_type, dtype)
 
 
 class Guard(_Circumstances):
-    """The circumstances of the head's forward that later use has to meet or restore.
+    """The state of the head's forward, which later use of the logits checks and restores.
 
     Args:
         head: The linear layer.
-        hidden: What it got.
-        settled: Whether nobody gathers the weights for a call and frees them after it, so that
-            their memory stays where it is.
+        hidden: Its input.
+        settled: Whether weights keep their memory between calls: no library gathers and frees them.
     """
 
     def __init__(self, head: Any, hidden: Tensor, settled: bool = True) -> None:
@@ -448,20 +441,20 @@ class Guard(_Circumstances):
         for tensor in weights.values():
             watch_version(tensor)
         self.weight: Tensor = weights["head's weights"]
-        # name, tensor, version, and for weights that stay where they are the place of their values
+        # name, tensor, version, and for settled weights the address of their values
         self.observed: list[tuple[str, Tensor, tuple[int, int], int | None]] = [
             ("hidden states", hidden, version_of(hidden), None)
         ]
         for name, tensor in weights.items():
             place = _place(tensor) if settled else None
             self.observed.append((name, tensor, version_of(tensor), place))
-        self.known: list[Any] = []  # what was computed of the logits' rows
+        self.known: list[Any] = []  # statistics that were computed of the logits' rows
 
     def check(self, head: Any) -> None:
-        """Raise when hidden states or the recorded weights were written since the forward pass.
+        """Raise if hidden states or recorded weights were written since the forward pass.
 
-        Where sharding libraries put the gathered and the sharded parameter in turns, one that is
-        another object now is left alone.
+        Under libraries that alternate gathered and sharded parameters, weights that are other
+        objects now are not checked.
         """
         if getattr(head, "merged", False):  # by PEFT, through .data
             raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
@@ -477,10 +470,10 @@ class Guard(_Circumstances):
 
 
 class TracedGuard(_Circumstances):
-    """The same for logits of a compiled graph, whose runs execute no Python of ours.
+    """The same for logits of a compiled graph, which runs none of this Python code.
 
-    What tells when a run was is the autograd node of its hidden states: nodes are numbered in the
-    order in which they are made. So optimizer steps are noticed, other writes are not.
+    The autograd node of the hidden states has a sequence number, which dates the run. So optimizer
+    steps are detected, other writes are not.
     """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
@@ -488,7 +481,7 @@ class TracedGuard(_Circumstances):
         self.weight, self.hidden = weight, hidden
 
     def check(self, head: Any) -> None:
-        """Raise when an optimizer has stepped the weight since the run."""
+        """Raise if an optimizer has changed the weight since the run."""
         if stepped_since(self.weight, self.hidden):
             raise RuntimeError(_stale("its head's weights have been modified in place"))
 
@@ -507,7 +500,7 @@ def _stale(what: str) -> str:
 
 
 def _gathered_again(head: Any, weight: Tensor) -> bool:
-    """Whether a sharding library puts the weight of the forward pass into the head's next call."""
+    """Whether a sharding library gathers the weight again in the head's next call."""
     if not isinstance(head, Patched):
         return False
     weight_of_head: Any = head.weight
@@ -519,13 +512,13 @@ def _gathered_again(head: Any, weight: Tensor) -> bool:
 
 
 def _place(tensor: Tensor) -> int | None:
-    """Where the values of an ordinary tensor are."""
+    """The address of an ordinary tensor's values; None for subclasses."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return tensor.data_ptr() if plain else None
 
 
 def _parameters(head: Any) -> dict[str, Tensor]:
-    """The parameters of a linear head, under the words that messages use."""
+    """The parameters of a linear head by their names in messages."""
     parameters, bias = {"head's weights": head.weight}, head.bias
     if bias is not None:
         parameters["head's bias"] = bias
@@ -539,7 +532,7 @@ def _parameters(head: Any) -> dict[str, Tensor]:
     return parameters
 
 
-# --- what lazy logits know about PyTorch's functions and hooks ---
+# --- PyTorch's functions and hooks on lazy logits ---
 
 _PROPERTIES = (
     "shape dtype device layout ndim requires_grad grad_fn is_leaf is_cuda is_cpu is_meta "
@@ -556,57 +549,57 @@ METADATA: set[Any] = {
     *(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)),
     *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_conj, torch.is_inference),
 }
-"""Functions that are answered from shape and dtype alone."""
+"""Functions that need only the shape and dtype of logits."""
 
 GRADIENT_BY_LOGITS = (
     "the gradient by logits that were not computed was asked for: the loss did not pass by them. "
     "Compute it on logits = liger_multi.patching.real_logits(outputs.logits), and ask for the "
     "gradient by these"
 )
-"""Why ``torch.autograd.grad`` refuses."""
+"""The message of ``torch.autograd.grad``."""
 
 OBJECT_IN_FUNCTION = (
     "the logits of a compiled model are no tensor, so an autograd.Function gives them no gradient; "
     "pass liger_multi.patching.real_logits(outputs.logits) to it"
 )
-"""Why logits of a compiled model refuse to be the input of an autograd.Function."""
+"""The message for logits of a compiled model as the input of an autograd.Function."""
 
 PRODUCT = (
     "in a compiled function PyTorch does not tell which factor of @ the logits are; write "
     "torch.matmul(logits, w) or torch.matmul(w, logits)"
 )
-"""Why a product in a graph is refused."""
+"""The message for ``@`` in a graph."""
 
 WRITTEN_BELOW = (
     "C++ makes a view of logits that were not computed, or has written to one; as_subclass and "
     "nn.Parameter do that. Pass liger_multi.patching.real_logits(outputs.logits)"
 )
-"""Why lazy logits refuse to be viewed below Python's function protocol."""
+"""The message for views below Python's function protocol."""
 
 WRITTEN_SINCE = (
     "an autograd.Function got logits that were not computed, and they were modified in place while "
     "it holds them, or by itself; pass "
     "liger_multi.patching.real_logits(outputs.logits) to it"
 )
-"""Why a backward refuses."""
+"""The message of a backward pass."""
 
 
 def asked_for(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``torch.autograd.grad`` is to differentiate by."""
+    """The inputs of a call of ``torch.autograd.grad``."""
     return inputs if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
 HOOKS: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
-"""What shows somebody the gradient by logits."""
+"""Functions that expose the gradient by logits."""
 
 
 def refuse_late_hook(func: Any, args: Sequence[Any]) -> None:
-    """Refuse a hook on logits from which something was computed already without them.
+    """Refuse a hook on logits after a result was computed without them.
 
-    Sharding libraries put theirs on the loss as well, so they miss nothing.
+    Hooks of sharding libraries are accepted: they are added to the loss too.
 
     Raises:
-        RuntimeError: It is somebody else's hook, which would see a part of the gradient, or none.
+        RuntimeError: Another hook, which would miss the gradient of that result.
     """
     if len(args) > 1 and is_infrastructure(args[1]):
         return
@@ -619,7 +612,7 @@ def refuse_late_hook(func: Any, args: Sequence[Any]) -> None:
 
 
 def warn_above_budget(deferred: DeferredLogits) -> None:
-    """Say, once a line, that large logits are being computed whole."""
+    """Warn, once per line of code, that large logits are materialized."""
     fused = deferred.settings.fused
     if fused is not None and deferred.bytes > fused.materialize_bytes:
         warn_once(
@@ -632,10 +625,10 @@ def warn_above_budget(deferred: DeferredLogits) -> None:
 
 
 def asking(func: Any) -> Any:
-    """The function that asks, where PyTorch names the wrapper that now stands under its name.
+    """The function of PyTorch that called the protocol, if a wrapper has replaced it.
 
-    A function of PyTorch hands over what it finds under its own name. Where somebody's wrapper
-    stands there, that is the wrapper, which has run already and would run a second time.
+    A function passes to the protocol what its module has under its name. If a user replaced that by
+    a wrapper, this is the wrapper, which has run already and would run a second time.
     """
     if not isinstance(func, FunctionType) or _is_of_torch(func.__globals__):
         return func
@@ -662,18 +655,15 @@ def _is_of_torch(names: dict[str, Any]) -> bool:
 
 
 _NEAR = 8
-"""Frames between a function that asks and ours."""
+"""Most frames between a function of PyTorch and this code."""
 _functions: dict[CodeType, Any] = {
     f.__code__: f for f in vars(torch.nn.functional).values() if isinstance(f, FunctionType)
 }
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``function(*args)``; NotImplemented for None, and for arguments that it does not know."""
-    known = _signatures.get(function)
-    if known is None:
-        known = _signatures[function] = _counted(inspect.signature(function))
-    signature, least, most = known
+    """``function(*args)``; NotImplemented if it returns None or has other parameters."""
+    signature, least, most = _signature_of(function)
     if kwargs or not least <= len(args) <= most:
         try:
             signature.bind(*args, **kwargs)
@@ -683,22 +673,20 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> 
     return NotImplemented if result is None else result
 
 
-def _counted(signature: inspect.Signature) -> tuple[inspect.Signature, int, float]:
-    """A signature, and how few and how many positional arguments alone fit it for certain."""
-    kinds = inspect.Parameter
+@functools.cache
+def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, int, float]:
+    """A signature, and the least and the most positional arguments that fit it on their own."""
+    signature, of = inspect.signature(function), inspect.Parameter
     parameters = signature.parameters.values()
-    named = [p for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD]
-    least = sum(p.default is kinds.empty for p in named)
-    several = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-    asks_more = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
-    return signature, least, -1 if asks_more else math.inf if several else len(named)
-
-
-_signatures: dict[Callable[..., Any], tuple[inspect.Signature, int, float]] = {}
+    named = [p for p in parameters if p.kind is of.POSITIONAL_OR_KEYWORD]
+    least = sum(p.default is of.empty for p in named)
+    variadic = any(p.kind is of.VAR_POSITIONAL for p in parameters)
+    needs_keywords = any(p.kind is of.KEYWORD_ONLY and p.default is of.empty for p in parameters)
+    return signature, least, -1 if needs_keywords else math.inf if variadic else len(named)
 
 
 def recording() -> contextlib.AbstractContextManager[Any]:
-    """Ordinary tensors with a version, also where the caller is in inference mode."""
+    """A context in which tensors have versions, also within inference mode."""
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return contextlib.nullcontext()

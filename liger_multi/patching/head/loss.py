@@ -1,6 +1,9 @@
-"""The loss of logits that do not exist: one fused call through the head.
+"""The cross entropy of a patched head, without its logits or from them.
 
-For ``cross_entropy=True`` there are real logits, whose ``F.cross_entropy`` is ours.
+* :func:`fused` takes deferred logits and the arguments of ``F.cross_entropy``, and returns the loss
+  of one fused call through the head, or None if only real logits can serve the call.
+* :class:`LossLogits` is a tensor of real logits whose ``F.cross_entropy`` is the operator.
+* :func:`follow_weight` serves ``F.linear_cross_entropy``, which takes the weight of a head.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi._torch_private import DisableTorchFunctionSubclass, is_tracing
+from liger_multi._torch_private import DisableTorchFunctionSubclass, disabled, is_tracing
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.parameters import Job
@@ -34,7 +37,7 @@ from liger_multi.patching.swap import lock
 
 
 class CrossEntropyCall:
-    """The arguments of one ``F.cross_entropy(input, target, ...)``, however passed."""
+    """The arguments of a call ``F.cross_entropy(input, target, ...)``."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class CrossEntropyCall:
 
     @property
     def plain(self) -> bool:
-        """Whether these are rows of logits with class indices and no deprecated argument."""
+        """Whether logits are rows, targets are class ids, and no argument is deprecated."""
         return (
             not self.legacy
             and isinstance(self.target, Tensor)
@@ -69,7 +72,7 @@ class CrossEntropyCall:
         )
 
     def keywords(self, options: LossOptions, grad: bool) -> dict[str, Any]:
-        """Keyword arguments that both of our losses share."""
+        """Keyword arguments of both operators."""
         return {
             "ignore_index": self.ignore_index,
             "label_smoothing": self.label_smoothing,
@@ -80,12 +83,12 @@ class CrossEntropyCall:
 
 
 def fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
-    """The loss of ``deferred`` without its logits, or None when it takes the real ones."""
+    """The loss without materialized logits, or None if it needs them."""
     loss = _fused(deferred, call)
     if loss is None:
         return None
     loss = _of_dtype(loss, deferred.dtype)
-    return loss if deferred.grad else loss.detach()  # under a compiler nothing else cuts it off
+    return loss if deferred.grad else loss.detach()  # compilers trace no other detach
 
 
 def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
@@ -135,12 +138,12 @@ def _of_shards(
     chunk: int | str,
     z_loss: float,
 ) -> Tensor | None:
-    """The same where the head has some of the classes; None for what that loss has not."""
+    """The same for a head with a part of the classes; None for options that this loss lacks."""
     scale, cap = epilogue
     if call.weight is not None or z_loss or (call.label_smoothing and cap is not None):
         return None
     if hasattr(call.target, "placements"):
-        return None  # of a DTensor's loss, the caller expects a DTensor
+        return None  # the caller expects a DTensor
 
     def run(head: Any, hidden: Tensor) -> Any:
         from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_cross_entropy
@@ -170,16 +173,16 @@ def _through_adapters(
     options: FusedOptions,
     keywords: dict[str, Any],
 ) -> Tensor | None:
-    """The loss of a head with adapters: its logits a chunk of rows at a time, twice.
+    """The loss of a head with adapters, by chunks of rows in forward and in backward.
 
-    The fused operator would take the adapters as columns of the weight, whose gradient is dense.
+    The fused operator would need the adapters merged into the weight, whose gradient is dense.
     """
     from liger_multi.ops._head import rows_and_budget
     from liger_multi.patching.head.reductions import by_rows
     from liger_multi.reference.common.chunking import chunk_rows
 
     if call.weight is not None:
-        return None  # their sum divides a mean, which is the operator's to know
+        return None  # a mean is divided by the sum of weights
     reduction, target = keywords.pop("reduction"), call.target
     if options.compact and reduction != "none":
         rows = (target != call.ignore_index).nonzero().squeeze(1)
@@ -195,7 +198,7 @@ def _through_adapters(
 
     step, budget = rows_and_budget("fused_linear_cross_entropy", options.chunk)
     if not step:
-        # besides the logits there are those in fp32 and two gradients
+        # a chunk has logits in two dtypes, and two gradients
         step = max(
             1, chunk_rows(target.numel(), deferred.hidden, deferred.vocabulary, 0, budget) // 4
         )
@@ -209,15 +212,15 @@ def _through_adapters(
 
 
 def negative_log_likelihood(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor | None:
-    """``F.nll_loss(log_softmax(logits), ...)`` as a cross entropy, or None when it is none."""
+    """``F.nll_loss(log_softmax(logits), ...)`` as a cross entropy; None for other inputs."""
     if not deferred.steps or deferred.steps[-1][0] != "log_softmax":
         return None
-    before = deferred.undone()
+    before = deferred.after(deferred.steps[:-1])
     return fused(before, CrossEntropyCall(LogitsShape(before), *args, **kwargs))
 
 
 class LogitsShape:
-    """The shape of lazy logits for checks of a call, which would ask them through PyTorch."""
+    """The shape of lazy logits, for checks that bypass their function protocol."""
 
     def __init__(self, deferred: DeferredLogits) -> None:
         self.shape, self.ndim = deferred.shape, len(deferred.shape)
@@ -228,7 +231,7 @@ class LogitsShape:
 
 
 def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Tensor | None:
-    """The loss of real logits by our cross entropy, or None when it is a call for PyTorch's."""
+    """The loss of real logits by the operator; None for calls that PyTorch must serve."""
     if not call.plain:
         return None
     keywords = call.keywords(options, torch.is_grad_enabled())
@@ -239,14 +242,14 @@ def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Ten
     return _of_dtype(run_bound(options, ("cross_entropy",), loss), logits.dtype)
 
 
-# --- real logits whose loss is ours ---
+# --- real logits whose loss is the operator ---
 
-# Whether lazy logits that become real change places with the real ones. Older versions lost a
-# reference to them: an autograd.Function that had saved them read freed memory, seen up to
-# 2.9, not with 2.11 and 2.13. There they remember the real ones instead.
+# Whether materialized lazy logits swap places with the real tensor; else they refer to it. Up to
+# PyTorch 2.9 a swap lost a reference, and an autograd.Function that had saved the logits read freed
+# memory. This was not observed with 2.11 and 2.13.
 SWAPS = torch.__version__ >= "2.11"
 
-# What stands between a head and its loss; the result is logits still.
+# Operations between a head and its loss, whose results are logits too.
 _KEEP = {
     *(
         Tensor.__getitem__,
@@ -292,7 +295,7 @@ _UNWRAP = {
 
 
 def loss_logits(logits: Tensor, settings: HeadSettings, grad: bool) -> Tensor:
-    """Real logits with our loss, where the head's settings make it differ from PyTorch's."""
+    """Real logits, as :class:`LossLogits` if the settings ask for a loss other than PyTorch's."""
     options = settings.on_real
     if options is None or not grad or hasattr(logits, "placements"):
         return logits
@@ -300,7 +303,7 @@ def loss_logits(logits: Tensor, settings: HeadSettings, grad: bool) -> Tensor:
 
 
 def without_hooks(logits: Tensor) -> Tensor:
-    """Real logits that refuse hooks, since a loss was computed before without them."""
+    """Real logits that refuse hooks, because a loss was computed without them."""
     if not logits.requires_grad or type(logits) not in (Tensor, LossLogits):
         return logits
     LossLogits.wrap(logits, getattr(logits, "_options", None))._late = True  # type: ignore[attr-defined]
@@ -311,17 +314,16 @@ _CROSS_ENTROPY = F.cross_entropy
 
 
 class LossLogits(Tensor):
-    """A tensor like any other but for the loss that is computed from it, and perhaps for hooks."""
+    """A tensor with another ``F.cross_entropy``, and that may refuse hooks."""
 
     _options: LossOptions | None
     _late = False
 
     @staticmethod
     def wrap(logits: Tensor, options: LossOptions | None) -> Tensor:
-        """Give ``logits`` our loss.
+        """Change the class of ``logits``.
 
-        It is the same tensor under another class: autograd refuses in-place operations on some
-        views that it allows on what they are views of.
+        The tensor stays the same, since autograd refuses some in-place operations on views.
         """
         logits.__class__ = LossLogits
         logits._options = options  # type: ignore[attr-defined]
@@ -329,10 +331,17 @@ class LossLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Our loss for ``F.cross_entropy``; what keeps logits logits keeps this class."""
+        """The operator for ``F.cross_entropy``; results of ``_KEEP`` keep the class.
+
+        Runs between graphs: a compiler cannot change the class of a tensor.
+        """
+        return disabled(LossLogits._follow)(func, types, args, kwargs or {})
+
+    @staticmethod
+    def _follow(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(getattr(tensor_class, "_becomes_real", False) for tensor_class in types):
-            return NotImplemented  # lazy logits among the arguments become real first
-        func, kwargs = asking(func), kwargs or {}
+            return NotImplemented  # lazy logits among the arguments are materialized first
+        func = asking(func)
         first = args[0] if args and isinstance(args[0], LossLogits) else None
         if func in HOOKS and first is not None and first._late:
             refuse_late_hook(func, args)
@@ -368,11 +377,10 @@ def _plain(value: Any) -> Any:
 
 # --- ``F.linear_cross_entropy`` of a patched head's weight ---
 
-# PyTorch 2.13 and later compute a loss from hidden states and the weight of a head, which is not
-# called and has no logits that could be lazy. The function is wrapped while any head is patched;
-# the wrapper looks for the weight among the patched heads, and calls PyTorch's function
-# for all other weights. A view of the weight, as :class:`torch.nn.LinearCrossEntropyLoss` makes
-# one, is the weight.
+# Since PyTorch 2.13, this function computes a loss from hidden states and a weight, without a call
+# of the head. It is wrapped while a head is patched. The wrapper looks for the weight among patched
+# heads, and calls PyTorch's function for other weights. Views of a whole weight count as the
+# weight; :class:`torch.nn.LinearCrossEntropyLoss` passes one.
 
 _MARK = "_liger_multi_looks_for_heads"
 _heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -383,7 +391,7 @@ OutputDtype = Callable[[Tensor, Tensor], "torch.dtype | None"]
 
 
 def follow_weight(head: nn.Module, output_dtype: OutputDtype) -> None:
-    """Have ``F.linear_cross_entropy`` recognize the weight of ``head`` while that is patched."""
+    """Let ``F.linear_cross_entropy`` recognize the weight of a patched head."""
     with lock:
         _heads.add(head)
         stock = getattr(F, "linear_cross_entropy", None)
@@ -404,7 +412,7 @@ def follow_weight(head: nn.Module, output_dtype: OutputDtype) -> None:
 
 
 def unfollow_weight(head: nn.Module) -> None:
-    """PyTorch's function is back with the last head, unless somebody wrapped ours meanwhile."""
+    """Forget a head; the last one restores PyTorch's function, if the wrapper is still in place."""
     with lock:
         _heads.discard(head)
         ours: Any = getattr(F, "linear_cross_entropy", None)
@@ -424,9 +432,9 @@ def _fused_linear(
     options: Any = None,
     **how: Any,
 ) -> Tensor | None:
-    """The loss through the patched head that has the weight, or None for PyTorch's.
+    """The loss by the patched head with this weight, or None for PyTorch's function.
 
-    PyTorch 2.13 computes ignored rows where neither ``options`` are there nor the index is -100.
+    Without ``options``, PyTorch 2.13 ignores rows only if ``ignore_index`` is -100.
     """
     tensors = [hidden, linear_weight, *(t for t in (linear_bias, weight) if t is not None)]
     if how.keys() - {"reduction", "label_smoothing"}:
@@ -452,7 +460,7 @@ def _fused_linear(
 
 
 def _head_of(weight: Tensor, bias: Tensor | None) -> Any:
-    """The patched head that has both and no adapters, or None."""
+    """The patched head without adapters that has both tensors, or None."""
     with lock:
         heads = list(_heads)
     for head in heads:
@@ -464,7 +472,7 @@ def _head_of(weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def _is(tensor: Any, own: Tensor | None) -> bool:
-    """Whether a tensor is a parameter, or a view of all of it in its order."""
+    """Whether a tensor is a parameter, or a view of the whole of it."""
     if own is None or tensor is own:
         return own is not None
     same = tensor.shape == own.shape and tensor.stride() == own.stride()

@@ -1,10 +1,12 @@
-"""The output embedding of a patched model, and which modules may become one.
+"""The output embedding (LM head) of a patched model, and which modules may be patched as one.
 
-The vocabulary of a tensor parallel model is split over processes. The layer holds a DTensor, and
-hooks (PyTorch's styles) or a replaced forward (transformers') hand it the hidden states and collect
-what it returns. So it is the call of the module that gives lazy logits here: of the whole
-vocabulary, as the original call returns them. Their loss is ``liger_multi.nn.vocab_parallel``'s,
-for which no process sees another one's logits; everything else takes the original call.
+:func:`find_loss_head` takes the facts of a model and yields a patch for every head. A patched head
+(:class:`LazyHead`) takes hidden states and returns lazy logits, or real ones if others need them.
+
+With tensor parallelism, the vocabulary is split over processes. The layer holds a DTensor. Hooks
+(PyTorch) or a replaced forward (transformers) pass hidden states to it and collect its output. So
+the call of a :class:`ShardedHead`, not its forward, returns lazy logits of the whole vocabulary.
+Their loss is that of ``liger_multi.nn.vocab_parallel``; everything else runs the original call.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.parameters import Evaluated, Job, is_computed, stored
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     calls_replaced,
@@ -62,51 +65,51 @@ from liger_multi.patching.swap import (
 
 
 class LazyHead(Patched):
-    """A linear layer whose output is logits that are computed when something needs them."""
+    """A linear layer that returns lazy logits."""
 
     weight: Tensor
     bias: Tensor | None
     out_features: int
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """A class is made in every process that patches or unpickles; graphs run no Python."""
+        """Register the hook on optimizer steps in every process that patches or unpickles."""
         super().__init_subclass__(**keywords)
         count_optimizer_steps()
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """A loss of the layer's weight, for which nobody calls the layer, is looked for."""
+        """Let ``F.linear_cross_entropy`` recognize the weight."""
         follow_weight(module, output_dtype)
 
     @staticmethod
     def left(module: nn.Module) -> None:
-        """The same, no more."""
+        """Undo that."""
         unfollow_weight(module)
 
     def __setstate__(self, state: Any) -> None:
-        """The same for a copy."""
+        """The same for copies."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         follow_weight(self, output_dtype)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The forward that the layer was built with, or the operator of independent rows."""
-        layer = self.layer if isinstance(self, Evaluated) else self  # read before, or not
+        """The original forward, or the operator under ``deterministic="rows"``."""
+        layer = self.layer if isinstance(self, Evaluated) else self
         own = unpatched_class(layer).forward
         if own is nn.Linear.forward and by_rows():
             return ops.linear(hidden, self.weight, self.bias)
         return cast(Tensor, own(self, hidden))
 
     def thin(self) -> tuple[Tensor, ...]:
-        """Both factors of every low-rank adapter on the head."""
+        """Both matrices of every LoRA adapter on the head."""
         return ()
 
     def scales(self) -> tuple[float, ...]:
-        """What multiplies each of them."""
+        """The scale of every adapter."""
         return ()
 
     def forward(self, input: Tensor, job: Job | None = None) -> Any:
-        """Lazy logits, or what ``job`` asks for."""
-        module_class, hidden = type(self), input  # the name that PyTorch's layer has for callers
+        """Lazy logits, or the result of ``job``."""
+        module_class, hidden = type(self), input  # nn.Linear's name of the argument
         grad, ours = torch.is_grad_enabled(), issubclass(module_class, LazyHead)
         if job is None and not ours:
             return module_class.forward(self, hidden)
@@ -114,7 +117,7 @@ class LazyHead(Patched):
         head: Any = self
         if is_computed(self) and not isinstance(self, LazyAdaptedHead):
             if job is None and not lazy:
-                return module_class.stock_forward(self, hidden)  # which reads the weight
+                return module_class.stock_forward(self, hidden)  # reads the weight once
             head = Evaluated(self, LazyHead.stock_forward)
         weight = head.weight
         if weight.numel() == 0:
@@ -130,7 +133,7 @@ class LazyHead(Patched):
         settings: HeadSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]
         bias, dtype = head.bias, output_dtype(hidden, weight)
         fits = hidden.shape[-1] == weight.shape[1] if hidden.ndim > 1 else False
-        # a DTensor is a part, which nobody gathered; another subclass multiplies in its own way
+        # a DTensor is one part of the weight; other subclasses have GEMMs of their own
         whole = type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
         if dtype is None or not fits or not whole or not lazy:
             return module_class.stock_forward(head, hidden)
@@ -143,7 +146,7 @@ class LazyHead(Patched):
             return TracedLogits(
                 DeferredLogits(head, weights, hidden, settings, dtype, grad, traced)
             )
-        hooks, replica = hooks_of(self), self.__dict__.get("_is_replica", False)  # of DataParallel
+        hooks, replica = hooks_of(self), self.__dict__.get("_is_replica", False)  # DataParallel
         if settings.fused is None or _conflicts(self, hooks) or (replica and not grad):
             return loss_logits(module_class.stock_forward(head, hidden), settings, grad)
         hidden = snapshot(hidden)
@@ -156,7 +159,7 @@ class LazyHead(Patched):
         return ReplicaLogits(deferred) if replica else lazy_logits(deferred)
 
     def asked(self, hidden: Tensor, job: Job) -> Any:
-        """What ``job`` asks for, through the hooks that gather the weight and through no others."""
+        """The result of ``job``; only hooks that gather the weight run."""
         hooks = hooks_of(self)
         if torch.compiler.is_compiling() or (hooks and any(is_infrastructure(h) for h in hooks)):
             return self(hidden, job)
@@ -164,10 +167,10 @@ class LazyHead(Patched):
 
 
 class LazyAdaptedHead(LazyHead):
-    """The same for a linear layer with LoRA adapters, which are part of every chunk of logits."""
+    """The same for a linear layer with LoRA adapters, which every chunk of logits includes."""
 
     def thin(self) -> tuple[Tensor, ...]:
-        """Both factors of every adapter that acts; none of those that are left to PEFT."""
+        """Both matrices of every active adapter; none if PEFT must run them."""
         low_rank = adapters(self)
         return (
             ()
@@ -176,12 +179,12 @@ class LazyAdaptedHead(LazyHead):
         )
 
     def scales(self) -> tuple[float, ...]:
-        """Their scales."""
+        """The scales of these adapters."""
         low_rank = adapters(self)
         return () if isinstance(low_rank, str) else tuple(float(one.scale) for one in low_rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Lazy logits, or what a job asks for; calls of another form run PEFT's forward."""
+        """Lazy logits, or the result of a job; other forms of a call run PEFT's forward."""
         job = args[1] if len(args) == 2 and isinstance(args[1], Job) else None
         if job is not None:
             return LazyHead.forward(self, args[0], job)
@@ -199,7 +202,7 @@ class LazyAdaptedHead(LazyHead):
 
 
 def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype of real logits; None where the original forward would raise."""
+    """The dtype of real logits; None if the original forward raises."""
     asked = autocast_dtype(hidden.device.type)
     if asked is not None and hidden.dtype != torch.float64:
         return asked
@@ -207,24 +210,24 @@ def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def snapshot(hidden: Tensor) -> Tensor:
-    """Hidden states as they are now, for logits that are computed later.
+    """A copy of hidden states, for logits that are computed later.
 
-    A copy, since no version counts what is written through ``.data``, NumPy or DLPack. It takes as
-    long as one elementwise operation, and is one tensor more while the model holds the other.
-    Its rows lie in memory as those of the logits would (:meth:`DeferredLogits.packed`).
+    Writes through ``.data``, NumPy or DLPack change no version, so a reference is not enough. The
+    copy costs one elementwise operation, and one tensor while the model keeps the original. Its
+    memory layout is that of the logits (:meth:`DeferredLogits.packed`).
     """
     return hidden.clone(memory_format=torch.contiguous_format)
 
 
 def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
-    """Whether logits of these hidden states, here and now, can be computed later."""
+    """Whether a call with these hidden states may return lazy logits."""
     if torch.compiler.is_compiling():
         watched = hooks_of(head) or global_hooks() or calls_replaced()
         return grad and not is_exporting() and not watched
     if is_tracing() or transforming() or not lazy_logits_work():
-        return False  # before a trace meets an operation on the hidden states
+        return False
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
-        return False  # one position a sequence is a step of generation, which reads its logits
+        return False  # one position per sequence: a step of generation, which reads its logits
     return type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
 
 
@@ -240,15 +243,12 @@ def hooks_of(head: nn.Module) -> list[Any]:
 
 
 def _conflicts(head: Any, hooks: list[Any]) -> bool:
-    """Whether others need the logits of a head, or its call, as they are without a patch."""
+    """Whether other code needs the real logits of a head, or an unchanged call of it."""
     return _conflicting_hook(hooks) or (bool(hooks) and _detached(hooks)) or _grouped(head)
 
 
 def _conflicting_hook(hooks: list[Any]) -> bool:
-    """Whether somebody else's hook looks at what the head returns; it gets real logits, once.
-
-    So does somebody's function in the place of PyTorch's for linear layers.
-    """
+    """Whether a user's hook or replacement of a linear layer reads the output; warns once."""
     if calls_replaced():
         return True
     for hook in (*hooks, *global_hooks()):
@@ -264,9 +264,9 @@ def _conflicting_hook(hooks: list[Any]) -> bool:
 
 
 def _detached(hooks: list[Any]) -> bool:
-    """Whether DeepSpeed's hooks stand on the head: ZeRO-3 returns its output detached.
+    """Whether DeepSpeed ZeRO-3 has hooks on the head; warns once.
 
-    A node of its own then joins the output to the graph, which a loss of hidden states passes by.
+    They detach the output and connect it by a node of their own, which a fused loss would bypass.
     """
     hooked = any(is_infrastructure(hook, ("deepspeed.",)) for hook in hooks)
     if hooked:
@@ -279,10 +279,10 @@ def _detached(hooks: list[Any]) -> bool:
 
 
 def _grouped(head: Any) -> bool:
-    """Whether FSDP2 shards the head in one unit with modules that run before it.
+    """Whether FSDP2 shards the head in one unit with earlier modules; warns once.
 
-    A call of the head alone, which the loss would be, has that unit freed as soon as the gradient
-    of the hidden states is there. The others, such as the last norm, still need theirs.
+    The loss calls the head alone. Its backward would free the unit, whose other modules, such as
+    the last norm, still need their weights.
     """
     state = getattr(head, "_get_fsdp_state", None)
     grouped = state is not None and len(getattr(state(), "_modules", ())) > 1
@@ -296,7 +296,7 @@ def _grouped(head: Any) -> bool:
 
 
 def adapted_head_refusal(head: Any) -> str | None:
-    """Why the logits of a head with adapters are computed whole, or None."""
+    """Why a head with adapters returns real logits, or None."""
     class_name = type(head).__name__
     stay = "its logits stay real, so that the adapter trains"
     if not looks_like_lora(head):
@@ -311,10 +311,10 @@ def adapted_head_refusal(head: Any) -> str | None:
 
 
 class ShardedHead(LazyHead):
-    """A linear layer with some of the classes, whose call returns lazy logits of all of them."""
+    """A linear layer with a part of the classes, whose call returns lazy logits of all classes."""
 
     def __call__(self, hidden: Any, job: Job | None = None) -> Any:
-        """Lazy logits, or what ``job`` asks for."""
+        """Lazy logits, or the result of ``job``."""
         if job is not None:
             return job.run(self, hidden)
         module_class = type(self)
@@ -337,28 +337,25 @@ class ShardedHead(LazyHead):
         return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
 
     def asked(self, hidden: Tensor, job: Job) -> Any:
-        """What ``job`` asks for."""
+        """The result of ``job``."""
         return self(hidden, job)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
-        """The call with all that collects its result."""
+        """The original call, with the hooks that collect its result."""
         return cast(Tensor, nn.Module.__call__(self, hidden))
 
     def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
-        """The layer's own product, which the original call asks for."""
+        """The original forward, within that call."""
         return LazyHead.stock_forward(self, hidden)
 
 
 def is_sharded(head: nn.Module, owners: Iterable[nn.Module] = ()) -> bool:
-    """Whether a layer is tensor parallel: by its weight, or by transformers' mark and means.
+    """Whether a layer is tensor parallel: by its weight, or by attributes of transformers.
 
-    FSDP, which may stand on the modules around it, has DTensors too, but gathers them before the
-    forward.
+    FSDP on the layer or a module around it has DTensors too, but gathers them before the forward.
     """
-    kinds = [module_class for module in (head, *owners) for module_class in type(module).__mro__]
-    fsdp = any(
-        module_class.__module__.startswith("torch.distributed.fsdp") for module_class in kinds
-    )
+    classes = [own for module in (head, *owners) for own in type(module).__mro__]
+    fsdp = any(own.__module__.startswith("torch.distributed.fsdp") for own in classes)
     if hasattr(stored(head), "device_mesh"):
         return not fsdp
     collects = bool(hooks_of(head)) or ("forward" in vars(head) and not has_own_forward(head))
@@ -392,9 +389,9 @@ def sharded_refusal(head: Any) -> str | None:
 
 
 def _layouts(head: nn.Module) -> tuple[Any, Any, bool] | None:
-    """Placements of input and output, and whether the output is a plain tensor.
+    """Placements of input and output, and whether the output is a plain tensor; None if unknown.
 
-    Both libraries keep them where functions keep what they close over.
+    Both libraries keep them in closures of their hooks.
     """
     closed_over = _closed_over(vars(head).get("forward"))
     for style in closed_over:
@@ -414,7 +411,7 @@ def _layouts(head: nn.Module) -> tuple[Any, Any, bool] | None:
 
 
 def _closed_over(function: Any) -> list[Any]:
-    """What a function closes over."""
+    """The values of a function's closure."""
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
@@ -422,50 +419,49 @@ def _one(layouts: Any) -> Any:
     return layouts[0] if isinstance(layouts, tuple) and len(layouts) == 1 else layouts
 
 
-# --- the output embedding, whose loss is fused; it stays so when a vocabulary is resized ---
+# --- which modules are heads ---
 
 
-def with_heads(model: nn.Module) -> Iterator[nn.Module]:
+def with_heads(model: ModelFacts) -> Iterator[nn.Module]:
     """The modules of a model that may have an output embedding."""
-    for module in model.modules():
+    for _, module in model.of_class(lambda own: own.answers("get_output_embeddings")):
         if callable(getattr(module, "get_output_embeddings", None)):
             yield module
 
 
-def find_heads(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], str]:
+def find_heads(model: ModelFacts) -> tuple[list[tuple[str, nn.Module]], str]:
     """The output embeddings of a model with their paths, or the reason why there is none.
 
     Linear layers in PyTorch's loss modules are output embeddings too.
     """
     outputs = (_output_embedding(module) for module in with_heads(model))
     head = next((each for each in outputs if each is not None), None)
-    paths = {id(m): path for path, m in model.named_modules()}
-    heads = [] if head is None else [(paths.get(id(h), ""), h) for h in _inside(head)]
-    for path, loss in model.named_modules():
-        within = _LOSS_MODULE is not None and isinstance(loss, _LOSS_MODULE)
-        if within and all(h is not loss.linear for _, h in heads):
+    heads = [] if head is None else [(model.paths.get(id(h), ""), h) for h in _inside(head)]
+    losses = () if _LOSS_MODULE is None else model.instances(_LOSS_MODULE)
+    for path, loss in cast("Iterable[tuple[str, Any]]", losses):
+        if all(h is not loss.linear for _, h in heads):
             heads.append((f"{path}.linear".strip("."), loss.linear))
     missing = "the model has no output embedding (get_output_embeddings gives none)"
     return heads, "" if heads else missing
 
 
-def inner_heads(model: nn.Module, heads: list[nn.Module]) -> Iterator[tuple[str, str]]:
-    """Linear output embeddings of models within a model, which are not ``heads`` and not patched.
+def inner_heads(model: ModelFacts, heads: list[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Output embeddings of models within a model that are neither in ``heads`` nor patched.
 
-    Of each its path, and that of the model that it belongs to.
+    Yields the path of each, and the path of its model.
     """
-    paths = {id(m): path for path, m in model.named_modules()}
+    paths = model.paths
     known = {id(part) for head in heads for part in head.modules()}
     for owner in with_heads(model):
         head = _output_embedding(owner)
         is_inner = id(head) not in known and isinstance(head, nn.Linear) and id(head) in paths
-        if is_inner and not isinstance(head, LazyHead) and owner is not model:
+        if is_inner and not isinstance(head, LazyHead) and owner is not model.root:
             known.add(id(head))
             yield paths[id(head)], paths[id(owner)]
 
 
 def _output_embedding(owner: nn.Module) -> nn.Module | None:
-    """What a model says is its output embedding."""
+    """The module that a model's ``get_output_embeddings`` returns, or None."""
     try:
         head = cast(Any, owner).get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -474,7 +470,7 @@ def _output_embedding(owner: nn.Module) -> nn.Module | None:
 
 
 def _inside(head: nn.Module) -> list[nn.Module]:
-    """A head itself, or the copies and the original in a wrapper of ``modules_to_save``."""
+    """A head, or the layers in PEFT's wrapper of ``modules_to_save``."""
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         original = getattr(head, "original_module", None)
@@ -483,7 +479,7 @@ def _inside(head: nn.Module) -> list[nn.Module]:
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether a layer is a linear one with PyTorch's forward, as far as a class on top shows."""
+    """Whether a layer is a linear layer with PyTorch's forward."""
     return isinstance(head, nn.Linear) and (
         buried(head) or stock_class(head).forward is nn.Linear.forward
     )
@@ -513,11 +509,11 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "the weight of the output embedding is a {weight}, whose products are its own",
     ),
 )
-"""Why a head that is nobody else's has no lazy logits: the first that holds, with its reason."""
+"""Conditions on a head, and why one that meets it has no lazy logits; the first that holds."""
 
 
 def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | None:
-    """Why a module cannot be a lazy head, or None; ``owners`` are the modules around it."""
+    """Why a module cannot return lazy logits, or None; ``owners`` are the modules around it."""
     class_name = type(head).__name__
     if hasattr(head, "base_layer"):
         if "forward" in vars(head) and not has_own_forward(head):
@@ -536,7 +532,7 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
 
 
 def _holds_codes(head: nn.Module) -> bool:
-    """Whether a weight is integers or FP8."""
+    """Whether a weight is stored as integers or FP8."""
     dtype = _dtype(head)
     return dtype is not None and (dtype.itemsize < 2 or not dtype.is_floating_point)
 
@@ -548,7 +544,7 @@ def _dtype(head: nn.Module) -> torch.dtype | None:
 
 
 def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:
-    """The class of lazy heads that fits a module which is not refused."""
+    """The behavior for a module that :func:`head_refusal` accepts."""
     if hasattr(head, "base_layer"):
         return LazyAdaptedHead
     return ShardedHead if is_sharded(head, owners) else LazyHead
@@ -557,7 +553,7 @@ def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
-def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
+def find_loss_head(model: ModelFacts, request: Request) -> Iterator[Change]:
     """The output embedding."""
     settings = request.head
     heads, missing = find_heads(model)
@@ -569,14 +565,14 @@ def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
         yield Skipped("", op, missing, strict=request.whole)
-    theirs = next((why for m in with_heads(model) if (why := loss_conflict(m))), None)
+    conflict = next((why for m in with_heads(model) if (why := loss_conflict(m))), None)
     for path, module in heads:
         if settings.fused and hasattr(module, "base_layer"):
             yield from _unwrapped(path, module)
         if isinstance(module, FusedLora) and not head_refusal(module):  # it is more than that
             yield Restore(path, module, instead_of="lora")
-        around = [m for p, m in model.named_modules() if not p or path.startswith(f"{p}.")]
-        refusal = theirs or head_refusal(module, around)
+        around = model.around(path)
+        refusal = conflict or head_refusal(module, around)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
                 if not isinstance(inner, (FusedLora, LinearByRows)):
@@ -593,7 +589,7 @@ def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
 
 
 def _unwrapped(path: str, module: nn.Module) -> Iterator[Change]:
-    """A head that was patched before an adapter came on top of it is its plain base again."""
+    """Restore a head that was patched before an adapter wrapped it."""
     for name, inner in module.named_modules():
         if isinstance(inner, LazyHead) and inner is not module:
             yield Restore(f"{path}.{name}", inner)
@@ -604,9 +600,10 @@ _MARK = "_liger_multi_resizes"
 
 
 def follow_resizing() -> None:
-    """Wrap ``PreTrainedModel.resize_token_embeddings``, once; models without a patch see no change.
+    """Wrap ``PreTrainedModel.resize_token_embeddings`` once, so that new heads are patched too.
 
-    A method of the class, since nothing is written into models: copies would hold the original's.
+    Unpatched models are not affected. The class is changed, not the model, whose copies would keep
+    a method that is bound to the original.
     """
     library = sys.modules.get("transformers.modeling_utils")
     model_class = getattr(library, "PreTrainedModel", None)
@@ -616,9 +613,10 @@ def follow_resizing() -> None:
 
     @functools.wraps(stock)
     def resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = [swapped(head) for _, head in find_heads(self)[0] if isinstance(head, LazyHead)]
+        heads = find_heads(ModelFacts(self))[0]
+        before = [swapped(head) for _, head in heads if isinstance(head, LazyHead)]
         result = stock(self, *args, **kwargs)
-        for _, head in find_heads(self)[0] if any(before) else ():
+        for _, head in find_heads(ModelFacts(self))[0] if any(before) else ():
             swap = before[0]
             if swap is None or stock_class(head) is not swap.stock or head_refusal(head):
                 continue

@@ -1,8 +1,9 @@
-"""Logits that are computed when something needs them, and are a tensor to everybody else.
+"""Lazy logits: a tensor subclass that computes logits only if an operation needs them.
 
-``LazyLogits`` has the shape, strides and dtype of the logits and no storage. What a handler
-below answers needs no logits. Everything else materializes.
-Code below Python's function protocol (collectives, ``autograd.Function``) is served by the dispatch
+:class:`LazyLogits` has the shape, strides and dtype of logits, and no storage. Its function
+protocol looks up each operation in :data:`HANDLERS` and :data:`TABLES`. These return another lazy
+tensor, a fused loss, or a reduction by chunks. All other operations materialize the logits. Code
+below the function protocol (collectives, ``autograd.Function``) gets real values from the dispatch
 protocol.
 """
 
@@ -64,13 +65,9 @@ from liger_multi.patching.head.storage import (
 )
 from liger_multi.patching.options import run_bound
 
-# --- operations that need no logits: losses, reductions, and what stays lazy ---
+# --- losses and gradients ---
 
-# Row and scalar operations give lazy logits again, ``F.cross_entropy`` becomes the fused loss,
-# reductions over the vocabulary run in chunks. A handler returns NotImplemented where the logits
-# are needed after all.
-
-# --- losses, gradients ---
+# A handler returns NotImplemented if it needs the logits after all.
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +98,7 @@ def _consumed(logits: Any, result: Any) -> Any:
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` by lazy logits, which no loss passed by."""
+    """``torch.autograd.grad`` by lazy logits, which are not part of the graph of a fused loss."""
     asked = asked_for(outputs, inputs)
     if any(isinstance(x, LazyTensor) and x._slot.cached is None for x in asked):
         raise RuntimeError(GRADIENT_BY_LOGITS)
@@ -119,12 +116,12 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def _current(deferred: DeferredLogits) -> DeferredLogits:
-    """The deferred logits as an operation called now sees them: under no_grad, without history."""
+    """The deferred logits for an operation now: without history under ``no_grad``."""
     return deferred if torch.is_grad_enabled() or not deferred.grad else deferred.detached()
 
 
 def joined(func: Any, one: LazyTensor, other: LazyTensor) -> Any:
-    """Two lazy logits of the same rows as one."""
+    """The sum or product of two lazy logits of the same rows."""
     if one._slot.group is not other._slot.group:
         return NotImplemented
     several = _current(one._slot.deferred).packed(), _current(other._slot.deferred).packed()
@@ -143,7 +140,7 @@ def _print(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _hook(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
-    """A sharding library's hook, which begins backward: also that of a loss from the logits."""
+    """Accept the hook of a sharding library, and add it to losses of these logits too."""
     if not args or not is_infrastructure(args[0]):
         return NotImplemented
     logits._slot.hooks.append(args[0])
@@ -152,7 +149,7 @@ def _hook(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _base(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
-    """What a tensor is a view of: logits as the head returned them, of nothing."""
+    """``_base``: None for logits as the head returned them."""
     return NotImplemented if logits._slot.parents else None
 
 
@@ -164,11 +161,11 @@ def _reduced(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _written(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
-    """A write of which nobody else can know, remembered: the tensor becomes another lazy one."""
+    """An in-place operation as a step, if no other living tensor shares the memory."""
     slot = logits._slot
     unseen = (
         slot.deferred.grad and not torch.is_grad_enabled()
-    )  # autograd does not see such a write
+    )  # autograd does not record such a write
     others = [m for m in slot.group.living() if m is not logits]
     if unseen or any(other._slot.needs(slot) for other in others):
         return NotImplemented
@@ -246,7 +243,7 @@ def _part(derive: Callable[[Tensor], Any], index: int, real: Tensor) -> Any:
 
 
 def _snapshot(value: Any) -> Any:
-    """An index that its owner may overwrite before the logits are computed."""
+    """A copy of an index, which its owner may overwrite before logits are computed."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -262,17 +259,17 @@ TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     ({Tensor.__iter__}, _iterated),
     (ROWS, _rows),
 )
-"""What stays lazy: the functions, and what answers ``func(logits, *args, **kwargs)`` for them."""
+"""Functions by table, and the handler of ``func(logits, *args, **kwargs)`` for each table."""
 
 
 class LazyLogits(LazyTensor):
-    """See the module's docstring; made by :func:`lazy_logits` only."""
+    """A tensor of logits that are not computed; see the module. Created by :func:`lazy_logits`."""
 
     _becomes_real = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record, fuse, reduce in chunks, or materialize."""
+        """Record a step, fuse a loss, reduce by chunks, or materialize."""
         serve = _serve if DYNAMO not in sys.modules or _nobody_traces() else _untraced()
         return serve(func, args, kwargs or {})
 
@@ -280,7 +277,7 @@ class LazyLogits(LazyTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Serve code below the function protocol with real values."""
+        """Pass real values to code below the function protocol."""
         if func._schema.is_mutable and any(
             isinstance(value, LazyLogits)
             and argument.alias_info is not None
@@ -296,9 +293,9 @@ class LazyLogits(LazyTensor):
         return func(*tree_map(values_of, args), **tree_map(values_of, kwargs or {}))
 
     def as_head(self) -> dict[str, Any] | None:
-        """The arguments of a ``losses.Head`` that gives these logits; None if there are real ones.
+        """Arguments of a ``losses.Head`` with these logits; None once they are materialized.
 
-        Its weight is a function, which runs a loss in the head's own call.
+        The weight is a function that runs a loss in the head's own call.
         """
         head = head_of(self._slot.deferred) if is_lazy(self) else None
         self._slot.group.consumed |= head is not None
@@ -306,7 +303,7 @@ class LazyLogits(LazyTensor):
 
 
 def head_of(deferred: DeferredLogits) -> dict[str, Any] | None:
-    """The arguments of a ``losses.Head``; None where a head is not one whole weight."""
+    """Arguments of a ``losses.Head``; None for sharded heads, adapters and other steps."""
     options, epilogue = deferred.settings.fused, deferred.epilogue
     if options is None or epilogue is None or deferred.sharded or deferred.scales:
         return None
@@ -334,18 +331,18 @@ def _run(deferred: DeferredLogits, hidden: Tensor, loss: Callable[..., Any]) -> 
 
 
 def lazy_logits(deferred: DeferredLogits) -> LazyLogits:
-    """Lazy logits, as a head returns them."""
+    """The lazy logits that a head returns."""
     return cast(LazyLogits, lazy_tensor(deferred, tensor_class=LazyLogits))
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view of lazy logits, as autograd makes it of what a Function returns as it came.
+    """The view that autograd creates when an ``autograd.Function`` returns an input unchanged.
 
     Raises:
-        RuntimeError: Others hold logits of the same memory, or it is a view for other purposes.
+        RuntimeError: Another view, or other living logits share the memory.
     """
     slot = args[0]._slot if isinstance(args[0], LazyLogits) else None
-    if slot is None or func not in _AS_IT_CAME or slot.cached is not None:
+    if slot is None or func not in _IDENTITY_VIEWS or slot.cached is not None:
         raise RuntimeError(WRITTEN_BELOW)
     if [m for m in slot.group.living() if m._slot is not slot and m._slot.needs(slot)]:
         raise RuntimeError(WRITTEN_BELOW)
@@ -355,24 +352,21 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _nobody_traces() -> bool:
-    """Whether neither this frame is being compiled nor the ones that it calls will be."""
+    """Whether Dynamo traces neither this frame nor the frames that it calls."""
     if torch.compiler.is_compiling():
         return False
     return frame_callback is not None and frame_callback() is None
 
 
 def _untraced() -> Callable[..., Any]:
-    """:func:`_serve` for a process with a compiler.
-
-    A compiled function that gets lazy logits from outside breaks its graph where it uses them.
-    """
+    """:func:`_serve`, not traced: graphs break where they use lazy logits from outside."""
     _make_untraced()
     return _untraced_serve[0]
 
 
 @constant_in_graphs
 def _make_untraced() -> bool:
-    """Make the function, also while Dynamo traces: it ignores functools.cache."""
+    """Create the function, also while Dynamo traces, which ignores functools.cache."""
     if not _untraced_serve:
         _untraced_serve.append(sys.modules[DYNAMO].disable(_serve))
     return True
@@ -382,9 +376,9 @@ _untraced_serve: list[Callable[..., Any]] = []
 
 
 def _visible(function: Any) -> Any:
-    """A method of Tensor for Dynamo to look into, which finds :func:`_untraced` there.
+    """A method of Tensor in Python, which Dynamo traces until :func:`_untraced`.
 
-    It takes lazy logits for an object of any class, and cannot follow some methods of tensors.
+    Dynamo treats lazy logits as an object of an unknown class, without some methods of tensors.
     """
 
     def method(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -439,4 +433,4 @@ def _answer(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
 
 
 _GRAD: Any = cast(Any, Tensor).grad.__get__
-_AS_IT_CAME = {torch.ops.aten.view.default, torch.ops.aten.view_as.default}
+_IDENTITY_VIEWS = {torch.ops.aten.view.default, torch.ops.aten.view_as.default}

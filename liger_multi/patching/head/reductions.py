@@ -1,7 +1,9 @@
-"""Reductions of every row over the vocabulary, a chunk of rows at a time and differentiable.
+"""Differentiable reductions of lazy logits over the vocabulary, by chunks of rows.
 
-The logits of a chunk live while its reduction runs; backward computes them once more and sums the
-gradient of the weight in fp32, so that the number of chunks does not show in it.
+:data:`REDUCTIONS` maps functions of PyTorch to functions of :class:`DeferredLogits`. These return
+the reduction, or NotImplemented if it needs the whole logits. Only one chunk of logits exists at a
+time. Backward computes each chunk again, and sums the gradient of the weight in fp32, so that
+results do not depend on the chunk size.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step, trac
 from liger_multi.patching.options import FusedOptions, run_bound
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of fp32 logits that a reduction may hold at a time, on a device with little memory."""
+"""Bytes of fp32 logits in a chunk, at least."""
 DEVICE_BYTES, FREE_SHARE = 2**29, 32
-"""On another one, where every chunk costs a pass over the weight and its gradient: at most so many,
-and this part of the free memory."""
+"""Most bytes of a chunk on a device, and their share of its free memory (1 / 32). Each chunk costs
+a pass over the weight and its gradient."""
 
 RowFunction: TypeAlias = Callable[..., "tuple[Tensor, ...]"]
 
@@ -71,7 +73,7 @@ class _Plan:
     def chunk(self, start: int, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         rows = slice(start, start + self.step)
         logits = self.deferred.finish(self.deferred.product(hidden, *weights))
-        # the head's was that of the forward pass
+        # the head runs under autocast of the forward pass
         with traced_autocast(self.device_type, self.autocast_dtype):
             return self.function(logits, *(e[rows] for e in self.extras))
 
@@ -125,12 +127,12 @@ def _rows_at_once(deferred: DeferredLogits) -> int:
 def by_rows(
     deferred: DeferredLogits, function: RowFunction, *extras: Tensor, step: int = 0
 ) -> list[Tensor]:
-    """Results of ``function`` on the rows of the logits, each of shape (rows..., k).
+    """Results of ``function`` on chunks of the logits, each of shape (rows..., k).
 
     Args:
         deferred: The logits.
-        function: From logits (n, V) and the rows of ``extras`` to tensors (n, k).
-        extras: Tensors (rows..., k) that go along.
+        function: From logits (n, V) and n rows of ``extras`` to tensors (n, k).
+        extras: Tensors (rows..., k) that are split into the same chunks.
         step: Rows in a chunk; 0 takes as many as fit into 64 MiB, or 512 MiB on a device.
     """
     shape = deferred.hidden.shape[:-1]
@@ -151,7 +153,7 @@ def by_rows(
 
 
 def along_classes(deferred: DeferredLogits, dim: Any) -> bool:
-    """Whether ``dim``, perhaps in a list, is the last axis."""
+    """Whether ``dim``, or the only element of ``dim``, is the last axis."""
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     return (
         isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, deferred.hidden.ndim - 1)
@@ -159,7 +161,7 @@ def along_classes(deferred: DeferredLogits, dim: Any) -> bool:
 
 
 def shaped(result: Tensor, keepdim: bool) -> Tensor:
-    """The result (rows..., 1) as it was asked for."""
+    """A result (rows..., 1), with or without its last axis."""
     return result if keepdim else result.squeeze(-1)
 
 
@@ -207,29 +209,28 @@ def mean(
 
 # --- log-probabilities of tokens and entropies: one fused call ---
 
-# Policy and preference losses need one number per row of the logits. Written as ``log_softmax``
-# and ``gather``, ``logsumexp``, or the sum of ``p * log(p)``, it is an output of
-# ``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk. The
-# call answers for all of them, and what it found is kept with the logits: log-probabilities and
-# entropies of the same rows take one pass over the vocabulary.
+# Policy and preference losses need one number per row of the logits: ``log_softmax`` with
+# ``gather``, ``logsumexp``, or the sum of ``p * log(p)``. All three are outputs of
+# ``fused_linear_log_prob``. The outputs of a call are cached with the logits, so log-probabilities
+# and entropies of the same rows take one pass over the vocabulary.
 #
-# Entropies may come first, when nobody knows the tokens. The call then has targets that stand for
-# any, and log-probabilities come from the logits that it kept for its backward pass: the first
-# tokens that somebody asks for take the place of those targets.
+# If entropies are asked for first, the tokens are not known yet. The call then has placeholder
+# targets. Later log-probabilities come from the logits that it saved for backward, and the first
+# tokens that are asked for replace the placeholders.
 
 NOTHING = -(2**31)
-"""A class id that no row has: every row counts."""
+"""An ``ignore_index`` that no target has."""
 
 Steps = tuple[Step, ...]
 
 
 def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    """``gather(-1, index)`` of one index a row, also after ``log_softmax``; more in chunks."""
+    """``gather(-1, index)``: fused for one index per row, also after ``log_softmax``."""
     if not along_classes(deferred, dim):
         return NotImplemented
     log_prob = None
     if index.shape[-1:] == (1,) and index.dtype == torch.int64:
-        with contextlib.suppress(IndexError):  # of no class: PyTorch says it in its own words
+        with contextlib.suppress(IndexError):  # out of range: PyTorch raises its own error
             log_prob = _token(deferred, index.squeeze(-1))
     if log_prob is not None:
         return log_prob.to(deferred.dtype).unsqueeze(-1)
@@ -239,20 +240,20 @@ def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bo
 
 
 def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
-    """``logits.logsumexp(-1)``; that of something else in chunks of rows."""
+    """``logits.logsumexp(-1)``: fused, or by chunks of rows after other steps."""
     if not along_classes(deferred, dim):
         return NotImplemented
     statistics = _answer(deferred, deferred.steps)
     if statistics is None:
         return shaped(by_rows(deferred, lambda z: (z.logsumexp(-1, keepdim=True),))[0], keepdim)
-    own = statistics.lse.to(deferred.dtype, copy=True)  # what is kept is nobody's to write to
-    return shaped(own.unsqueeze(-1), keepdim)
+    lse = statistics.lse.to(deferred.dtype, copy=True)  # the cached one must not be written
+    return shaped(lse.unsqueeze(-1), keepdim)
 
 
 def total(
     deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """``(p * log(p)).sum(-1)``, also times a number; other sums in chunks of rows."""
+    """``(p * log(p)).sum(-1)``, also scaled: fused; other sums by chunks of rows."""
     if not along_classes(deferred, dim):
         return NotImplemented
     entropy = _entropy(deferred)
@@ -274,11 +275,11 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.gather, torch.gather), gather),
 }
 
-# --- from the steps to outputs of the call ---
+# --- steps as outputs of the fused call ---
 
 
 def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
-    """The value at one class a row: a log-probability, or a logit as one and the normalizer."""
+    """The value at one class per row: a log-probability, or a logit as its sum with ``lse``."""
     before, name, factor = _ended(deferred.steps)
     if name == "p":
         return None
@@ -291,7 +292,7 @@ def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
 
 
 def _entropy(deferred: DeferredLogits) -> Tensor | None:
-    """The sum of ``p * log(p)`` times a number; None where the steps make something else."""
+    """The sum of ``p * log(p)`` times a number; None for other steps."""
     steps, factor = _factored(deferred.steps)
     if not steps or steps[-1][0] != "times":
         return None
@@ -303,7 +304,7 @@ def _entropy(deferred: DeferredLogits) -> Tensor | None:
 
 
 def _factored(steps: Steps) -> tuple[Steps, float]:
-    """The steps without the last products with numbers, and these numbers' product."""
+    """The steps without the last multiplications by numbers, and the product of these."""
     factor = 1.0
     while steps and steps[-1][0] == "mul":
         factor, steps = factor * steps[-1][1], steps[:-1]
@@ -311,7 +312,7 @@ def _factored(steps: Steps) -> tuple[Steps, float]:
 
 
 def _ended(steps: Steps) -> tuple[Steps, str, float]:
-    """The steps before probabilities or their logarithms, which of them it is, times what."""
+    """The steps before a softmax or log_softmax, "p", "log p" or "", and a factor on that."""
     steps, factor = _factored(steps)
     names = tuple(name for name, _ in steps[-2:])
     if names == ("log_softmax", "exp"):
@@ -322,9 +323,9 @@ def _ended(steps: Steps) -> tuple[Steps, str, float]:
 
 
 def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None, float] | None:
-    """Scale, softcap and the temperature after it; None if the steps are more than that."""
+    """Scale, softcap and the temperature after it; None for other steps."""
     temperature = 1.0
-    while (epilogue := deferred.until(steps).epilogue) is None:
+    while (epilogue := deferred.after(steps).epilogue) is None:
         name, value = steps[-1]
         if name == "to" and value.itemsize >= deferred.raw_dtype.itemsize:
             pass
@@ -336,11 +337,11 @@ def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None,
     return (*epilogue, temperature)
 
 
-# --- the call, and what it found before ---
+# --- the fused call, and cached statistics ---
 
 
 class Statistics(NamedTuple):
-    """What one call finds of every row."""
+    """Statistics of every row, which one call computes."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -348,14 +349,14 @@ class Statistics(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What one call found of some rows.
+    """The cached statistics of some rows.
 
     Attributes:
-        hidden: The rows, kept so that their memory is not used again.
+        hidden: The hidden states of the rows; the reference keeps their memory from being reused.
         curve: Scale, softcap and temperature of their logits.
-        connected: Whether gradients may pass.
-        statistics: The outputs.
-        node: Of the graph, where it waits for the targets.
+        connected: Whether the statistics have gradients.
+        statistics: The statistics.
+        node: The autograd node of a call with placeholder targets.
     """
 
     hidden: Tensor
@@ -365,7 +366,7 @@ class Known(NamedTuple):
     node: Any
 
     def of(self, hidden: Tensor) -> Statistics | None:
-        """The outputs of ``hidden``, where these are all or some of the rows in their memory."""
+        """The statistics of ``hidden``, if that is a contiguous part of the cached rows."""
         mine, width = self.hidden, hidden.shape[-1]
         if mine.dtype != hidden.dtype or mine.shape[-1] != width:
             return None
@@ -386,9 +387,9 @@ class Known(NamedTuple):
 def _answer(
     deferred: DeferredLogits, before: Steps, target: Tensor | None = None
 ) -> Statistics | None:
-    """The outputs for the logits after the steps ``before``; None where the call has others.
+    """Statistics of the logits after the steps ``before``; None if the call does not have them.
 
-    Without a target, the log-probabilities are those of any class.
+    Without a target, log-probabilities are meaningless.
     """
     from liger_multi.reference.common.chunking import statistics_dtype
 
@@ -396,39 +397,39 @@ def _answer(
     if options is None or curve is None or deferred.sharded or deferred.scales:
         return None
     if deferred.dtype.itemsize > statistics_dtype(deferred.raw_dtype).itemsize:
-        return None  # of more digits than the call has
+        return None  # with more digits than the call has
     rows, device = deferred.hidden.shape[:-1], deferred.hidden.device
     if target is not None and (target.shape != rows or target.device != device):
         return None
     connected = deferred.grad and torch.is_grad_enabled()
     with deferred.mode():
-        kept = _kept(deferred)
+        cache = _cache_of(deferred)
         if target is None:
-            statistics = _before(kept, deferred.hidden, curve, connected)
+            statistics = _cached(cache, deferred.hidden, curve, connected)
         else:
-            statistics = _of_tokens(kept, deferred.hidden, curve, target, connected)
+            statistics = _of_tokens(cache, deferred.hidden, curve, target, connected)
         if statistics is None:
             known = _call(deferred, options, curve, target)
-            kept[:], statistics = [*kept[-1:], known], known.statistics
+            cache[:], statistics = [*cache[-1:], known], known.statistics
     if connected:
         return statistics
     return Statistics._make(x.detach() for x in statistics)
 
 
-def _kept(deferred: DeferredLogits) -> list[Known]:
-    """What is kept with the logits.
+def _cache_of(deferred: DeferredLogits) -> list[Known]:
+    """The statistics that are cached with the logits.
 
-    Nothing where saved tensors are packed by somebody: a checkpointed function has to save as many
-    when it runs again.
+    There is no cache under hooks on saved tensors: a checkpointed function must save equally many
+    tensors when it runs again.
     """
     guard, hooks = deferred.guard, top_saved_tensor_hooks(True)
     return guard.known if isinstance(guard, Guard) and hooks is None else []
 
 
-def _before(
-    kept: list[Known], hidden: Tensor, curve: tuple[float, float | None, float], connected: bool
+def _cached(
+    cache: list[Known], hidden: Tensor, curve: tuple[float, float | None, float], connected: bool
 ) -> Statistics | None:
-    for known in kept:
+    for known in cache:
         if known.curve == curve and (known.connected or not connected):
             statistics = known.of(hidden)
             if statistics is not None:
@@ -437,7 +438,7 @@ def _before(
 
 
 class _Connected(torch.autograd.Function):
-    """Log-probabilities of tokens, whose gradients are those of a call that had no targets yet."""
+    """Log-probabilities of tokens with the gradients of a call that had placeholder targets."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, log_prob: Tensor) -> Tensor:
@@ -446,21 +447,21 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        """Gradients as they come."""
+        """The upstream gradient, for the output of the call."""
         return upstream[0], None
 
 
 def _of_tokens(
-    kept: list[Known],
+    cache: list[Known],
     hidden: Tensor,
     curve: tuple[float, float | None, float],
     target: Tensor,
     connected: bool,
 ) -> Statistics | None:
-    """From the logits that a call kept for its backward; None where there is no such call."""
+    """Log-probabilities from the logits that a call saved for backward; None without one."""
     from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, scaled
 
-    for place, known in enumerate(kept):
+    for place, known in enumerate(cache):
         saved: Any = ()
         with contextlib.suppress(RuntimeError):  # freed by a backward pass
             saved = getattr(known.node, "saved_tensors", ())
@@ -468,7 +469,7 @@ def _of_tokens(
             continue
         if connected and not known.connected:
             continue
-        _, weight, stand_in, _, _, lse, lse_low, logits = saved
+        _, weight, placeholder, _, _, lse, lse_low, logits = saved
         inside = ((target >= 0) & (target < weight.shape[0])).flatten()
         if not logits.numel() or (target.device.type == "cpu" and not inside.all()):
             continue
@@ -479,21 +480,22 @@ def _of_tokens(
             own = LogSumExp(lse, lse_low).below(scaled(logits.gather(1, label), spec)).squeeze(1)
             own = torch.where(inside, own, float("nan")).view(target.shape)
             if connected:
-                stand_in.data.copy_(target.flatten())
+                placeholder.data.copy_(target.flatten())
         if not connected:
             return known.statistics._replace(log_prob=own)
         log_prob: Any = _Connected.apply(known.statistics.log_prob, own)  # type: ignore[no-untyped-call]
         statistics = known.statistics._replace(log_prob=log_prob)
-        kept[place] = known._replace(statistics=statistics, node=None)
+        cache[place] = known._replace(statistics=statistics, node=None)
         return statistics
     return None
 
 
 def _may_keep(deferred: DeferredLogits) -> bool:
-    """Whether a call without gradients may run with them, which nobody around it sees."""
-    watched = getattr(deferred.head, "_forward_pre_hooks", None)  # by sharding, for one
+    """Whether a call under ``no_grad`` may run with gradients, without a visible difference."""
+    watched = getattr(deferred.head, "_forward_pre_hooks", None)  # of sharding, for example
     plain = not watched and top_saved_tensor_hooks(True) is None
-    return plain and not (deferred.hidden.is_inference() or torch.compiler.is_compiling())
+    inference = deferred.hidden.is_inference() or torch.is_inference_mode_enabled()
+    return plain and not (inference or torch.compiler.is_compiling())
 
 
 def _call(
@@ -531,11 +533,11 @@ def _call(
 
     rows, connected = hidden, torch.is_grad_enabled()
     if waits and not connected and _may_keep(deferred):
-        rows = hidden.detach().requires_grad_()  # for which the call keeps the logits
+        rows = hidden.detach().requires_grad_()  # so that the call saves its logits
     with torch.enable_grad() if rows is not hidden else contextlib.nullcontext():
         output = deferred.run(Job(run), rows)
     node = output.lse.grad_fn if waits and not torch.compiler.is_compiling() else None
     while node is not None and not type(node).__name__.startswith("fused_linear_log_prob"):
-        node = next(iter(node.next_functions), (None,))[0]  # of views
+        node = next(iter(node.next_functions), (None,))[0]  # views
     row_statistics = Statistics(output.log_prob, output.entropy, output.lse)
     return Known(hidden, curve, connected, row_statistics, node)

@@ -1,13 +1,12 @@
 """Operations on logits that :class:`DeferredLogits` can record, by PyTorch function.
 
-An operation that selects rows of the logits is the same operation on the hidden states. Functions
-of the first part answer for a call ``func(logits, ...)`` with the hidden states of the result (a
-tuple of them where the call returns several tensors), or with None when the call touches the
-vocabulary axis or is not understood.
-
-Elementwise operations are steps. Functions of the second part answer with the deferred logits of
-the result, with the same deferred logits when nothing changes, or with None when the operation
-cannot be remembered.
+* :data:`ROWS`: selecting or shaping rows of logits is the same operation on the hidden states. A
+  function takes hidden states, the size of the vocabulary and the arguments of the call. It returns
+  the hidden states of the result (a tuple for several tensors), or None if the call involves the
+  vocabulary axis or has an unknown form.
+* :data:`RECORDED`: elementwise operations become steps. A function takes deferred logits and the
+  arguments of the call. It returns the deferred logits of the result, the same object if nothing
+  changes, or None if the operation cannot be recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Hidden: TypeAlias = "Tensor | tuple[Tensor, ...] | None"
 
 
 def getitem(hidden: Tensor, index: Any) -> Hidden:
-    """``logits[index]`` when the index leaves the last axis whole."""
+    """``logits[index]`` if the index keeps the whole last axis."""
     items = index if isinstance(index, tuple) else (index,)
     used, open_ended = 0, False
     for item in items:
@@ -44,7 +43,7 @@ def getitem(hidden: Tensor, index: Any) -> Hidden:
         else:
             return None
     if open_ended or used == hidden.ndim:
-        # The last index may fall on the vocabulary, which only a full slice leaves whole.
+        # the last index may apply to the vocabulary, of which only a full slice keeps all
         last = items[-1]
         whole = isinstance(last, slice) and last == slice(None)
         if not whole and not (last is Ellipsis and used < hidden.ndim):
@@ -57,20 +56,20 @@ def getitem(hidden: Tensor, index: Any) -> Hidden:
 def reshape(
     hidden: Tensor, vocabulary: int, sizes: Sequence[int], function: Any = Tensor.reshape
 ) -> Hidden:
-    """``logits.reshape(sizes)`` when the last axis stays the vocabulary.
+    """``logits.reshape(sizes)`` if the last axis stays the vocabulary.
 
     Args:
         hidden: The hidden states.
         vocabulary: Length of the logits' last axis.
-        sizes: The shape that was asked for.
-        function: ``Tensor.view`` raises where logits would need a copy.
+        sizes: The requested shape.
+        function: ``Tensor.reshape``, or ``Tensor.view``, which raises if logits need a copy.
     """
     row_sizes = sizes_of_rows(hidden, vocabulary, sizes)
     return None if row_sizes is None else function(hidden, row_sizes)
 
 
 def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of hidden states whose logits have the shape ``sizes``, if there is one."""
+    """The shape of hidden states whose logits have the shape ``sizes``; None if there is none."""
     if not sizes or [size for size in sizes if not isinstance(size, int)]:
         return None
     resolved, total = list(sizes), _product(hidden.shape[:-1]) * vocabulary
@@ -88,10 +87,10 @@ def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tupl
 
 
 def is_view(hidden: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether ``hidden.reshape(sizes)`` shares memory, from sizes and strides alone.
+    """Whether ``hidden.reshape(sizes)`` is a view, computed from sizes and strides.
 
-    Axes of the tensor that lie in memory without gaps between them form a block; a view may cut
-    axes within a block, and none that spans two. For compiled graphs, where nobody can be asked.
+    Adjacent axes without gaps in memory form a block. A view may split and join axes within a
+    block, not across blocks. Compiled graphs cannot ask PyTorch for this.
     """
     shape, strides, at = hidden.shape, hidden.stride(), len(sizes) - 1
     block, base = 1, strides[-1]
@@ -110,14 +109,14 @@ def is_view(hidden: Tensor, sizes: Sequence[int]) -> bool:
 
 
 def _product(sizes: Sequence[int]) -> int:
-    result = 1
+    result = 1  # compilers trace no math.prod of symbolic sizes
     for size in sizes:
         result = result * size
     return result
 
 
 def along(dim: int, ndim: int) -> int | None:
-    """``dim`` counted from the front, or None when it is the vocabulary axis or out of range."""
+    """``dim`` counted from the front; None for the vocabulary axis or out of range."""
     dim = dim + ndim if dim < 0 else dim
     return dim if 0 <= dim < ndim - 1 else None
 
@@ -151,7 +150,7 @@ def pieces(function: Callable[..., Any], default: int | None) -> Callable[..., H
 
     Args:
         function: The method of Tensor; its axis is the argument ``dim``.
-        default: The axis when none is given; None if the axis comes first.
+        default: The axis of a call without one; None if the axis is the first argument.
     """
 
     def run(hidden: Tensor, vocabulary: int, *args: Any, **kwargs: Any) -> Hidden:
@@ -174,14 +173,6 @@ def pieces(function: Callable[..., Any], default: int | None) -> Callable[..., H
     return run
 
 
-_split, _chunk, _unbind = pieces(Tensor.split, 0), pieces(Tensor.chunk, 0), pieces(Tensor.unbind, 0)
-_narrow, _select, _take = (
-    pieces(Tensor.narrow, None),
-    pieces(Tensor.select, None),
-    pieces(Tensor.index_select, None),
-)
-
-
 def _shaped(function: Any) -> Callable[..., Hidden]:
     def run(hidden: Tensor, vocabulary: int, *sizes: Any, **kwargs: Any) -> Hidden:
         sizes = sizes or (kwargs.get("shape", kwargs.get("size", ())),)
@@ -191,24 +182,20 @@ def _shaped(function: Any) -> Callable[..., Hidden]:
     return run
 
 
-def _item(hidden: Tensor, vocabulary: int, index: Any) -> Hidden:
-    return getitem(hidden, index)
-
-
 ROWS: dict[Any, Callable[..., Hidden]] = {
-    Tensor.__getitem__: _item,
+    Tensor.__getitem__: lambda hidden, vocabulary, index: getitem(hidden, index),
     Tensor.view: _shaped(Tensor.view),
     **dict.fromkeys((Tensor.reshape, torch.reshape), _shaped(Tensor.reshape)),
     **dict.fromkeys((Tensor.flatten, torch.flatten), flatten),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze), squeeze),
     **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze), unsqueeze),
     **dict.fromkeys((Tensor.transpose, torch.transpose), transpose),
-    **dict.fromkeys((Tensor.split, torch.split), _split),
-    **dict.fromkeys((Tensor.chunk, torch.chunk), _chunk),
-    **dict.fromkeys((Tensor.unbind, torch.unbind), _unbind),
-    **dict.fromkeys((Tensor.narrow, torch.narrow), _narrow),
-    **dict.fromkeys((Tensor.select, torch.select), _select),
-    **dict.fromkeys((Tensor.index_select, torch.index_select), _take),
+    **dict.fromkeys((Tensor.split, torch.split), pieces(Tensor.split, 0)),
+    **dict.fromkeys((Tensor.chunk, torch.chunk), pieces(Tensor.chunk, 0)),
+    **dict.fromkeys((Tensor.unbind, torch.unbind), pieces(Tensor.unbind, 0)),
+    **dict.fromkeys((Tensor.narrow, torch.narrow), pieces(Tensor.narrow, None)),
+    **dict.fromkeys((Tensor.select, torch.select), pieces(Tensor.select, None)),
+    **dict.fromkeys((Tensor.index_select, torch.index_select), pieces(Tensor.index_select, None)),
 }
 
 
@@ -219,29 +206,17 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def multiply(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
-    """``logits * number``."""
-    return deferred.step("mul", other) if _number(other) and not rest else None
+def with_number(name: str, sign: int = 1) -> Callable[..., DeferredLogits | None]:
+    """A step with a number: ``mul``, ``div`` or ``add``."""
+
+    def run(deferred: DeferredLogits, other: Any, **options: Any) -> DeferredLogits | None:
+        recorded = _number(other) and not options and not (name == "div" and other == 0)
+        return deferred.step(name, sign * other) if recorded else None
+
+    return run
 
 
-def divide(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
-    """``logits / number``."""
-    return deferred.step("div", other) if _number(other) and other != 0 and not rest else None
-
-
-def add(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
-    """``logits + number``, for losses that are made of probabilities."""
-    return deferred.step("add", other) if _number(other) and not rest else None
-
-
-def subtract(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
-    """``logits - number``."""
-    return deferred.step("add", -other) if _number(other) and not rest else None
-
-
-def negative(deferred: DeferredLogits) -> DeferredLogits:
-    """``-logits``."""
-    return deferred.step("mul", -1)
+_multiply, _divide = with_number("mul"), with_number("div")
 
 
 def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., DeferredLogits | None]:
@@ -255,7 +230,7 @@ def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., Def
 
 
 def _dtype_of(function: Callable[[Tensor], Tensor], deferred: DeferredLogits) -> torch.dtype | None:
-    """The dtype that autocast gives a result now; None where a graph cannot ask."""
+    """The dtype of a result under the current autocast; None if a graph cannot know it."""
     device = deferred.hidden.device
     autocast = autocast_dtype(device.type)
     if autocast is None:
@@ -272,7 +247,7 @@ def _autocast_result(
     dtype: torch.dtype,
     autocast: torch.dtype,
 ) -> torch.dtype:
-    """Asked of PyTorch, whose lists of operations differ between devices and releases."""
+    """The same from a run on one element: autocast's lists differ by device and release."""
     with torch.no_grad():
         return function(torch.ones(1, device=device, dtype=dtype)).dtype
 
@@ -311,7 +286,7 @@ def to(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | 
 def contiguous(
     deferred: DeferredLogits, memory_format: Any = torch.contiguous_format
 ) -> DeferredLogits | None:
-    """``logits.contiguous()``: themselves, or a copy without gaps."""
+    """``logits.contiguous()``: the same object, or a dense copy."""
     if memory_format is not torch.contiguous_format:
         return None
     return (
@@ -321,7 +296,7 @@ def contiguous(
 
 def clone(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
     """``logits.clone()``."""
-    return None if rest else deferred.packed().copy()
+    return None if rest else deferred.packed().after(deferred.steps)
 
 
 def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., DeferredLogits | None]:
@@ -333,27 +308,30 @@ def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., Deferre
     def run(
         deferred: DeferredLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
     ) -> DeferredLogits | None:
-        kept = dtype or _dtype_of(function, deferred)
-        if dim not in (-1, deferred.hidden.ndim - 1) or kept is None or not kept.is_floating_point:
+        result = dtype or _dtype_of(function, deferred)
+        last = dim in (-1, deferred.hidden.ndim - 1)
+        if not last or result is None or not result.is_floating_point:
             return None
-        return deferred.step(name, kept)
+        return deferred.step(name, result)
 
     return run
 
 
 RECORDED: dict[Any, Callable[..., DeferredLogits | None]] = {
     **dict.fromkeys(
-        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply), multiply
+        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply), _multiply
     ),
     **dict.fromkeys(
-        (Tensor.div, Tensor.__truediv__, torch.div, torch.divide, torch.true_divide), divide
+        (Tensor.div, Tensor.__truediv__, torch.div, torch.divide, torch.true_divide), _divide
     ),
     **dict.fromkeys((Tensor.tanh, torch.tanh), tanh),
-    **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), negative),
+    **dict.fromkeys(
+        (Tensor.neg, Tensor.__neg__, torch.neg), lambda deferred: deferred.step("mul", -1)
+    ),
     **dict.fromkeys((Tensor.exp, torch.exp), simple("exp", torch.exp)),
     **dict.fromkeys((Tensor.log, torch.log), simple("log", torch.log)),
-    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), add),
-    **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), subtract),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), with_number("add")),
+    **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), with_number("add", -1)),
     Tensor.float: lambda deferred: cast(deferred, torch.float32),
     Tensor.double: lambda deferred: cast(deferred, torch.float64),
     Tensor.half: lambda deferred: cast(deferred, torch.float16),
@@ -374,11 +352,11 @@ JOINS: dict[Any, str] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, torch.mul, torch.multiply), "times"),
     **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), "plus"),
 }
-"""Operations on two lazy logits of the same rows, as ``p * log(p)`` in an entropy is."""
+"""Operations on two lazy logits of the same rows, such as ``p * log(p)``."""
 
 WRITES: dict[Any, Callable[..., DeferredLogits | None]] = {
-    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), multiply),
-    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), divide),
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), _multiply),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _divide),
     **dict.fromkeys((Tensor.tanh_, torch.tanh_), tanh),
 }
-"""The same in place."""
+"""In-place operations."""

@@ -1,9 +1,10 @@
-"""How the values of lazy tensors are computed, and how lazy tensors become ordinary ones.
+"""Storage of lazy tensors: how their values are computed, and how they become ordinary tensors.
 
-All lazy tensors of one call of a head are a group: when one becomes real, all do, the very same
-Python objects (``torch.utils.swap_tensors``). So logits are lazy only while nobody holds a real
-tensor of them, and whatever is done to a real one, by whatever name, is plain PyTorch. Gradients
-that arrive below Python's function protocol go through the node of :class:`_Connect`.
+Every lazy tensor has a :class:`Slot`, which computes its values. The lazy tensors of one call of a
+head form a :class:`Group`. If one of them is materialized, all are, and the Python objects stay the
+same (``torch.utils.swap_tensors``). So there is never a lazy tensor beside a real one of the same
+memory, and operations on real logits are plain PyTorch. Gradients from below Python's function
+protocol arrive at the autograd node of :class:`_Connect`.
 """
 
 from __future__ import annotations
@@ -41,32 +42,32 @@ REGISTER_HOOK: Any = Tensor.register_hook
 
 
 class Group:
-    """The lazy tensors that come from one call of a head; they become real together.
+    """The lazy tensors of one call of a head, which are materialized together.
 
     Args:
         tensor_class: Their class.
 
     Attributes:
         members: Weak references to them, parents first.
-        consumed: Whether a result was computed that does not pass by the logits.
+        consumed: Whether a result was computed without the logits.
     """
 
     def __init__(self, tensor_class: type[LazyTensor]) -> None:
         self.tensor_class = tensor_class
         self.members: list[weakref.ref[LazyTensor]] = []
-        self.computed: dict[Slot, Tensor] = {}  # real logits, while members become real
+        self.computed: dict[Slot, Tensor] = {}  # real logits, during materialize()
         self.consumed = False
         self.lock = threading.RLock()
 
     def living(self) -> list[LazyTensor]:
-        """The members that somebody still holds."""
+        """The members that are still referenced."""
         return [member for ref in self.members if (member := ref()) is not None]
 
     def materialize(self) -> None:
         """Turn every member into an ordinary tensor, parents first."""
-        # Without hooks on saved tensors: the head's forward, which stands behind, ran outside of
-        # them. A checkpointed function would count tensors that its recomputation, on real logits,
-        # never saves.
+        # Without hooks on saved tensors, since the head's forward ran outside of them. Else a
+        # checkpointed function would count tensors that its recomputation, on real logits, does
+        # not save.
         with self.lock, recording(), without_saved_tensor_hooks():
             living = self.living()
             self.members.clear()  # weak references forbid the swap
@@ -107,22 +108,22 @@ class Slot:
         else:
             self.group = parents[0].group
         self.memory: object = parents[0].memory if shares else object()
-        # a view taken under no_grad: it requires grad, by its base, and has no history
+        # whether it is a view that was created under no_grad: it requires grad through its base
         self.bound = False
-        # of sharding libraries: whatever is computed from logits runs those of the logits
+        # hooks of sharding libraries, which everything that is computed from logits runs
         hooks = (hook for parent in parents for hook in parent.hooks)
         self.hooks: list[Callable[[Tensor], Any]] = list(dict.fromkeys(hooks))
-        # real logits, where the tensor could not become them because autograd holds it
+        # real logits, if the tensor could not become them because autograd saved it
         self.cached: Tensor | None = None
         self.version, self.own = 0, True
-        # values that an autograd.Function returned as they came; their history is the lazy tensor's
+        # values that an autograd.Function returned unchanged, with the lazy tensor's history
         self.exposed: Tensor | None = None
 
     def compute(self, computed: dict[Slot, Tensor]) -> Tensor:
-        """The real logits, by those of the parents; differentiable where the deferred logits is.
+        """The real logits, from those of the parents; with gradients if the deferred logits have.
 
         Args:
-            computed: What was computed already; the result is added.
+            computed: Results so far, to which this one is added.
         """
         if self not in computed:
             if self.derive is None:
@@ -139,13 +140,13 @@ class Slot:
         return computed[self]
 
     def needs(self, other: Slot) -> bool:
-        """Whether a write to ``other`` would show in this one, or in what it is computed from."""
+        """Whether a write to ``other`` would change these values."""
         return self.memory is other.memory or any(
             p is other or p.needs(other) for p in self.parents
         )
 
     def unwritten(self) -> DeferredLogits:
-        """The deferred logits, for the gradients that arrive at :class:`_Connect`.
+        """The deferred logits, for the backward pass of :class:`_Connect`.
 
         Raises:
             RuntimeError: Logits that an autograd.Function saved were written since.
@@ -156,12 +157,12 @@ class Slot:
 
 
 def _promote(member: LazyTensor, real: Tensor) -> None:
-    """Make a lazy tensor the real one; if autograd holds it, remember the real one instead."""
+    """Turn a lazy tensor into the real one, or cache that if autograd has saved the tensor."""
     slot = member._slot
     slot.own = has_own_node(member)
     if slot.exposed is not None or not slot.own:
         values = [real if slot.exposed is None else slot.exposed]
-        with torch.enable_grad():  # the history is the tensor's, whatever its reader computes
+        with torch.enable_grad():  # the history is that of the tensor, not of its reader
             real = _Through.apply(member, values)  # type: ignore[no-untyped-call]
     if slot.group.consumed:
         real = without_hooks(real)
@@ -180,7 +181,7 @@ def _swap(member: LazyTensor, slot: Slot) -> None:
 
 
 def exchanged(one: Tensor, other: Tensor) -> bool:
-    """Exchange two tensors; not where an autograd.Function saved one, or a weak reference is."""
+    """Swap two tensors; False if an autograd.Function saved one, or a weak reference exists."""
     if not SWAPS:
         return False
     vars(other).update({name: value for name, value in vars(one).items() if name != "_slot"})
@@ -193,17 +194,17 @@ def exchanged(one: Tensor, other: Tensor) -> bool:
 
 
 def describes_itself(value: Any) -> bool:
-    """Whether shape and history are those of the lazy tensor: it is pending, or refuses its use."""
+    """Whether a lazy tensor answers for shape and history itself: it is pending or unusable."""
     if not isinstance(value, LazyTensor):
         return False
     return value._slot.cached is None or (value._slot.own and not has_own_node(value))
 
 
 def check_unwritten(group: Group) -> None:
-    """Refuse logits that were written through a view which C++ made of a lazy tensor.
+    """Refuse logits that were written through a view that C++ created.
 
     Raises:
-        RuntimeError: A lazy tensor's version counter, which such views share, has moved.
+        RuntimeError: The version counter of a lazy tensor, which such views share, is not 0.
     """
     with DisableTorchFunctionSubclass():
         for member in group.living():
@@ -212,18 +213,18 @@ def check_unwritten(group: Group) -> None:
 
 
 def has_own_node(member: LazyTensor) -> bool:
-    """Whether no other autograd.Function returned the tensor, whose backward it has to pass."""
+    """Whether the tensor's autograd node is its own, not that of a user's autograd.Function."""
     with DisableTorchFunctionSubclass():
         node = member.grad_fn
     return node is None or getattr(node, "slot", None) is member._slot
 
 
 class _Through(torch.autograd.Function):
-    """Real values with the history of a lazy tensor that somebody's autograd.Function returned."""
+    """Real values with the history of a lazy tensor that a user's autograd.Function returned."""
 
     @staticmethod
     def forward(ctx: Any, member: LazyTensor, values: list[Tensor]) -> Tensor:
-        return values[0].data.as_subclass(Tensor).data  # no views, which refuse in-place operations
+        return values[0].data.as_subclass(Tensor).data  # a view would refuse in-place operations
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -231,7 +232,7 @@ class _Through(torch.autograd.Function):
 
 
 class _Connect(torch.autograd.Function):
-    """Ties a lazy tensor to the graph, for consumers that the function protocol does not see."""
+    """The autograd node of a lazy tensor, for code below the function protocol."""
 
     @staticmethod
     def forward(ctx: Any, slot: Slot, *inputs: Tensor | None) -> LazyTensor:
@@ -244,7 +245,7 @@ class _Connect(torch.autograd.Function):
         if grad is None:
             return (None,) * (1 + len(ctx.inputs))
         deferred: DeferredLogits = ctx.slot.unwritten()
-        # cut off, since a tied weight has a part in the hidden states as well
+        # detached, since hidden states may depend on the weight too (tied embeddings)
         hidden = deferred.hidden.detach().requires_grad_(deferred.hidden.requires_grad)
         with torch.enable_grad():
             real = deferred.rows(hidden).compute()
@@ -262,7 +263,7 @@ class _Connect(torch.autograd.Function):
 
 
 _connect: Any = super(torch.autograd.Function, _Connect).apply
-"""The part of ``apply`` in C++; what Python does around it serves functorch."""
+"""The C++ part of ``apply``; its Python part is for functorch."""
 
 
 class LazyTensor(Tensor):
@@ -281,7 +282,7 @@ class LazyTensor(Tensor):
             dtype=deferred.dtype,
             device=deferred.hidden.device,
         )
-        throw_on_mutable_data_ptr(tensor)  # else C++ reads from address 0
+        throw_on_mutable_data_ptr(tensor)  # C++ would read from address 0
         tensor._slot = slot
         return tensor
 
@@ -307,7 +308,7 @@ def lazy_tensor(
 
 
 def real_tensor(value: Any) -> Any:
-    """The real logits when ``value`` is lazy, else ``value`` itself."""
+    """The real logits if ``value`` is lazy, else ``value`` itself."""
     if not isinstance(value, LazyTensor):
         return value
     slot = value._slot
@@ -316,12 +317,12 @@ def real_tensor(value: Any) -> Any:
     elif slot.own and not has_own_node(value):  # a Function marked it as written
         raise RuntimeError(WRITTEN_SINCE)
     else:
-        _swap(value, slot)  # who held it may be gone
+        _swap(value, slot)  # what saved it may be freed by now
     return slot.cached if isinstance(value, LazyTensor) else value
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether a value is logits that were not computed."""
+    """Whether a value is a lazy tensor that is not materialized."""
     if not isinstance(value, LazyTensor):
         return False
     slot = value._slot
@@ -331,7 +332,7 @@ def is_lazy(value: Any) -> bool:
 
 
 def values_of(value: Any) -> Any:
-    """Values without history, for code that runs below autograd."""
+    """Real values without history, for code below autograd."""
     if not isinstance(value, LazyTensor):
         return value
     slot = value._slot

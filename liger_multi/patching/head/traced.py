@@ -1,4 +1,10 @@
-"""What somebody's ``autograd.Function`` was called with, while it runs."""
+"""Lazy logits in compiled graphs: an ordinary object, since compilers trace no such subclass.
+
+:class:`TracedLogits` wraps deferred logits. Operations that can be recorded return another one,
+``F.cross_entropy`` becomes the fused loss, and everything else computes the real logits. An
+``autograd.Function`` takes no gradient of such an object, so :func:`arguments_of_functions` detects
+one among its arguments, which raises. :func:`real_logits` is the public way to real logits.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi._torch_private import (
-    DYNAMO,
     constant_in_graphs,
+    disabled,
     function_apply_code,
     instruction_translator,
 )
@@ -36,16 +42,11 @@ from liger_multi.patching.head.storage import real_tensor
 from liger_multi.patching.report import warn_once
 
 _METHODS = ("forward", "setup_context")
-_outside: list[Callable[[FrameType, type], list[Any]]] = []
 
 
 def arguments_of_functions(of_type: type) -> Iterator[Any]:
-    """The arguments of a type of every ``autograd.Function`` whose forward runs in this thread."""
-    look: Callable[[FrameType, type], list[Any]] = arguments_of_a_forward
-    if DYNAMO in sys.modules:  # a compiler that is at work does not look into it
-        if not _outside:
-            _outside.append(sys.modules[DYNAMO].disable(look))
-        look = _outside[0]
+    """Arguments of type ``of_type`` of all ``autograd.Function`` that run in this thread."""
+    look: Callable[[FrameType, type], list[Any]] = disabled(arguments_of_a_forward)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if function_apply_code is None:
@@ -56,9 +57,9 @@ def arguments_of_functions(of_type: type) -> Iterator[Any]:
 
 
 def arguments_of_a_forward(frame: FrameType, of_type: type) -> list[Any]:
-    """The arguments of a type of a frame, if it is the forward of an ``autograd.Function``.
+    """The same of one frame, if that is the forward of an ``autograd.Function``.
 
-    ``Function.apply`` of PyTorch 2.14 and newer has no frame: it calls forward from C++.
+    ``Function.apply`` has no frame since PyTorch 2.14, where C++ calls forward.
     """
     names = inspect.getargs(frame.f_code)
     values = [frame.f_locals[n] for n in names.args if n in frame.f_locals]
@@ -90,11 +91,11 @@ _READ = {Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp}
 
 
 class Shared:
-    """What logits have in common that share memory.
+    """The state of logits that share memory.
 
     Attributes:
-        real: Whether somebody holds real ones; every operation is PyTorch's from then on.
-        consumed: Whether a result was computed that does not pass by the logits.
+        real: Whether real logits exist; all operations are PyTorch's from then on.
+        consumed: Whether a result was computed without the logits.
     """
 
     def __init__(self) -> None:
@@ -103,12 +104,12 @@ class Shared:
 
 
 class TracedLogits:
-    """Logits of deferred logits; attributes that are not here are those of the real logits.
+    """Lazy logits as an object; attributes that it lacks are those of the real logits.
 
     Args:
         deferred: How to compute them.
-        origin: Logits whose memory these share.
-        how: The name of the method of the origin that gives these, and its arguments.
+        origin: Logits that these are a view of.
+        how: The method of the origin that returned these, with its arguments.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TracedLogits:
             self.shared.real = True
             if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
                 self.cached = self._computed()
-            else:  # a tensor that can be written to outside
+            else:  # a tensor that may be written outside of inference mode
                 with torch.inference_mode(False):
                     self.cached = self._computed()
         return self.cached
@@ -140,10 +141,10 @@ class TracedLogits:
             return getattr(self.origin.real(), self.how[0])(*self.how[1])  # type: ignore[no-any-return]
 
     def _check(self) -> None:
-        """Refuse to be the input of an autograd.Function, which takes no gradient of an object.
+        """Refuse use within an autograd.Function, which takes no gradient of objects.
 
         Raises:
-            RuntimeError: The call is made in the forward of such a function.
+            RuntimeError: Such a forward is running with these logits.
         """
         if not self.deferred.grad:
             return
@@ -198,14 +199,11 @@ class TracedLogits:
         return head
 
     def _is_real(self) -> bool:
-        """Whether an operation is PyTorch's: on real logits, or on a bound view."""
+        """Whether operations are PyTorch's: real logits exist, or this is a bound view."""
         return self.shared.real or (torch.is_grad_enabled() and self._is_bound())
 
     def _is_bound(self) -> bool:
-        """Whether these are a view that was taken under no_grad.
-
-        It requires grad, by its base, and has no history.
-        """
+        """Whether these are a view that was created under no_grad: it requires grad by its base."""
         base = self.origin
         if base is None or self.deferred.grad or self.how[0] == "detach":
             return False
@@ -227,13 +225,13 @@ class TracedLogits:
 
     @property
     def _deferred(self) -> DeferredLogits:
-        """The deferred logits as an operation sees it that is called now."""
+        """The deferred logits for an operation now: without history under ``no_grad``."""
         self._check()
         graph = torch.is_grad_enabled() or not self.deferred.grad
         return self.deferred if graph else self.deferred.detached()
 
     def _rows(self, name: str, hidden: Any, copied: bool, *args: Any) -> Any:
-        """These logits after a method that selects or shapes rows."""
+        """The result of a method that selects or shapes rows."""
         if hidden is None:
             return getattr(self.real(), name)(*args)
         deferred = self._deferred.rows(hidden)
@@ -273,35 +271,11 @@ class TracedLogits:
         """Number of axes."""
         return self.deferred.hidden.ndim
 
-    def float(self) -> Any:
-        """As fp32."""
-        return self._step(Tensor.float)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Another dtype, or another device."""
-        return self._step(Tensor.to, *args, **kwargs)
-
-    def contiguous(self) -> Any:
-        """These logits, or a copy of them without gaps."""
-        return self._step(Tensor.contiguous)
-
     def detach(self) -> Any:
         """The same values, cut off from autograd."""
         if self._is_real():
             return self.real().detach()
         return type(self)(self.deferred.detached(), self, ("detach", ()))
-
-    def __mul__(self, other: Any) -> Any:
-        return self._step(Tensor.mul, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._step(Tensor.div, other)
-
-    def tanh(self) -> Any:
-        """Elementwise tanh."""
-        return self._step(Tensor.tanh)
 
     def view(self, *sizes: Any) -> Any:
         """Another shape of the rows."""
@@ -359,6 +333,17 @@ class TracedLogits:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
 
 
+def _recorded(name: str) -> Any:
+    def method(self: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+        return self._step(getattr(Tensor, name), *args, **kwargs)
+
+    return method
+
+
+for _name in ("float", "to", "contiguous", "tanh", "__mul__", "__rmul__", "__truediv__"):
+    setattr(TracedLogits, _name, _recorded(_name))
+
+
 def _method(name: str) -> Any:
     def method(self: TracedLogits, *others: Any) -> Any:
         return getattr(self.real(), name)(*[_real(o) for o in others])
@@ -397,7 +382,7 @@ TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 @constant_in_graphs
 def _tracing_a_function() -> bool:
-    """Whether the compiler traces the forward of an autograd.Function; it calls this then."""
+    """Whether the compiler is tracing the forward of an autograd.Function."""
     translator = instruction_translator()
     if translator is None:
         return False
@@ -411,9 +396,9 @@ def _tracing_a_function() -> bool:
 
 @constant_in_graphs
 def loss_takes_tensors() -> bool:
-    """Whether a function that the compiler traces here and now names ``nn.CrossEntropyLoss``.
+    """Whether a function that is being traced mentions ``nn.CrossEntropyLoss``.
 
-    Such a loss made within a graph is the compiler's own call of ``F.cross_entropy``, which takes
+    For a loss that is constructed within a graph, the compiler calls ``F.cross_entropy`` itself, on
     tensors only.
     """
     translator = instruction_translator()
@@ -430,7 +415,7 @@ def loss_takes_tensors() -> bool:
 
 
 def _passed_by(value: Any) -> bool:
-    """Whether a loss may have been computed without these logits, which then have no gradient."""
+    """Whether a loss may have been computed without these logits."""
     return isinstance(value, TracedLogits) and (value.shared.consumed or not value.shared.real)
 
 
@@ -443,10 +428,10 @@ def _real(value: Any) -> Any:
 
 
 class ReplicaLogits(TracedLogits):
-    """Logits inside a replica of ``nn.DataParallel``: good for the loss there, not gathered."""
+    """Logits in a replica of ``nn.DataParallel``: for the loss there; they are not gathered."""
 
     def __new__(cls, deferred: Any, *more: Any) -> Any:
-        """``gather`` calls the class with an iterator over what it took from the replicas."""
+        """``gather`` calls the class with an iterator over gathered elements."""
         return super().__new__(cls) if isinstance(deferred, DeferredLogits) else MissingLogits()
 
     def __iter__(self) -> Iterator[Any]:
@@ -456,7 +441,7 @@ class ReplicaLogits(TracedLogits):
 
 
 class MissingLogits:
-    """What ``nn.DataParallel`` gathers in the place of logits."""
+    """The output of ``nn.DataParallel`` in place of logits; reading an attribute raises."""
 
     def __init__(self) -> None:
         warn_once(
@@ -481,10 +466,10 @@ class MissingLogits:
 
 
 def real_logits(logits: Any) -> Tensor:
-    """The logits as an ordinary tensor with its autograd history.
+    """Logits as an ordinary tensor with its autograd history.
 
-    Needed where values must outlive a change of the weights, as between two optimizer steps. Lazy
-    logits become ordinary ones: the result is the same object, and a later loss is PyTorch's.
+    Use it if values must outlive a change of the weights, such as an optimizer step. Lazy logits
+    are materialized: the result is the same object, and a later loss is PyTorch's.
 
     Raises:
         TypeError: ``logits`` is no tensor.

@@ -1,21 +1,20 @@
-"""Models that are tried before a packed row trains them: samples that see each other raise.
+"""Models that raise when the samples of a packed row attend to each other.
 
-transformers keeps the samples of a row apart under conditions that nothing checks: positions that
-begin again, no mask, no cache, masks that are made of positions. The first call with arguments of a
-form tries the model (:mod:`liger_multi.patching.packing.trial`); where it keeps samples apart,
-nothing is looked at again.
+transformers keeps the samples of a row apart under conditions that it does not check: positions
+that restart, no mask, no cache, masks made of positions. :class:`CheckedModel` takes a call with
+packed samples. The first call of each form runs a trial (:func:`.trial.trial`), whose verdict is
+cached. :func:`find_packed` yields the patches for packed rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from liger_multi.checks import describe
 from liger_multi.errors import PackingError, summary
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME, samples_in_graph, samples_of_call
+from liger_multi.patching.evidence.facts import ClassFacts, ModelFacts
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing import trial as trials
 from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
@@ -58,11 +58,10 @@ from liger_multi.patching.swap import (
     unpatched_class,
 )
 
-# --- models that take a row of trees: tried on a small one against its paths, one by one ---
+# --- rows of trees (shared prefixes) ---
 
-# The row of a trial has branches of several lengths, one of them a single token. What comes out
-# for a branch is to be what comes out for its path by itself, and may not change with the tokens
-# of another branch. So nothing needs to be known of a model, as in trials of packed rows.
+# A trial runs a small tree with branches of several lengths, one of them a single token. Outputs of
+# a branch must equal those of its path alone, and must not change with tokens of other branches.
 
 EXAMPLE: Branch = (
     9,
@@ -81,12 +80,12 @@ _REFUSED = (
 def tree_arguments(
     model: nn.Module, called_with: Mapping[str, Any], tokens: Tensor, tree: Tree
 ) -> Arguments:
-    """The arguments of a call whose tokens are a tree: positions that go on, and what is padding.
+    """The arguments of a call whose tokens are a tree, with its positions and its padding mask.
 
-    Positions in several axes, as those of images, are the caller's.
+    Positions with several axes, as for images, must come from the caller.
 
     Raises:
-        PackingError: A cache; a model that takes no positions, or has fewer than the longest path.
+        PackingError: A cache or another argument that a tree cannot have, or too few positions.
     """
     name, names = unpatched_class(model).__name__, parameters_of(unpatched_class(model).forward)
     if has_cache((), called_with) or fills_cache(called_with):
@@ -133,12 +132,12 @@ def tree_arguments(
 
 
 def _is_no_text(value: Any, tokens: Tensor) -> bool:
-    """Whether an argument is a tensor of other things than the tokens of a row."""
+    """Whether an argument is a tensor that is not per token of a row."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[-1:] != tokens.shape[1:2]
 
 
 def _has_axes(model: nn.Module) -> bool:
-    """Whether positions of a model have an axis each for time, height and width."""
+    """Whether positions of a model have axes for time, height and width."""
     config = text_config(model)
     tables = (getattr(config, n, None) for n in ("rope_parameters", "rope_scaling"))
     return any("mrope_section" in str(table) for table in tables)
@@ -146,10 +145,10 @@ def _has_axes(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def weighted(model: nn.Module, arguments: Arguments, tree: Tree) -> Iterator[Arguments]:
-    """Arguments of a model with a loss of its routers: every token counts as if nothing was shared.
+    """Arguments for a model with a router loss, in which each token counts once per path.
 
-    The model weighs the tokens of that loss by the mask. So it gets how often an unshared batch has
-    each token, and the modules in it get the mask.
+    The model weights the tokens of that loss by its mask. So its mask has the number of paths of
+    each token, and hooks pass the original mask to its modules.
     """
     mask = arguments.get("attention_mask")
     routed = arguments.get("output_router_logits")
@@ -176,10 +175,10 @@ def weighted(model: nn.Module, arguments: Arguments, tree: Tree) -> Iterator[Arg
 def call_with_tree(
     model: nn.Module, forward: Callable[..., Any], arguments: Arguments, offer: Offer
 ) -> Any:
-    """Call the forward of a model whose layers follow a tree.
+    """Call the forward of a model with a tree in force.
 
     Raises:
-        PackingError: None of its layers asked for the tree.
+        PackingError: None of its layers used the tree.
     """
     plain = contextlib.nullcontext(arguments)
     weighing = plain if offer.once else weighted(model, arguments, offer.tree)
@@ -202,10 +201,7 @@ def trial_of_tree(
     called_with: Mapping[str, Any],
     rows: Tensor,
 ) -> Verdict:
-    """Try a model on a small tree, with the form of the arguments of a call.
-
-    The model is afterwards what it was, as after :func:`trial`.
-    """
+    """Try a model on a small tree, with arguments of the form of a call; then restore it."""
     row = trials.row_of(model, called_with, rows)
     tree, _ = planted([EXAMPLE])
     plain = trials.arguments_of(called_with, row, rows)
@@ -222,20 +218,18 @@ def trial_of_tree(
     with trials.undisturbed(model), trials.short_chunks(model):
         try:
             return Verdict(tried.change(trials.is_coarse(model, rows.device)))
-        except Exception as error:  # of any model's code, which meets inputs of ours
+        except Exception as error:  # of any model's code, on synthetic inputs
             return Verdict(untried=summary(error))
 
 
 def _most(parts: list[Tensor], usual: list[list[Tensor]], coarse: bool) -> float:
-    """The largest change of a token.
-
-    Where rounding may choose other experts for a few tokens, it is that of half of the tokens of a
-    part. What reaches few tokens beside a branch is found in half of the branches.
+    """The largest change of a token; if ``coarse``, the largest median over parts.
 
     Args:
-        parts: Changes of tokens.
-        usual: Changes of one token of every branch, such as the first.
-        coarse: Whether a few tokens may change.
+        parts: Changes of the tokens of each part.
+        usual: Changes of one token of every branch, such as the first, whose medians also count:
+            errors at the border of branches reach few tokens of a part.
+        coarse: Whether rounding may select other experts for a few tokens.
     """
     if not coarse:
         return max(float(part.max()) for part in parts)
@@ -255,7 +249,7 @@ class _Trial:
     tree: Tree
 
     def change(self, coarse: bool) -> float:
-        """How much a branch differs from its path by itself, or with others; 0: by rounding."""
+        """The largest change of a branch against its path alone, or with other branches' tokens."""
         limit = trials.COARSE if coarse else trials.FINE
         together, tree = self._shared(()), self.tree
         paths = [tree.path(segment) for segment in range(len(tree.lengths))]
@@ -302,17 +296,12 @@ class _Trial:
             return trials.per_token(output, len(path))
 
 
-TOLD_BY = ("position_ids", "seq_idx", "cu_seq_lens_q")
-"""Arguments that say where samples begin."""
-
-
-@dataclass(frozen=True)
-class CheckSettings:
-    """There is nothing to set."""
+SAMPLE_ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
+"""Arguments that tell where samples begin."""
 
 
 class CheckedModel(Patched):
-    """A model whose samples of a packed row are checked to be apart; results are its own."""
+    """A model that checks whether samples of a packed row stay apart; its results are unchanged."""
 
     loose: ClassVar[bool] = True
 
@@ -343,7 +332,7 @@ def _checked(cls: Any) -> Callable[..., Any]:
                 return call_with_tree(self, inner, arguments, offer)
             if isinstance(rows, Tensor):
                 check_other_rows(self, rows)
-            if any(arguments.get(name) is not None for name in TOLD_BY):
+            if any(arguments.get(name) is not None for name in SAMPLE_ARGUMENTS):
                 check(self, functools.partial(_forward, below, self), arguments)
                 with _kept_apart(self, arguments):
                     return below.forward(self, *args, **kwargs)
@@ -373,7 +362,7 @@ def _is_unmasked(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Our attention, where a model uses it, keeps apart what the arguments tell apart."""
+    """Let our attention, if the model uses it, separate the samples that the arguments tell."""
     if not _is_unmasked(model, arguments):
         yield
         return
@@ -381,12 +370,12 @@ def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None
     def ids() -> Tensor | None:
         return sample_ids(arguments) if several(arguments) else None
 
-    with samples_of_call(ids, _types_beside_text(model)):
+    with samples_of_call(ids, _other_model_types(model)):
         yield
 
 
-def _types_beside_text(model: nn.Module) -> set[str]:
-    """Types of the parts of a model that have other tokens than its rows: images, audio."""
+def _other_model_types(model: nn.Module) -> set[str]:
+    """Types of the parts of a model that do not process the tokens of its rows: images, audio."""
     config, text = getattr(model, "config", None), text_config(model)
     names = [name for name in getattr(config, "sub_configs", ()) if name.endswith("_config")]
     parts = [getattr(config, name, None) for name in names]
@@ -405,9 +394,9 @@ _NUMBERED = (
 
 
 def _has_numbered_masks(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Whether the masks of a model number samples: the first one tells, as to look is to wait.
+    """Whether the first mask of a model numbers samples; reading later ones would wait, too.
 
-    Ranks may differ in that, so nothing that runs the model follows from it.
+    Ranks may get different answers, so no run of the model may depend on them.
     """
     mask = arguments.get("attention_mask")
     if type(mask) is not Tensor or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -420,7 +409,7 @@ def _has_numbered_masks(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 class _Verdicts(dict[Hashable, Verdict]):
-    """What is known of a model, and a lock: other threads that call it wait for a trial."""
+    """Verdicts of a model by the form of a call, and a lock while a trial runs."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -431,12 +420,12 @@ _first_call = threading.Lock()
 
 
 def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Try a model with the form of these arguments, unless that is known.
+    """Try a model with arguments of this form, unless there is a verdict.
 
-    A call that mixes samples waits for the device, to see whether it has several in a row.
+    If the model mixes samples, each call waits for the device: does a row have several samples?
 
     Raises:
-        PackingError: A row has several samples, and they see each other.
+        PackingError: A row has several samples, and they attend to each other.
     """
     rows = rows_of(arguments)
     if not isinstance(rows, Tensor) or _left(model, rows, arguments):
@@ -466,14 +455,14 @@ def check_shared(
     arguments: Mapping[str, Any],
     rows: Tensor,
 ) -> None:
-    """Try a model with shared prefixes, unless that is known.
+    """Try a model with shared prefixes, unless there is a verdict.
 
     Raises:
-        PackingError: It computes something else than for every path by itself, or cannot be tried.
+        PackingError: Its results differ from those of every path alone, or it cannot be tried.
     """
     with _first_call:
         known = _verdicts.setdefault(model, _Verdicts())
-    with known.lock:  # whatever the tree: FSDP2 gathers weights in a trial, and ranks' trees differ
+    with known.lock:  # for any tree: ranks have different ones, but must run the same trials
         form = ("shared", _form(model, arguments))
         if form not in known:
             known[form] = trial_of_tree(model, forward, arguments, rows)
@@ -506,13 +495,13 @@ def _attentions(model: nn.Module) -> list[str]:
 
 
 def forget(model: nn.Module) -> None:
-    """Try a model again: what it runs is not what it was."""
+    """Drop the verdicts of a model that is patched again."""
     _verdicts.pop(model, None)
     _numbered.pop(model, None)
 
 
 def _left(model: Any, rows: Tensor, arguments: Mapping[str, Any]) -> bool:
-    """Calls that nobody checks: of generation, of tracers, with masks that say it all."""
+    """Whether a call is not checked: in generation, under tracers, with a mask of other axes."""
     mask = arguments.get("attention_mask")
     return (
         type(rows) is not Tensor
@@ -530,7 +519,7 @@ _SETTINGS = ("use_cache", "_attn_implementation")  # of configurations
 
 
 def _form(model: Any, arguments: Mapping[str, Any]) -> Hashable:
-    """What decides whether samples are kept apart, and is not written in the model."""
+    """The properties of a call, and the settings, on which a verdict depends."""
     config = getattr(model, "config", None)
     text = text_config(model)
     tensors = {n: v.ndim for n, v in arguments.items() if isinstance(v, Tensor)}
@@ -541,7 +530,7 @@ def _form(model: Any, arguments: Mapping[str, Any]) -> Hashable:
         arguments.get("use_cache"),
         _has_numbered_masks(model, arguments),
         *(getattr(c, name, None) for c in (config, text) for name in _SETTINGS),
-        # which turns the cache off in training
+        # disables the cache in training
         checkpoints(model),
         model.training,
         torch.is_grad_enabled(),
@@ -549,12 +538,12 @@ def _form(model: Any, arguments: Mapping[str, Any]) -> Hashable:
 
 
 def _unpatched(model: nn.Module) -> bool:
-    """Whether only a class that others put on top of ours keeps the check alive."""
+    """Whether no module is patched any more: a class on top of ours kept the check."""
     return swapped(model) is None and not any(swapped(m) for m in model.modules())
 
 
 def _message(model: nn.Module, arguments: Mapping[str, Any], verdict: Verdict) -> str:
-    argument = next(name for name in TOLD_BY if arguments.get(name) is not None)
+    argument = next(name for name in SAMPLE_ARGUMENTS if arguments.get(name) is not None)
     name = unpatched_class(model).__name__
     if verdict.remedy:
         way = f"With {' and '.join(verdict.remedy)} they are kept apart (this was tried)."
@@ -567,33 +556,27 @@ def _message(model: nn.Module, arguments: Mapping[str, Any], verdict: Verdict) -
     )
 
 
-# --- which models of a model are checked ---
+# --- which modules are patched ---
 
 
-def checked(model: nn.Module) -> dict[str, nn.Module]:
+def checked(model: ModelFacts) -> dict[str, nn.Module]:
     """The outermost modules that take tokens, by their paths; wrappers of PEFT are none."""
     models: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
+    for path, module in model.of_class(_takes_tokens):
         inside = any(not outer or path.startswith(f"{outer}.") for outer in models)
-        if not inside and _takes_tokens(module):
+        embeds = callable(getattr(module, "get_input_embeddings", None))
+        if not inside and embeds and hasattr(module, "config"):
             models[path] = module
     return models
 
 
-def _takes_tokens(module: nn.Module) -> bool:
-    module_class = unpatched_class(module)
-    if module_class.__module__.partition(".")[0] == "peft" or not hasattr(module, "config"):
-        return False
-    names = inspect.signature(cast(Any, module_class).forward).parameters
-    embeds = callable(getattr(module, "get_input_embeddings", None))
-    return embeds and ("input_ids" in names or "inputs_embeds" in names)
+def _takes_tokens(own: ClassFacts) -> bool:
+    of_peft = own.module_class.__module__.partition(".")[0] == "peft"
+    return not of_peft and not {"input_ids", "inputs_embeds"}.isdisjoint(own.arguments)
 
 
-# --- which models are told of samples, refuse packed rows, or are tried ---
-
-
-def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Models that tell mixers which sample a token belongs to, refuse packed rows, or are tried."""
+def find_packed(model: ModelFacts, request: Request) -> Iterator[Change]:
+    """Models that pass ids of samples to mixers, that refuse packed rows, or that are checked."""
     packed = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
     refuses = any(swap.behavior is SeparateModel for swap in packed.values())
     if request.get(PACKING) is None:
@@ -604,7 +587,8 @@ def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
             for p, m in checked(model).items()
             if not isinstance(m, Patched) or _is_packed(m)
         }
-    for path, module in model.named_modules():
+    concerned = [(path, model.root.get_submodule(path)) for path in packed]
+    for path, module in model.merged(concerned, model.instances(*_PACKED)):
         swap = packed.get(path)
         if swap is not None and not conflict_of(module):
             forget(module)
@@ -628,4 +612,4 @@ def _is_packed(module: nn.Module) -> bool:
 def _tried(module: nn.Module, swap: Swap | None) -> Swap:
     if swap is not None:
         return replace(swap, around=CheckedModel)
-    return Swap(PACKING, unpatched_class(module), CheckedModel, CheckSettings())
+    return Swap(PACKING, unpatched_class(module), CheckedModel, None)

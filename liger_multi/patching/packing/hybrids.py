@@ -1,10 +1,12 @@
-"""Hybrid models: mixers are told which sample every token belongs to.
+"""Packed samples in hybrid models: mixers get the id of every token's sample.
 
-Modeling files take ids of packed samples as ``seq_idx`` or ``cu_seq_lens_q`` and hand them from the
-model to its mixers among other keyword arguments. Nobody makes them from ``position_ids``, and a
-mixer without them lets a sample see the one before it. :class:`PackedModel` makes them, once a
-forward pass, on the device. :class:`SeparateModel` raises where mixers could not keep samples
-apart.
+Modeling files pass ids of packed samples to mixers as ``seq_idx`` or ``cu_seq_lens_q``, but do not
+compute them from ``position_ids``. A mixer without ids leaks each sample into the next one.
+:func:`packing` takes the facts of a model and returns a swap per module:
+
+* :class:`PackedModel` computes the ids once per forward pass, on the device.
+* :class:`TellingModel` passes them on where a model drops keyword arguments.
+* :class:`SeparateModel` raises for packed rows if some mixer could not get ids.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,26 +25,18 @@ from liger_multi._torch_private import assert_async
 from liger_multi.arguments import parameters_of
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
+from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.mixers import SERVED, WHOLE, FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.samples import rows_of, sample_ids
 from liger_multi.patching.packing.tree import offered, running
 from liger_multi.patching.swap import Patched, Swap, unpatched_class
 
-# --- which samples the tokens belong to ---
-
-
-@dataclass(frozen=True)
-class PackedSettings:
-    """What a model's mixers lack, for the message of :class:`SeparateModel`."""
-
-    lacking: tuple[str, ...] = ()
-
 
 class _Model(Patched):
-    """A model that reads its arguments before its forward; the signature is that of its class."""
+    """A model whose arguments are changed before its forward; it keeps the signature."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Make the forward with the class."""
+        """Create the forward with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
             cls.forward = _with_forward_kwargs(vars(cls)["_liger_multi_swap"])
@@ -52,7 +45,7 @@ class _Model(Patched):
     def forward_kwargs(
         swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """The keyword arguments that the forward is called with; ``arguments`` has all by name."""
+        """New keyword arguments of the forward; ``arguments`` has all arguments by name."""
         return kwargs
 
     @staticmethod
@@ -77,7 +70,7 @@ def _with_forward_kwargs(swap: Swap) -> Callable[..., Any]:
 
 
 def _ids_for_mixers(arguments: dict[str, Any]) -> Tensor | None:
-    """What mixers are told, ``(B, T)``: ids of samples, or of segments with the tree of a row."""
+    """The ids for mixers, ``(B, T)``: of samples, or of segments with the tree of the row."""
     ids, rows = sample_ids(arguments), rows_of(arguments)
     if rows is None or rows.shape[1] == 1:
         return None
@@ -88,22 +81,15 @@ def _ids_for_mixers(arguments: dict[str, Any]) -> Tensor | None:
 
 
 class PackedModel(_Model):
-    """A model that tells its mixers which sample a token belongs to, as ``seq_idx``."""
+    """A model that passes ids of samples to its mixers, as ``seq_idx``."""
 
     @staticmethod
     def forward_kwargs(
         swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Add the ids, unless there is one token a row."""
+        """Add the ids, unless rows have one token."""
         ids = _ids_for_mixers(arguments)
         return kwargs if ids is None else {**kwargs, "seq_idx": ids}
-
-
-@dataclass(frozen=True)
-class TellingSettings:
-    """The name of the inner model to which a model passes nothing."""
-
-    inner: str
 
 
 class _Telling:
@@ -118,18 +104,18 @@ class _Telling:
 
 
 class TellingModel(_Model):
-    """A model whose forward takes keyword arguments and hands them to nobody, as Mamba-2's head."""
+    """A model whose forward drops its keyword arguments, such as Mamba-2's head."""
 
     @staticmethod
     def called(swap: Swap, model: Any, arguments: dict[str, Any]) -> Any:
-        """What stands for the model in its forward: itself, where samples are not told."""
+        """The ``self`` of the forward: a proxy that passes ids on, if there are any."""
         ids = _ids_for_mixers(arguments)
-        inner = cast(TellingSettings, swap.settings).inner
+        inner = cast(str, swap.settings)
         return model if ids is None else _Telling(model, inner, ids)
 
 
 def tells(forward: Callable[..., Any], inner: str) -> bool:
-    """Whether a forward may run with another object in place of its module: it only reads it."""
+    """Whether a forward only reads attributes of ``self``, so that a proxy may replace it."""
     tree = _tree(forward)
     if tree is None:
         return False
@@ -147,19 +133,19 @@ def _is_self(node: ast.AST) -> bool:
 
 
 class SeparateModel(_Model):
-    """A model, mixers of which could not keep samples apart: rows of several samples raise."""
+    """A model that raises for packed rows, because some mixer would leak samples."""
 
     @staticmethod
     def forward_kwargs(
         swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Look for several samples; this waits for the device, where ids are given at all.
+        """Check for several samples; if there are ids, this waits for the device.
 
         Raises:
             ValueError: A row has several samples.
         """
         ids, rows = sample_ids(arguments), rows_of(arguments)
-        lacking = ", ".join(cast(Any, swap.settings).lacking)
+        lacking = ", ".join(cast("tuple[str, ...]", swap.settings))
         if rows is not None and offered(rows.shape[1], rows.shape[0]) is not None:
             raise PackingError(
                 f"{swap.stock.__name__} does not serve shared prefixes: nothing keeps branches "
@@ -179,21 +165,18 @@ class SeparateModel(_Model):
         return kwargs
 
 
-def packing(model: nn.Module) -> dict[str, Swap]:
-    """How the models in a model, by their paths, treat rows of several samples.
+def packing(facts: ModelFacts) -> dict[str, Swap]:
+    """Swaps for packed rows by path.
 
-    Those that take embeddings and have mixers tell these where samples begin, if everything that
-    mixes is served and gets keyword arguments. Else the whole model refuses such rows.
+    Modules with mixers that take embeddings pass ids on, if all mixers are patched and get keyword
+    arguments. Otherwise the whole model refuses packed rows.
     """
-    mixers = {p: _lacking(m) for p, m in model.named_modules() if mixer_calls(unpatched_class(m))}
-    if not any(isinstance(model.get_submodule(p), FusedMixer) for p in mixers):
+    if not facts.instances(FusedMixer):
         return {}
-    bases = [
-        p
-        for p, m in model.named_modules()
-        if "inputs_embeds" in inspect.signature(unpatched_class(m).forward).parameters
-        and _holds(p, mixers)
-    ]
+    model, calling = facts.root, facts.of_class(lambda own: mixer_calls(own.module_class))
+    mixers = {path: _lacking(module) for path, module in calling}
+    embedding = facts.of_class(lambda own: "inputs_embeds" in own.arguments)
+    bases = [path for path, _ in embedding if _holds(path, mixers)]
     bases = [p for p in bases if not any(q != p and _holds(p, [q]) for q in bases)]
     lacking = {name for names in mixers.values() for name in names}
     lacking |= {
@@ -207,20 +190,20 @@ def packing(model: nn.Module) -> dict[str, Swap]:
     for path, inner in (place for base in bases for place in _deaf(model, base)):
         stock = unpatched_class(model.get_submodule(path))
         if tells(stock.forward, inner):
-            telling[path] = Swap("packing", stock, TellingModel, TellingSettings(inner))
+            telling[path] = Swap("packing", stock, TellingModel, inner)
         else:
             lacking.add(stock.__name__)
     if lacking:
-        settings = PackedSettings(tuple(sorted(lacking)))
+        settings = tuple(sorted(lacking))
         return {"": Swap("packing", unpatched_class(model), SeparateModel, settings)}
     return telling | {
-        path: Swap("packing", unpatched_class(module), PackedModel, PackedSettings())
+        path: Swap("packing", unpatched_class(module), PackedModel, None)
         for path, module in ((p, model.get_submodule(p)) for p in bases)
     }
 
 
 def _convolutions(model: nn.Module, base: str) -> set[str]:
-    """Classes of modules with a convolution over tokens that is not called by a name we know."""
+    """Classes of modules with a convolution over tokens that no operator serves."""
     class_names = set()
     for path, module in model.get_submodule(base).named_modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and path:
@@ -231,7 +214,7 @@ def _convolutions(model: nn.Module, base: str) -> set[str]:
 
 
 def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
-    """Models that tell a model in them nothing of samples: paths, and names of the inner one."""
+    """Models that drop keyword arguments: paths, and the name of the model within."""
     names = base.split(".") if base else []
     outer = [(".".join(names[:n]), name) for n, name in enumerate(names)]
     modules = [(path, name, model.get_submodule(path)) for path, name in outer]
@@ -243,14 +226,14 @@ def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
 
 
 def _unmasked(model: nn.Module, bases: Iterable[str]) -> set[type]:
-    """Classes of models whose layers of attention are masked without positions."""
-    kinds = {unpatched_class(model.get_submodule(base)) for base in bases}
-    return {module_class for module_class in kinds if not _masks_by_positions(module_class.forward)}
+    """Classes of models whose attention masks do not depend on positions."""
+    classes = {unpatched_class(model.get_submodule(base)) for base in bases}
+    return {own for own in classes if not _masks_by_positions(own.forward)}
 
 
 @functools.lru_cache(maxsize=1024)
 def _masks_by_positions(forward: Callable[..., Any]) -> bool:
-    """Whether every causal mask that a forward makes is made of the positions too."""
+    """Whether a forward passes positions to every call of ``create_causal_mask``."""
     tree = _tree(forward)
     if tree is None:
         return False
@@ -281,7 +264,7 @@ def _masks_by_positions(forward: Callable[..., Any]) -> bool:
 
 
 def _lacking(module: nn.Module) -> list[str]:
-    """The functions of a mixer that get no ids of samples."""
+    """The functions of a mixer that get no ids."""
     lacking = unserved(unpatched_class(module))
     settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None
     for _, function, name, _ in mixer_calls(unpatched_class(module)):
@@ -299,7 +282,7 @@ def _holds(path: str, others: Iterable[str]) -> bool:
 
 
 def _passes_on(model: nn.Module, base: str, path: str) -> bool:
-    """Whether keyword arguments of a model reach one of its modules: every call is read."""
+    """Whether keyword arguments of a model reach one of its modules, by the source of all calls."""
     names = path.split(".")
     depth = base.count(".") + 1 if base else 0
     at = [(names[n], model.get_submodule(".".join(names[:n]))) for n in range(depth, len(names))]
@@ -316,7 +299,7 @@ def _takes_any(module: nn.Module) -> bool:
 
 
 def _tree(forward: Callable[..., Any]) -> ast.AST | None:
-    """The source of a method; None where there is none, and nobody can tell what it does."""
+    """The syntax tree of a method; None without source."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, SyntaxError):
@@ -325,9 +308,9 @@ def _tree(forward: Callable[..., Any]) -> ast.AST | None:
 
 @functools.lru_cache(maxsize=1024)
 def _hands_on(forward: Callable[..., Any], name: str) -> bool:
-    """Whether a method calls something, or what it loops over of it, with ``**kwargs``.
+    """Whether a method passes ``**kwargs`` to an attribute, its elements in a loop, or a function.
 
-    Beside such a call, one with nothing but a tensor is for what does not mix tokens.
+    Other calls of it may only have one positional argument: these do not mix tokens.
 
     Args:
         forward: The method.
@@ -343,13 +326,13 @@ def _hands_on(forward: Callable[..., Any], name: str) -> bool:
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and mentions(n.iter)]
     items = {n.id for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    mine = [
+    named = [
         call
         for call in calls
         if (isinstance(call.func, ast.Attribute) and call.func.attr == name)
         or (isinstance(call.func, ast.Name) and call.func.id in {name, *items})
     ]
-    unpacking = [call for call in mine if any(k.arg is None for k in call.keywords)]
+    unpacking = [call for call in named if any(k.arg is None for k in call.keywords)]
     return bool(unpacking) and all(
-        c in unpacking or (len(c.args) == 1 and not c.keywords) for c in mine
+        c in unpacking or (len(c.args) == 1 and not c.keywords) for c in named
     )

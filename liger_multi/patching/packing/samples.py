@@ -1,7 +1,8 @@
-"""Which sample every token of a call belongs to, as far as its arguments tell.
+"""Which sample every token of a call belongs to, from its arguments.
 
-A token that a mask hides belongs to no sample: it has the id of the token before it, so that it
-neither begins a sample nor ends one. Positions are compared from one visible token to the next.
+:func:`sample_ids` takes the arguments of a call and returns ids ``(B or 1, T)``, or None. A token
+that a mask hides gets the id of the token before it, so that it neither starts nor ends a sample.
+Positions are compared between neighboring visible tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def rows_of(arguments: Mapping[str, Any]) -> Tensor | None:
 
 
 def visible_tokens(mask: Any, tokens: int) -> Tensor | None:
-    """Which of the last tokens a mask leaves, ``(B or 1, T)`` bool; None where it hides none.
+    """Which of the last tokens a mask does not hide, ``(B or 1, T)`` bool; None if it hides none.
 
-    A mask is of all tokens so far, of queries and keys, or a dictionary of masks by kinds of
-    layers. Keys may be more than tokens: those of a cache, before the tokens or around them.
+    A mask is per token, per query and key, or a dictionary of masks by types of layers. There may
+    be more keys than tokens: those of a cache, before or around the tokens.
     """
     if isinstance(mask, Mapping):
         parts = sorted(mask.values(), key=lambda part: getattr(part, "ndim", 0) != 2)
@@ -45,9 +46,9 @@ def visible_tokens(mask: Any, tokens: int) -> Tensor | None:
 
 
 def continuing_tokens(mask: Any, tokens: int) -> Tensor | None:
-    """Which tokens see an earlier one, ``(B or 1, T)`` bool: no sample begins with them.
+    """Which tokens attend to an earlier one, ``(B or 1, T)`` bool: they start no sample.
 
-    None where the mask has no row for each token.
+    None if the mask has no row per token.
     """
     if isinstance(mask, Mapping):
         parts = [continuing_tokens(part, tokens) for part in mask.values()]
@@ -55,56 +56,56 @@ def continuing_tokens(mask: Any, tokens: int) -> Tensor | None:
         return functools.reduce(torch.logical_or, answers) if answers else None
     mask = mask.dense if isinstance(mask, KeyMask) else mask
     keys = _keys(mask, tokens) if isinstance(mask, Tensor) and mask.ndim == 4 else None
-    return None if keys is None else keys.seen.to(torch.uint8).argmax(2) < keys.own
+    return None if keys is None else keys.visible.to(torch.uint8).argmax(2) < keys.own
 
 
 FAR = -1e3
-"""Keys to which a mask adds less are hidden: people write -1e4, -1e9, the least number or -inf. A
-bias that grows with the distance leaves a token itself and its neighbors."""
+"""Largest value of a mask that hides a key; models use -1e4, -1e9, the least number or -inf. Biases
+that grow with the distance stay above it for a token itself and its neighbors."""
 
 
 class _Keys(NamedTuple):
-    """Which keys every token sees, ``(B, T, S)`` bool, and which key is its own, ``(B, T)``."""
+    """The visible keys of every token, ``(B, T, S)`` bool, and the index of its own, ``(B, T)``."""
 
-    seen: Tensor
+    visible: Tensor
     own: Tensor
 
 
 def _keys(mask: Tensor, tokens: int) -> _Keys | None:
-    """By a mask ``(B, heads, T, S)``, whose last keys are those of the tokens, or none is.
+    """The keys by a mask ``(B, heads, T, S)``; None for another shape.
 
-    Where in a cache the tokens stand is not known: there, a token that sees no key before its own
-    and no key after it stands nowhere else than the others.
+    The place of the tokens in a cache is not known. It is taken from the last visible key of each
+    token, and is the same for all tokens of a row.
     """
     if mask.shape[2] != tokens or mask.shape[3] < tokens:
         return None
-    seen = (mask > FAR if mask.is_floating_point() else mask != 0).any(1)
+    visible = (mask > FAR if mask.is_floating_point() else mask != 0).any(1)
     place = torch.arange(mask.shape[3], device=mask.device)
-    own = place[:tokens].expand(seen.shape[0], -1)
+    own = place[:tokens].expand(visible.shape[0], -1)
     if mask.shape[3] > tokens:
-        offset = torch.where(seen, place, -1).amax(-1) - own
+        offset = torch.where(visible, place, -1).amax(-1) - own
         own = (own + offset.amax(1, keepdim=True)).clamp(0, mask.shape[3] - 1)
-    return _Keys(seen, own)
+    return _Keys(visible, own)
 
 
 def _by_keys(mask: Tensor, tokens: int) -> Tensor | None:
-    """By a mask ``(B, heads, T, S)``: a token that is hidden does not see itself, or is alone.
+    """The visible tokens by a mask ``(B, heads, T, S)``.
 
-    A mask that lets every token see itself spares attention rows of nothing but hidden keys: a
-    token that sees no other one, and that no other one sees, is hidden there.
+    A hidden token does not attend to itself. In masks where every token does, which avoids empty
+    rows, a hidden token attends to no other one, and no other one attends to it.
     """
     keys = _keys(mask, tokens)
     if keys is None:
         return None
-    itself = keys.seen.gather(2, keys.own[..., None])[..., 0]
-    seeing, seen_by = keys.seen.sum(2), keys.seen.sum(1).gather(1, keys.own)
-    return itself & ((seeing > 1) | (seen_by > 1))
+    itself = keys.visible.gather(2, keys.own[..., None])[..., 0]
+    of_query, of_key = keys.visible.sum(2), keys.visible.sum(1).gather(1, keys.own)
+    return itself & ((of_query > 1) | (of_key > 1))
 
 
 def _by_last(last: Tensor) -> Tensor:
-    """By the last key that each query sees: that of a visible token is its own.
+    """The visible tokens by the last key of each query, which is a visible token's own key.
 
-    Where in a cache the tokens stand is not known; it is the same place for all of them.
+    The place of the tokens in a cache is not known, but the same for all of them.
     """
     offset = last - torch.arange(last.shape[1], device=last.device)
     return offset == offset.amax(1, keepdim=True)
@@ -122,7 +123,7 @@ def _by_ranges(mask: KeyMask, tokens: int) -> Tensor | None:
 
 
 def _by_function(mask: Any, tokens: int) -> Tensor | None:
-    """By a block mask of flex attention, whose function takes numbers of tokens."""
+    """The visible tokens by a block mask of flex attention, whose function takes token indices."""
     queries, keys = mask.seq_lengths
     if queries < tokens or keys < queries:
         return None
@@ -137,7 +138,7 @@ def _by_function(mask: Any, tokens: int) -> Tensor | None:
 
 
 class _Neighbors(NamedTuple):
-    """Numbers of the visible tokens before and after each token; -1 and T where there is none."""
+    """Indices of the visible tokens before and after each token; -1 and T if there is none."""
 
     before: Tensor
     after: Tensor
@@ -154,10 +155,11 @@ class _Neighbors(NamedTuple):
 
 
 def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Ids of the sample that every token belongs to, ``(B, T)`` or ``(1, T)``; None if not told.
+    """Ids of the samples of all tokens, ``(B, T)`` or ``(1, T)``; None if no argument tells them.
 
-    As given, or from ``cu_seq_lens_q``, or from where ``position_ids`` do not go on. Of positions
-    in three axes (images), those that are the lowest of their row in each begin a sample.
+    They come from ``seq_idx``, from ``cu_seq_lens_q``, or from ``position_ids`` that do not
+    continue. With positions in three axes (images), a token that has the row's lowest position in
+    each axis starts a sample.
     """
     numbers = _sample_numbers(arguments)
     if numbers is None:
@@ -173,7 +175,7 @@ def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
 
 
 def _beginning(begins: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Without the tokens that see an earlier one: a mask of queries and keys tells more."""
+    """Starts of samples without the tokens that attend to an earlier one, if the mask tells."""
     continuing = continuing_tokens(arguments.get("attention_mask"), begins.shape[1])
     return begins if continuing is None else begins & ~continuing
 
@@ -183,7 +185,7 @@ def _by_position(arguments: Mapping[str, Any]) -> bool:
 
 
 def _sample_numbers(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Ids as they are given, ``(B or 1, T)``, or positions, ``(B or 1, T)`` or ``(3, B, T)``."""
+    """Ids ``(B or 1, T)`` from an argument, or positions, ``(B or 1, T)`` or ``(3, B, T)``."""
     ids: Tensor | None = arguments.get("seq_idx")
     if ids is not None:
         return ids
@@ -202,7 +204,7 @@ def _ids(begins: Tensor) -> Tensor:
 
 
 def _jumps(positions: Tensor) -> Tensor:
-    """Where samples begin of which all tokens are visible."""
+    """Starts of samples by positions if all tokens are visible."""
     if positions.ndim == 3:
         return (positions == positions.amin((0, 2), keepdim=True)).all(0)
     begins = positions[:, 1:] != positions[:, :-1] + 1
@@ -210,7 +212,7 @@ def _jumps(positions: Tensor) -> Tensor:
 
 
 def _begins(numbers: Tensor, visible: Tensor, by_position: bool) -> Tensor:
-    """Where samples begin, among visible tokens: never at the first one of a row."""
+    """Starts of samples among visible tokens; the first token of a row does not count."""
     before = _Neighbors.of(visible).before
     later = visible & (before >= 0)
     if numbers.ndim == 3:
@@ -222,15 +224,15 @@ def _begins(numbers: Tensor, visible: Tensor, by_position: bool) -> Tensor:
     step = numbers - numbers.gather(1, before.clamp(min=0))
     if not by_position:
         return later & (step != 0)
-    # hidden tokens between two others may have positions of their own, all or some of them
+    # hidden tokens between two visible ones may or may not have positions of their own
     distance = torch.arange(numbers.shape[1], device=numbers.device) - before
     return later & ((step < 1) | (step > distance))
 
 
 def is_numbered(mask: Any) -> bool:
-    """Whether a mask ``(B, T)`` numbers the samples of rows, as some collators' (1, 1, 2, 2, 0) do.
+    """Whether a mask ``(B, T)`` numbers samples, such as (1, 1, 2, 2, 0) of some collators.
 
-    This waits for the device. transformers takes all numbers but 0 alike.
+    Waits for the device. transformers treats all numbers but 0 alike.
     """
     if type(mask) is not Tensor or mask.ndim != 2 or mask.dtype == torch.bool or not mask.numel():
         return False
@@ -240,10 +242,10 @@ def is_numbered(mask: Any) -> bool:
 
 
 def several(arguments: Mapping[str, Any]) -> bool:
-    """Whether a row of a call has several samples; this waits for the device.
+    """Whether a row of a call has several samples. Waits for the device.
 
-    Where positions tell, they begin again and go on from there: they may leave some out within a
-    sample, and padding has equal ones.
+    Positions tell this only if they restart and continue: samples may skip positions, and padding
+    may repeat one.
     """
     numbers = _sample_numbers(arguments)
     if numbers is None or numbers.shape[-1] < 3:
@@ -261,7 +263,7 @@ def several(arguments: Mapping[str, Any]) -> bool:
 
 
 def _again(positions: Tensor, neighbors: _Neighbors) -> Tensor:
-    """Where positions are no higher than before, and go on from there."""
+    """Where positions do not increase, and the next one continues."""
     before, after = (part.expand(len(positions), -1) for part in neighbors)
     tokens = positions.shape[1]
     earlier = positions.gather(1, before.clamp(min=0))

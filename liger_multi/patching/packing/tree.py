@@ -1,14 +1,14 @@
-"""Trees of segments in one row of tokens: which tokens precede a token on its path.
+"""Trees of segments in one row of tokens, for sequences with shared prefixes.
 
-A row holds the segments depth first: a prompt, its first answer, what follows that answer, its
-second answer. A token attends to its own segment up to itself and to its ancestors' whole segments;
-positions go on from the parent's last one. Masks, recurrences and convolutions all follow from the
-start, the length and the parent of every segment.
+A row holds segments depth first: a prompt, its first answer, the continuation of that answer, its
+second answer. A token attends to its own segment up to itself, and to all of its ancestors'
+segments. Positions continue from the end of the parent. :func:`planted` takes nested lengths and
+returns a :class:`Tree`, which has the masks, recurrences and convolutions of the row.
 
-Two variables say which tree is in force. :func:`offered` is what a caller has announced for a call
-of a model with these tokens. :func:`running` is the tree of the model's forward that is under way;
-what backward computes again has the tree in its arguments instead: in the ranges of a mask and in
-an attribute of the ids of samples.
+Two variables tell which tree is in force. :func:`offered` is the tree that a caller has announced
+for the next call of a model. :func:`running` is the tree of the running forward. Recomputation in
+backward does not depend on them: it finds the tree in the ranges of a mask, or in an attribute of
+the ids of samples.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from liger_multi.errors import PackingError
 
 Cached = TypeVar("Cached")
 MOST_RANGES = 16
-"""Ranges of keys that a query may see; a path of segments that lie apart has one for each."""
+"""Most ranges of keys of a query; a path has one per run of adjacent segments."""
 MARK = "_liger_multi_tree"
-"""Attribute of ids of samples, which are told to mixers, with the tree that they number."""
+"""Attribute of the ids of samples that mixers get, which holds their tree."""
 
 
 class Run(NamedTuple):
-    """Segments of one path that follow each other in the row: positions, and where they begin."""
+    """Adjacent segments of one path: first position, end position, and start in the row."""
 
     first: int
     last: int
@@ -42,15 +42,15 @@ class Run(NamedTuple):
 
 
 class ScanCall(NamedTuple):
-    """Segments of one level whose lengths are alike, as the rows of one call of a recurrence.
+    """Segments of one level with similar lengths: the rows of one call of a recurrence.
 
     Attributes:
-        places: Tokens in the row, ``(segments, longest)``; the first one in place of padding.
-        mask: Which of them are no padding; None where all are.
-        parents: Numbers among the states of all calls before; None for roots.
-        parent: The only one of them; None where they differ.
-        states: Whether a segment of the call has children.
-        start: The first token, where the call has all tokens from there on, row after row.
+        places: Indices of tokens in the row, ``(segments, longest)``; 0 for padding.
+        mask: Which of them are not padding; None if there is none.
+        parents: Indices of initial states among the final states of earlier calls; None for roots.
+        parent: The common index; None if they differ.
+        states: Whether final states are needed, because a segment has children.
+        start: Index of the first token if the segments are adjacent in the row; else None.
     """
 
     places: Tensor
@@ -62,12 +62,12 @@ class ScanCall(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A row with a few earlier tokens of its path in front of every segment.
+    """A row in which each segment follows the last tokens of its path, for a convolution.
 
     Attributes:
-        places: Tokens of the row, with repetitions.
-        ids: The segment that each of them is for, ``(1, N)`` int32.
-        own: Where among them the tokens of the row are.
+        places: Indices of tokens in the row, with repetitions.
+        ids: The segment of each of them, ``(1, N)`` int32.
+        own: Indices, among these, of the tokens of the row.
     """
 
     places: Tensor
@@ -77,13 +77,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Tree:
-    """The segments of a row, none of them empty; what follows the last one is padding.
+    """The segments of a row. None is empty; padding follows the last one.
 
     Attributes:
-        lengths: Tokens of every segment, depth first.
-        parents: Number of the segment before it on its path; -1 for a root.
-        ends: For every path, in order, the segment that it ends with; -1 where it has no tokens.
-        tokens: Of the row, with padding.
+        lengths: Number of tokens of every segment, depth first.
+        parents: Index of every segment's parent; -1 for a root.
+        ends: Index of the last segment of every path, in order; -1 for a path without tokens.
+        tokens: Length of the row with padding.
     """
 
     lengths: tuple[int, ...]
@@ -94,7 +94,7 @@ class Tree:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Where every segment begins in the row."""
+        """The index in the row of every segment's first token."""
         starts = [0]
         for length in self.lengths[:-1]:
             starts.append(starts[-1] + length)
@@ -110,7 +110,7 @@ class Tree:
 
     @functools.cached_property
     def levels(self) -> list[int]:
-        """Segments before each one on its path."""
+        """The depth of every segment; 0 for roots."""
         levels: list[int] = []
         for parent in self.parents:
             levels.append(levels[parent] + 1 if parent >= 0 else 0)
@@ -118,7 +118,7 @@ class Tree:
 
     @functools.cached_property
     def leaves(self) -> list[int]:
-        """Paths that go through every segment, which is how often an unshared batch has it."""
+        """The number of paths through every segment: its copies in an unshared batch."""
         leaves = [self.ends.count(number) for number in range(len(self.lengths))]
         for number in range(len(leaves) - 1, 0, -1):
             if self.parents[number] >= 0:
@@ -146,14 +146,14 @@ class Tree:
         return self.runs_without(set(), set())
 
     def runs_without(self, before: set[int], own: set[int]) -> list[tuple[Run, ...]]:
-        """Every segment's path without some of the segments before it, and some without their own.
+        """Every segment's path, without some segments.
 
         Args:
-            before: Left out of the paths that go on from them.
-            own: Left out of the paths that end with them.
+            before: Segments to leave out of the paths of their descendants.
+            own: Segments to leave out of their own paths.
         """
         runs: list[tuple[Run, ...]] = []
-        earlier: list[tuple[Run, ...]] = []  # what the path of a child begins with
+        earlier: list[tuple[Run, ...]] = []  # the start of a child's path
         for number, parent in enumerate(self.parents):
             start, offset = self.starts[number], self.offsets[number]
             run = Run(offset, offset + self.lengths[number], start)
@@ -166,7 +166,7 @@ class Tree:
         return runs
 
     def path(self, segment: int) -> list[int]:
-        """Places in the row of a segment's path, its own tokens last."""
+        """Indices in the row of the tokens of a segment's path."""
         return [
             n
             for run in self.runs[segment]
@@ -174,7 +174,7 @@ class Tree:
         ]
 
     def below(self, segment: int) -> list[int]:
-        """A segment and all that go on from it."""
+        """A segment and its descendants."""
         members = [segment]
         for number in range(segment + 1, len(self.parents)):
             if self.parents[number] in members:
@@ -187,20 +187,20 @@ class Tree:
         return max((len(runs) for runs in self.runs), default=0)
 
     def cached(self, key: object, make: Callable[[], Cached]) -> Cached:
-        """What ``make`` returns, once; also if that was in inference mode."""
+        """The cached result of ``make``, as an ordinary tensor also in inference mode."""
         if key not in self._cache:
             with torch.inference_mode(False):
                 self._cache[key] = make()
         return self._cache[key]  # type: ignore[return-value]
 
     def _on(self, device: torch.device, name: str, values: list[int]) -> Tensor:
-        """Numbers of segments on a device, copied there once."""
+        """One number per segment as a cached tensor on a device."""
         return self.cached(
             (name, device), lambda: torch.tensor(values, dtype=torch.int64, device=device)
         )
 
     def segments(self, device: torch.device) -> Tensor:
-        """The segment of every token, ``(tokens,)``; one more for padding."""
+        """The index of every token's segment, ``(tokens,)``; the number of segments for padding."""
         numbers = torch.arange(len(self.lengths) + 1)
         lengths = torch.tensor([*self.lengths, self.padding])
         return self.cached(
@@ -220,11 +220,11 @@ class Tree:
         return torch.where(self.visible(device), moved, 0)[None]
 
     def visible(self, device: torch.device) -> Tensor:
-        """Which tokens are no padding, ``(tokens,)`` bool."""
+        """Which tokens are not padding, ``(tokens,)`` bool."""
         return self.segments(device) < len(self.lengths)
 
     def weights(self, device: torch.device) -> Tensor:
-        """How often an unshared batch has every token, ``(1, tokens)`` int64; 0 for padding."""
+        """The number of paths through every token, ``(1, tokens)`` int64; 0 for padding."""
         return self._of_tokens(device, "leaves", self.leaves, 0)[None]
 
     def ids(self, device: torch.device) -> Tensor:
@@ -239,9 +239,9 @@ class Tree:
         """Ranges of keys in the row, ``(1, tokens, 2 * n)`` int32.
 
         Args:
-            by_position: Ranges of keys of a single sequence of ``longest`` tokens,
-                ``(longest, 2 or 4)``: what a token at this position sees of its path.
-            runs: What there is to see of every segment's path; all of it by default.
+            by_position: Ranges of keys of one sequence of ``longest`` tokens, ``(longest, 2 or
+                4)``: the positions on its path that a token attends to.
+            runs: The visible runs of every segment's path; all by default.
         """
         runs = self.runs if runs is None else runs
         device, width = by_position.device, max((1, *map(len, runs)))
@@ -265,21 +265,21 @@ class Tree:
     def scans(
         self, device: torch.device, equal: bool = False
     ) -> tuple[list[ScanCall], Tensor | None]:
-        """Calls of a recurrence, level by level, and where each token is among their results.
+        """Calls of a recurrence, level by level, and the index of each token among their results.
 
-        A call has segments whose lengths differ by less than a factor of two, so that padding is
-        less than half of it. The second result is None where the tokens are in order.
+        Lengths within a call differ by less than a factor of two, so that less than half of it is
+        padding. The second result is None if the tokens are in order.
 
         Args:
-            device: Of the tensors.
-            equal: Let segments with children have no padding.
+            device: Device of the tensors.
+            equal: Whether segments with children must have no padding.
         """
         return self.cached(("scans", device, equal), lambda: self._scans(device, equal))
 
     def _scans(self, device: torch.device, equal: bool) -> tuple[list[ScanCall], Tensor | None]:
         lengths, parents = [*self.lengths], [*self.parents]
         starts, levels = [*self.starts], [*self.levels]
-        if self.padding:  # a sequence by itself, like any other root
+        if self.padding:  # one more root
             lengths, parents = [*lengths, self.padding], [*parents, -1]
             starts, levels = [*starts, self.tokens - self.padding], [*levels, 0]
         calls: list[ScanCall] = []
@@ -315,7 +315,7 @@ class Tree:
         return calls, order.to(device)
 
     def window(self, device: torch.device, before: int) -> Window:
-        """Every segment after up to ``before`` tokens of its path."""
+        """The row with up to ``before`` earlier tokens of its path before every segment."""
         return self.cached(("window", device, before), lambda: self._window(device, before))
 
     def _window(self, device: torch.device, before: int) -> Window:
@@ -325,7 +325,7 @@ class Tree:
         count = 0
         for number, runs in enumerate(self.runs):
             start, length = self.starts[number], self.lengths[number]
-            joined = runs[-1].start < start  # it goes on where the parent ends
+            joined = runs[-1].start < start  # the segment follows its parent in the row
             earlier = [] if joined else _tail(runs[:-1], before)
             count += len(earlier)
             places += [
@@ -346,7 +346,7 @@ class Tree:
 
 
 def _tail(runs: tuple[Run, ...], count: int) -> list[int]:
-    """The last tokens of a path, in order."""
+    """Indices of the last ``count`` tokens of a path, in order."""
     tail: list[int] = []
     for run in reversed(runs):
         stop = run.start + run.last - run.first
@@ -355,9 +355,9 @@ def _tail(runs: tuple[Run, ...], count: int) -> list[int]:
 
 
 def _groups(lengths: list[int], levels: list[int], alone: set[int]) -> Iterator[list[int]]:
-    """Numbers of segments that one call takes: of a level, in falling order of lengths.
+    """The segments of each call: of one level, in descending order of lengths.
 
-    Those that stand in ``alone`` share a call with segments of their length only.
+    Segments in ``alone`` share a call only with others of their length.
     """
     for level in range(max(levels, default=-1) + 1):
         numbers = [n for n, own in enumerate(levels) if own == level]
@@ -376,18 +376,18 @@ def _groups(lengths: list[int], levels: list[int], alone: set[int]) -> Iterator[
 # --- trees from nested lengths ---
 
 Branch: TypeAlias = "tuple[int, list[Branch]]"
-"""The tokens of a segment, and what follows it."""
+"""The number of tokens of a segment, and its children."""
 
 
 class Node(NamedTuple):
     """A branch in the row, which may be empty.
 
     Attributes:
-        start: Where its tokens begin in the row.
-        length: How many it has.
-        before: The place of the token before it on its path; -1 where there is none.
-        root: The number of its tree.
-        leaf: Whether nothing follows it.
+        start: Index of its first token.
+        length: Number of its tokens.
+        before: Index of the preceding token on its path; -1 if there is none.
+        root: Index of its tree.
+        leaf: Whether it has no children.
     """
 
     start: int
@@ -398,19 +398,19 @@ class Node(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The place of the last token of its path."""
+        """Index of the last token of its path."""
         return self.start + self.length - 1 if self.length else self.before
 
 
 def planted(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, list[Node]]:
-    """Trees one after another in a row, and every branch of them, depth first.
+    """The tree of a row with several roots, and all branches depth first.
 
-    A branch that alone follows another one, whose tokens end no path, is part of its segment: a
-    tree with one path is one segment.
+    An only child is joined with its parent, unless a path ends there: a tree with one path is one
+    segment.
 
     Args:
         roots: The trees.
-        tokens: Of the row; as many as there are by default.
+        tokens: Length of the row; without padding by default.
     """
     nodes: list[Node] = []
     count = 0
@@ -447,7 +447,7 @@ def tree_of(ids: Tensor | None) -> Tree | None:
 
 @dataclass
 class Offer:
-    """A tree that a caller announces, and the model that took it."""
+    """A tree that a caller announces for calls of models, and the model that has used it."""
 
     tree: Tree
     once: bool = False
@@ -456,7 +456,7 @@ class Offer:
 
 @dataclass
 class Forward:
-    """A forward whose layers follow a tree, and whether any of them asked for it."""
+    """A running forward with a tree, and whether any of its layers has read the tree."""
 
     tree: Tree | None
     asked: bool = False
@@ -467,10 +467,10 @@ _running: ContextVar[Forward | None] = ContextVar("liger_multi_tree_running", de
 
 
 def running(tokens: int, rows: int) -> Tree | None:
-    """The tree of the forward that is under way, if it has so many tokens.
+    """The tree of the running forward, if rows and tokens match.
 
-    A compiled graph has none: a whole model that is compiled does not follow trees, and whoever
-    called it sees that nobody asked.
+    None in compiled graphs: a model that is compiled as a whole does not read the tree, which
+    raises after its call.
     """
     forward = None if torch.compiler.is_compiling() else _running.get()
     if forward is None or forward.tree is None or (rows, tokens) != (1, forward.tree.tokens):
@@ -480,7 +480,7 @@ def running(tokens: int, rows: int) -> Tree | None:
 
 
 def offered(tokens: int, rows: int) -> Offer | None:
-    """What a caller announced for a call with so many tokens in so many rows."""
+    """The announced tree, if rows and tokens match; None within a forward with a tree."""
     announced = None if torch.compiler.is_compiling() else _offered.get()
     if announced is None or _running.get() is not None:
         return None
@@ -488,10 +488,10 @@ def offered(tokens: int, rows: int) -> Offer | None:
 
 
 def check_other_rows(model: nn.Module, rows: Tensor) -> None:
-    """Refuse the rows that generation goes on with, which would attend to all branches.
+    """Refuse rows of another shape, as in generation, which would attend to all branches.
 
     Raises:
-        PackingError: The model took the tree that is announced, and got rows of another shape.
+        PackingError: The model has used the announced tree, and got rows of another shape.
     """
     announced = _offered.get()
     if announced is None or announced.taken_by is not model or _running.get() is not None:
@@ -506,7 +506,7 @@ def check_other_rows(model: nn.Module, rows: Tensor) -> None:
 
 @contextlib.contextmanager
 def offer(tree: Tree, *, once: bool = False) -> Iterator[Offer]:
-    """Announce a tree for the calls of models within."""
+    """Announce a tree for calls of models within a block."""
     announced = Offer(tree, once)
     token = _offered.set(announced)
     try:
@@ -517,7 +517,7 @@ def offer(tree: Tree, *, once: bool = False) -> Iterator[Offer]:
 
 @contextlib.contextmanager
 def run(tree: Tree | None) -> Iterator[Forward]:
-    """Let the layers of a forward follow a tree."""
+    """Set the tree of the running forward within a block."""
     forward = Forward(tree)
     token = _running.set(forward)
     try:
@@ -528,26 +528,23 @@ def run(tree: Tree | None) -> Iterator[Forward]:
 
 # --- attention of a row of trees as a few calls without ranges of keys ---
 
-# All that follows a segment sees all of it, and stands behind it in one piece: a block of queries
-# by keys without a mask. Every segment sees itself causally; segments of one length behind each
-# other are a batch. Kernels for plain masks are faster than those for ranges, so large blocks are
-# calls by themselves, and ranges say what is left.
+# The descendants of a segment follow it in the row without gaps, and attend to all of it: a block
+# of queries and keys without a mask (a rectangle). Each segment attends to itself causally (a
+# square); adjacent segments of equal length form a batch. Kernels without ranges are faster, so
+# large blocks are separate calls, and one call with ranges covers the rest.
 
 Sizes = tuple[int, int, int, int, int, bool]
-"""Of a ``Block`` of the reference, in order."""
+"""The fields of a ``Block`` of the reference."""
 
 LEAST_PAIRS = 2**20
-"""Queries by keys that are worth a call; with 16 heads of 128, some 20 us of an H100's work."""
+"""Least query-key pairs of a separate call; for 16 heads of 128, about 20 us on an H100."""
 MOST_BLOCKS = 32
 FEW_BATCHES = 4
-"""Batches of squares that are calls whatever their size, so that nothing is left for ranges."""
+"""Up to so many batches of squares are separate calls of any size, if nothing else is left."""
 
 
 def causal_ranges(tree: Tree, device: torch.device) -> Tensor:
-    """Ranges of keys ``(1, tokens, 2 n)`` under a causal mask, with the blocks of the tree.
-
-    They are made once for a tree and a device.
-    """
+    """Ranges of keys ``(1, tokens, 2 n)`` under a causal mask, with blocks; cached per device."""
     return tree.cached(("causal", device), lambda: _causal_ranges(tree, device))
 
 
@@ -557,21 +554,21 @@ def _causal_ranges(tree: Tree, device: torch.device) -> Tensor:
     end = torch.arange(1, tree.longest + 1, device=device, dtype=torch.int32)
     by_position = torch.stack([torch.zeros_like(end), end], -1)
     ranges = tree.ranges(by_position)
-    seen_whole, seen_by_itself = _large(tree)
-    if not seen_whole:
+    rectangles_of, squares_of = _large(tree)
+    if not rectangles_of:
         return ranges
-    squares = _squares(tree, seen_by_itself)
+    squares = _squares(tree, squares_of)
     rectangles = _rectangles(tree)
-    calls = [Block(*sizes) for sizes in (*squares, *(rectangles[n] for n in seen_whole))]
+    calls = [Block(*sizes) for sizes in (*squares, *(rectangles[n] for n in rectangles_of))]
     rest = None
-    if len(seen_by_itself) < len(tree.lengths) or len(seen_whole) < len(rectangles):
-        rest = tree.ranges(by_position, tree.runs_without(set(seen_whole), seen_by_itself))
+    if len(squares_of) < len(tree.lengths) or len(rectangles_of) < len(rectangles):
+        rest = tree.ranges(by_position, tree.runs_without(set(rectangles_of), squares_of))
     setattr(ranges, BLOCKS, Blocks(tuple(calls), rest))
     return ranges
 
 
 def _large(tree: Tree) -> tuple[list[int], set[int]]:
-    """Segments that are seen by blocks: by all that follow, and by themselves."""
+    """Segments with a separate rectangle, and segments with a separate square."""
     pairs = {n: sizes[3] * sizes[4] for n, sizes in _rectangles(tree).items()}
     whole = [n for n in sorted(pairs, key=lambda n: -pairs[n]) if pairs[n] >= LEAST_PAIRS]
     batches = list(_batches(tree))
@@ -582,7 +579,7 @@ def _large(tree: Tree) -> tuple[list[int], set[int]]:
 
 
 def _rectangles(tree: Tree) -> dict[int, Sizes]:
-    """By segment, the queries that follow it by its keys."""
+    """The rectangle of every segment that has descendants."""
     queries = [0] * len(tree.lengths)
     for number in reversed(range(len(queries))):
         if tree.parents[number] >= 0:
@@ -592,7 +589,7 @@ def _rectangles(tree: Tree) -> dict[int, Sizes]:
 
 
 def _batches(tree: Tree) -> Iterator[list[int]]:
-    """Segments of one length behind each other."""
+    """Groups of adjacent segments of equal length."""
     batch: list[int] = []
     for number, length in enumerate(tree.lengths):
         if batch and tree.lengths[batch[0]] != length:

@@ -1,14 +1,16 @@
-"""Whether a model keeps the samples of a packed row apart, found out by running it.
+"""Test whether a model keeps the samples of a packed row apart, by running it.
 
-A row of two short samples goes through the model with the kinds of arguments that a call has, again
-with other tokens in one of the samples, and each sample by itself. What comes out for a sample is
-to be the same every time. So nothing needs to be known of a model: masks, caches, convolutions and
-recurrences are all seen. The tokens are made up and the same on every device, so ranks that call a
-sharded model together also try it together.
+:func:`trial` takes a model and the arguments of a call, and returns a :class:`Verdict`. It runs the
+model on a row of two short samples, with arguments of the same form. It runs again with other
+tokens in one sample, and with each sample alone. The outputs of a sample must be the same each
+time. So a trial covers masks, caches, convolutions and recurrences without knowing the model.
 
-Routers may add noise in training. The same random numbers make the same noise for a row of the same
-length, but not for a sample by itself, so that such a model is tried by rows alone. One that gives
-something else whenever it runs, as a layer that counts its calls may, cannot be tried.
+Token ids are synthetic and equal on every device. So all ranks of a sharded model run the same
+trial.
+
+Routers may add noise in training. Equal seeds give equal noise for rows of one length only, so
+such a model is not compared with single samples. A model whose output changes from run to run, such
+as one with a layer that counts its calls, cannot be tried.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from liger_multi._torch_private import Dropouts
 from liger_multi.errors import summary
 from liger_multi.patching.evidence.probe import own_copies
 from liger_multi.patching.evidence.reached import is_plain
+from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.packing.samples import is_numbered
 
 Arguments: TypeAlias = dict[str, Any]
 TOKENS = 64  # of a trial, where a model has as many positions
-COARSE, FINE = 1e-2, 1e-4  # changes that rounding explains, in 16 bits and in more
-ALONE = 10  # times as much, where GEMMs have other sizes
-SHIFT = 7  # from one made-up token to another
+COARSE, FINE = 1e-2, 1e-4  # largest relative rounding errors, in 16 bits and in fp32
+ALONE = 10  # factor on these between a row and a single sample, whose GEMMs have other sizes
+SHIFT = 7  # from a token id to another one
 
 # --- the row of a trial ---
 
@@ -48,10 +51,10 @@ class Row:
     """Two samples in a row.
 
     Attributes:
-        tokens: Of both.
-        first: Of the first one.
-        device: Where the model is called.
-        vocabulary: Ids that stand for text.
+        tokens: Length of the row.
+        first: Length of the first sample.
+        device: Device of the model's inputs.
+        vocabulary: Token ids without special ones.
     """
 
     tokens: int
@@ -60,27 +63,27 @@ class Row:
     vocabulary: tuple[int, ...]
 
     def ids(self, first: int = 0, second: int = 0) -> Tensor:
-        """Made-up ids ``(1, tokens)``, moved on by a number in each of the samples."""
-        many = len(self.vocabulary)
-        moved = [first] * self.first + [second] * (self.tokens - self.first)
-        token_ids = [self.vocabulary[(7 * i * i + 3 * i + by) % many] for i, by in enumerate(moved)]
+        """Synthetic ids ``(1, tokens)``, with an offset for each of the samples."""
+        offsets = [first] * self.first + [second] * (self.tokens - self.first)
+        places = [7 * i * i + 3 * i + offset for i, offset in enumerate(offsets)]
+        token_ids = [self.vocabulary[place % len(self.vocabulary)] for place in places]
         return torch.tensor([token_ids], device=self.device)
 
     def samples(self) -> Tensor:
-        """The sample of every token, ``(1, tokens)``."""
+        """The number of every token's sample, ``(1, tokens)``."""
         return (torch.arange(self.tokens, device=self.device) >= self.first).long()[None]
 
     def positions(self) -> Tensor:
-        """Positions that begin again, ``(1, tokens)``."""
+        """Positions that restart with each sample, ``(1, tokens)``."""
         place = torch.arange(self.tokens, device=self.device)
         return torch.where(place < self.first, place, place - self.first)[None]
 
     def ends(self) -> Tensor:
-        """Where samples begin and end."""
+        """Cumulative lengths of the samples, from 0."""
         return torch.tensor([0, self.first, self.tokens], device=self.device, dtype=torch.int32)
 
     def mask(self, dtype: torch.dtype, causal: bool = True) -> Tensor:
-        """A mask ``(1, 1, tokens, tokens)`` that hides the other sample, and what comes later."""
+        """A mask ``(1, 1, tokens, tokens)`` that hides the other sample, and later tokens."""
         samples = self.samples()
         visible = (samples[:, :, None] == samples[:, None])[:, None]
         visible = visible.tril() if causal else visible
@@ -89,7 +92,7 @@ class Row:
 
 
 def row_of(model: Any, called_with: Mapping[str, Any], rows: Tensor) -> Row:
-    """The row for a call with ``input_ids`` or ``inputs_embeds`` as ``rows``."""
+    """The row of a trial, for a call with ``rows`` as ``input_ids`` or ``inputs_embeds``."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
     tokens = min(TOKENS, positions) if isinstance(positions, int) and positions > 2 else TOKENS
     configs = [c for c in (getattr(model, "config", None), text_config(model)) if c is not None]
@@ -101,12 +104,12 @@ def row_of(model: Any, called_with: Mapping[str, Any], rows: Tensor) -> Row:
     }
     most = _vocabulary(model, called_with)
     text = tuple(i for i in range(min(most, 512)) if i not in special) or (0,)
-    first = tokens // 2 + tokens // 8 + 1  # 41 of 64: at no border that a model may have
+    first = tokens // 2 + tokens // 8 + 1  # 41 of 64: no multiple of a block of a model
     return Row(tokens, min(first, tokens - 1), rows.device, text)
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of what reads text, or None."""
+    """The configuration of a model's text part, or None."""
     get = getattr(getattr(model, "config", None), "get_text_config", None)
     return get() if callable(get) else None
 
@@ -126,16 +129,16 @@ DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "lo
 
 
 def arguments_of(called_with: Mapping[str, Any], row: Row, rows: Tensor) -> Arguments:
-    """The arguments of a call, for the row: tensors anew, numbers and texts, and no objects.
+    """The arguments of a call in the form of the row: new tensors, and numbers and strings.
 
-    A cache, or whatever else a model may write to, belongs to the caller.
+    Objects are left out: a cache, for example, belongs to the caller, and the model writes to it.
     """
     arguments: Arguments = {"return_dict": True}
     for name, value in called_with.items():
         if name in DROPPED or value is None:
             continue
-        if name in _ANEW and isinstance(value, (Tensor, int)):
-            arguments[name] = _ANEW[name](row, value)
+        if name in _NEW and isinstance(value, (Tensor, int)):
+            arguments[name] = _NEW[name](row, value)
         elif is_plain(value):
             arguments[name] = value
         elif isinstance(value, Tensor) and value.shape[:2] == rows.shape[:2]:
@@ -144,7 +147,7 @@ def arguments_of(called_with: Mapping[str, Any], row: Row, rows: Tensor) -> Argu
 
 
 def left_out(called_with: Mapping[str, Any]) -> list[str]:
-    """Objects of a call that no trial touches, as nobody knows what a model would do to them."""
+    """Objects among the arguments, which a trial does not pass since a model may change them."""
     return sorted(
         f"{name} ({type(value).__name__})"
         for name, value in called_with.items()
@@ -162,7 +165,7 @@ def _mask(row: Row, value: Tensor) -> Tensor:
     return ones + row.samples().to(value.dtype) if is_numbered(value) else ones
 
 
-_ANEW: dict[str, Callable[[Row, Any], Any]] = {
+_NEW: dict[str, Callable[[Row, Any], Any]] = {
     "position_ids": _positions,
     "seq_idx": lambda row, value: row.samples().to(value.dtype),
     "cu_seq_lens_q": lambda row, value: row.ends().to(value.dtype),
@@ -172,58 +175,46 @@ _ANEW: dict[str, Callable[[Row, Any], Any]] = {
     "attention_mask": _mask,
 }
 
-# --- what to pass instead ---
+# --- arguments that may keep samples apart ---
 
-
-def _no_cache(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**arguments, "use_cache": False}
-
-
-def _no_mask(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {name: value for name, value in arguments.items() if name != "attention_mask"}
-
-
-def _with_positions(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**arguments, "position_ids": row.positions()}
-
-
-def _four_rows(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**arguments, "position_ids": row.positions().expand(4, -1, -1)}
-
-
-def _lengths(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    ends = {"cu_seq_lens_q": row.ends(), "cu_seq_lens_k": row.ends()}
-    most = {"max_length_q": row.first, "max_length_k": row.first}
-    return {**arguments, **ends, **most, "seq_idx": row.samples().int()}
-
-
-def _block_mask(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**arguments, "attention_mask": row.mask(dtype)}
-
-
-def _open_mask(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**arguments, "attention_mask": row.mask(dtype, causal=False)}
-
-
-Remedy: TypeAlias = tuple[str, Callable[[Arguments, Row, torch.dtype], Arguments]]
+Remedy: TypeAlias = tuple[str, Callable[[Row, torch.dtype], Arguments]]
 REMEDIES: tuple[Remedy, ...] = (
-    ("use_cache=False", _no_cache),
-    ("no attention_mask", _no_mask),
-    ("position_ids of shape (B, T) that begin again with every sample", _with_positions),
-    ("position_ids of shape (4, B, T), the positions of text first", _four_rows),
-    ("cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx", _lengths),
-    ("an attention_mask of shape (B, 1, T, T) that hides other samples", _block_mask),
-    ("an attention_mask of shape (B, 1, T, T) that hides other samples", _open_mask),
+    ("use_cache=False", lambda row, dtype: {"use_cache": False}),
+    ("no attention_mask", lambda row, dtype: {"attention_mask": None}),
+    (
+        "position_ids of shape (B, T) that begin again with every sample",
+        lambda row, dtype: {"position_ids": row.positions()},
+    ),
+    (
+        "position_ids of shape (4, B, T), the positions of text first",
+        lambda row, dtype: {"position_ids": row.positions().expand(4, -1, -1)},
+    ),
+    (
+        "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx",
+        lambda row, dtype: {
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), row.ends()),
+            **dict.fromkeys(("max_length_q", "max_length_k"), row.first),
+            "seq_idx": row.samples().int(),
+        },
+    ),
+    (
+        "an attention_mask of shape (B, 1, T, T) that hides other samples",
+        lambda row, dtype: {"attention_mask": row.mask(dtype)},
+    ),
+    (
+        "an attention_mask of shape (B, 1, T, T) that hides other samples",  # for encoders
+        lambda row, dtype: {"attention_mask": row.mask(dtype, causal=False)},
+    ),
 )
-"""What may keep samples apart where a call does not, the least trouble first."""
+"""Arguments by their description, the simplest first; None leaves an argument out."""
 
 
 def _choices() -> Iterator[Sequence[Remedy]]:
-    """One of them, then two, then three; a mask of one's own after all others."""
-    *others, causal, free = REMEDIES
-    for many in (1, 2, 3):
-        yield from itertools.combinations(others, many)
-    for mask in (causal, free):  # the second one is for encoders
+    """One remedy, then two, then three; masks of queries and keys come last."""
+    *others, causal, bidirectional = REMEDIES
+    for count in (1, 2, 3):
+        yield from itertools.combinations(others, count)
+    for mask in (causal, bidirectional):
         yield from ((mask,), (others[0], mask))
 
 
@@ -232,13 +223,13 @@ def _choices() -> Iterator[Sequence[Remedy]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
-        change: Of what comes out for a sample, relative to its size, where the other one's tokens
-            are changed, or where it is by itself; 0 where rounding explains it.
-        remedy: What was tried in place of the arguments and keeps samples apart; empty: nothing.
-        untried: Why there was no trial; the others then say nothing.
+        change: Largest relative change of a sample's outputs, with other tokens in the other sample
+            or without that sample; 0 if rounding explains it.
+        remedy: Arguments that were tried and keep samples apart; empty if there are none.
+        untried: Why there was no trial; the other values then mean nothing.
     """
 
     change: float = 0.0
@@ -249,10 +240,10 @@ class Verdict:
 def trial(
     model: nn.Module, forward: Callable[..., Any], called_with: Mapping[str, Any], rows: Tensor
 ) -> Verdict:
-    """Try a model with the arguments of a call, and others if these do not keep samples apart.
+    """Try a model with the arguments of a call, and with others if these mix samples.
 
-    The model, its buffers and attributes, and the states of random numbers are afterwards what
-    they were; hooks of users are not called.
+    The model, its buffers and attributes, and the states of generators are restored. Hooks of users
+    are not called.
     """
     row = row_of(model, called_with, rows)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -276,9 +267,10 @@ def trial(
         if objects := left_out(called_with):
             return Verdict(untried=f"a trial hands over no objects, got {', '.join(objects)}")
         for chosen in _choices():
-            other = arguments
+            other = dict(arguments)
             for _, remedy in chosen:
-                other = remedy(other, row, dtype)
+                other |= remedy(row, dtype)
+            other = {name: value for name, value in other.items() if value is not None}
             with contextlib.suppress(Exception):
                 if not tried.change(other):
                     return Verdict(change, tuple(text for text, _ in chosen))
@@ -286,12 +278,12 @@ def trial(
 
 
 def checkpoints(model: nn.Module) -> bool:
-    """Whether layers of a model are computed again for backward, which turns its cache off."""
+    """Whether a model uses activation checkpointing, which disables its cache."""
     return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
 def is_coarse(model: nn.Module, device: torch.device) -> bool:
-    """Whether anything is computed in 16 bits or fewer, or by GEMMs that round to so many."""
+    """Whether something is computed in 16 bits or fewer, or by GEMMs with such inputs."""
     small = any(p.dtype.itemsize < 4 for p in model.parameters())
     rounded = device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
     return small or rounded or torch.is_autocast_enabled(device.type)
@@ -302,11 +294,11 @@ class Trial:
     """Runs of a row.
 
     Attributes:
-        forward: Of the model.
-        row: Two samples.
-        embeds: What stands in place of ids, ``(1, tokens, ...)``, if anything.
-        coarse: Whether rounding may choose other experts for a few tokens.
-        noisy: Whether random numbers are part of what comes out.
+        forward: The forward of the model.
+        row: The row.
+        embeds: Embeddings in place of ids, ``(1, tokens, ...)``; None if there are ids.
+        coarse: Whether rounding may select other experts for a few tokens.
+        noisy: Whether outputs depend on random numbers.
     """
 
     forward: Callable[..., Any]
@@ -316,23 +308,23 @@ class Trial:
     noisy: bool = False
 
     def change(self, arguments: Arguments) -> float:
-        """How much a sample differs with its surroundings, relative to its size; 0: by rounding."""
+        """The largest relative change of a sample with its surroundings; 0 if that is rounding."""
         plain = self._run(arguments)
         parts = (slice(None, self.row.first), slice(self.row.first, None))
         limit, change = COARSE if self.coarse else FINE, 0.0
-        for mine, theirs, moved in zip(parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True):
-            other = self._run(arguments, *moved)
-            changes = relative(plain[mine], other[mine])
+        for same, moved, offsets in zip(parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True):
+            other = self._run(arguments, *offsets)
+            changes = relative(plain[same], other[same])
             change = max(change, above(float(changes.max()), limit))
             for of_both, part, by in (
-                () if self.noisy else ((plain, mine, 0), (other, theirs, SHIFT))
+                () if self.noisy else ((plain, same, 0), (other, moved, SHIFT))
             ):
                 changes = relative(of_both[part], self._alone(arguments, part, by))
                 change = max(change, above(self._most(changes), ALONE * limit))
         return change
 
     def varies(self, arguments: Arguments, seed: int) -> bool:
-        """Whether a second run of the same tokens gives something else, with random numbers so."""
+        """Whether a second run of the same tokens, with this seed, has other outputs."""
         changes = relative(self._run(arguments), self._run(arguments, seed=seed))
         return above(self._most(changes), COARSE if self.coarse else FINE) > 0
 
@@ -342,18 +334,18 @@ class Trial:
     def _run(
         self, arguments: Arguments, first: int = 0, second: int = 0, *, seed: int = 0
     ) -> Tensor:
-        """What comes out for every token, with the tokens of a sample moved on."""
+        """The outputs of every token, with an offset of the tokens of each sample."""
         torch.manual_seed(seed)
         return per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
     def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
-        """The same for the tokens of one sample, which nothing stands beside."""
-        unchanged = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
+        """The same for one sample without the other."""
+        unchanged = {n: v for n, v in arguments.items() if n not in _NEW} | self._rows(by, by)
         kwargs = {
             n: v[:, part] if isinstance(v, Tensor) and v.shape[:2] == (1, self.row.tokens) else v
             for n, v in unchanged.items()
         }
-        kwargs["use_cache"] = False  # and the positions that the model makes itself
+        kwargs["use_cache"] = False  # positions are the model's own
         torch.manual_seed(0)
         tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
         return per_token(self.forward(**kwargs), tokens)
@@ -366,7 +358,7 @@ class Trial:
 
 
 def above(change: float, limit: float) -> float:
-    """A change that rounding does not explain, or 0.
+    """``change`` if it is larger than rounding errors, else 0.
 
     Raises:
         ValueError: It is not finite.
@@ -377,10 +369,10 @@ def above(change: float, limit: float) -> float:
 
 
 def per_token(output: Any, tokens: int) -> Tensor:
-    """What a model gives for every token of a row: logits, or hidden states.
+    """Logits, or hidden states, of every token of a row.
 
     Raises:
-        ValueError: It gives neither.
+        ValueError: The output has neither.
     """
     for name in ("logits", "last_hidden_state"):
         tensor = getattr(output, name, None)
@@ -390,15 +382,15 @@ def per_token(output: Any, tokens: int) -> Tensor:
 
 
 def relative(plain: Tensor, other: Tensor) -> Tensor:
-    """Changes of tokens, relative to the size of their numbers."""
+    """The change of every token's outputs, relative to their norm."""
     size = plain.norm(dim=-1).clamp_min(1e-30)
     return (other - plain).norm(dim=-1) / size  # type: ignore[no-any-return]
 
 
-# --- a model that is left as it was ---
+# --- restoring a model ---
 
-LIBRARIES = ("torch", "accelerate", "deepspeed", "peft", "transformers", "liger_multi")
-"""Packages whose hooks are part of how a model runs."""
+LIBRARIES = ("torch.", "accelerate.", "deepspeed.", "peft.", "transformers.", "liger_multi.")
+"""Packages whose hooks stay in place; hooks of users are removed during a trial."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -407,10 +399,9 @@ _CHUNK, SHORT = "attention_chunk_size", 8
 
 @contextlib.contextmanager
 def short_chunks(model: nn.Module) -> Iterator[None]:
-    """Chunks of attention that the tokens of a trial fill, in copies of the configurations.
+    """Copies of the configurations with chunks of attention that are shorter than a sample.
 
-    transformers 5.0 counts them from the beginning of the row, so that they end within a sample
-    where they would not if it were by itself.
+    transformers 5.0 counts chunks from the start of the row, which mixes packed samples.
     """
     configs = (getattr(model, "config", None), text_config(model))
     chunked = {id(c): c for c in configs if isinstance(getattr(c, _CHUNK, None), int)}
@@ -421,11 +412,11 @@ def short_chunks(model: nn.Module) -> Iterator[None]:
     tables = [vars(module) for module in model.modules()]
     before = [(table, table["config"]) for table in tables if table.get("config") is not None]
     try:
-        with contextlib.suppress(Exception):  # of configurations that nobody can copy
+        with contextlib.suppress(Exception):  # configurations that cannot be copied
             for table, config in before:
                 table["config"] = copy.deepcopy(config, memo)
             for config in chunked.values():
-                own = copy.deepcopy(config, memo)  # what the modules have, if one of them has it
+                own = copy.deepcopy(config, memo)  # the copy that modules have, if any has it
                 vars(own)[_CHUNK] = min(getattr(config, _CHUNK), SHORT)
         yield
     finally:
@@ -435,10 +426,10 @@ def short_chunks(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """No dropout, warnings or hooks of users within; all is as it was afterwards.
+    """Disable dropout, warnings and hooks of users within a block; then restore the model.
 
-    There are gradients where layers are checkpointed: since transformers 5.24, these run without a
-    cache only if there are.
+    Gradients are on if layers are checkpointed: since transformers 5.24, these run without a cache
+    only then.
     """
     grad = torch.is_grad_enabled() and checkpoints(model)
     token = _trying.set(True)
@@ -458,12 +449,12 @@ _trying: ContextVar[bool] = ContextVar("liger_multi_trying", default=False)
 
 
 def trying() -> bool:
-    """Whether a model runs with made-up tokens, of which nobody is to keep anything."""
+    """Whether a trial is running, whose outputs must not be recorded or cached."""
     return _trying.get()
 
 
 class _StateOfProcess:
-    """State that threads share: the first trial that runs sets it, the last one puts it back."""
+    """Settings of the process: the first running trial sets them, the last one restores them."""
 
     def __init__(self) -> None:
         self.lock, self.trials, self.kept = threading.Lock(), 0, contextlib.ExitStack()
@@ -475,7 +466,7 @@ class _StateOfProcess:
                     stack.enter_context(warnings.catch_warnings())
                     warnings.simplefilter("ignore")
                     stack.enter_context(_random_numbers())
-                    # other lengths would count as recompilations of parts that are compiled
+                    # rows of other lengths would recompile compiled parts
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                     self.kept = stack.pop_all()
             self.trials += 1
@@ -514,7 +505,7 @@ def _random_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_cached_casts() -> Iterator[None]:
-    """Autocast keeps casts of weights, and those made without gradients would serve with them."""
+    """Disable autocast's cache of weights: casts from a trial have no gradients."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -525,9 +516,9 @@ def _no_cached_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attributes(model: nn.Module) -> Iterator[None]:
-    """Buffers and attributes of all modules come back; hooks of users are set aside.
+    """Restore buffers and attributes of all modules after a block, in which users' hooks are off.
 
-    What the model would write to within is a copy: lists, caches and tensors among attributes.
+    Lists, caches and tensors among the attributes are copies within the block.
     """
     modules = list(model.modules())
     buffers = [(b, b.clone()) for b in model.buffers() if b.device.type != "meta"]
@@ -535,7 +526,9 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     hooks = [(vars(m), {k: vars(m)[k] for k in _HOOKS}) for m in modules]
     for table, tables_by_name in hooks:
         for hook_table, every in tables_by_name.items():
-            table[hook_table] = type(every)((k, h) for k, h in every.items() if _of_library(h))
+            table[hook_table] = type(every)(
+                (k, h) for k, h in every.items() if is_infrastructure(h, LIBRARIES)
+            )
     for module in modules:
         vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
     memo: dict[int, Any] = {}
@@ -554,11 +547,6 @@ def _attributes(model: nn.Module) -> Iterator[None]:
 
 
 def _dropout_rates(module: nn.Module) -> list[str]:
-    """Attributes of a module that are rates of dropout, which would differ between runs."""
+    """Attributes of a module that are dropout rates."""
     rates = [n for n, v in vars(module).items() if "drop" in n and isinstance(v, float)]
     return [*rates, "p"] if isinstance(module, Dropouts) else rates
-
-
-def _of_library(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
