@@ -156,11 +156,19 @@ def _ranks_of_call(group_of_call: Callable[[], Any]) -> shards.Ranks | None:
     return None if group is None else _ranks(group)
 
 
-def shard_on_meta(model: nn.Module, size: int) -> nn.Module:
-    """A model on the meta device as it is on the first of some ranks, for estimates of memory."""
+def shard_on_meta(
+    model: nn.Module, size: int, sent: Callable[[int], None] | None = None
+) -> nn.Module:
+    """A model on the meta device as it is on the first of some ranks, for estimates of memory.
+
+    Args:
+        model: Patched.
+        size: How many ranks there are.
+        sent: Called with the bytes of every exchange, of which a rank keeps ``1 / size``.
+    """
     register_attention()
     cast(Any, model).set_attn_implementation(NAME)
-    return shard_sequence(model, shards.Ranks(None, size, 0), check=False)
+    return shard_sequence(model, shards.Ranks(sent, size, 0), check=False)
 
 
 def unshard_sequence(model: nn.Module) -> nn.Module:
@@ -346,12 +354,12 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
     if ranks is None or sharded.shares:
         return None
     labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
-    headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
-    whole = headed and not (labeled and model.training)
+    whole = not (labeled and model.training)
     if isinstance(output, tuple):
         values = list(output)
         has_loss = isinstance(values[0], Tensor) and values[0].ndim == 0
-        if whole:
+        headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
+        if whole and headed:  # else they are hidden states
             values[has_loss] = _whole_rows(values[has_loss], sharded.tokens, ranks)
         return (*(shards.total(x, ranks) for x in values[:has_loss]), *values[has_loss:])
     if whole and isinstance(getattr(output, "logits", None), Tensor):
@@ -451,8 +459,10 @@ def _share(
             spare = new[name][:, -1:].expand(-1, padding, *new[name].shape[2:])
             new[name] = ranks.share(torch.cat([new[name], spare], 1), 1)
     if "position_ids" in names:
-        places = torch.arange(row.tokens, device=rows.device)[None]
-        places = places if positions is None else _continued(positions, padding)
+        if positions is None:
+            places = _places(base, arguments, padding)
+        else:
+            places = _continued(positions, padding)
         new["position_ids"] = ranks.share(places, -1)
     if mask is not None:
         new["attention_mask"] = ranks.share(F.pad(mask, (0, padding)), 1)
@@ -465,6 +475,22 @@ def _share(
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
     return row, new
+
+
+def _places(base: nn.Module, arguments: dict[str, Any], padding: int) -> Tensor:
+    """Positions of whole rows where the caller has none; RoBERTa counts tokens without padding."""
+    rows = rows_of(arguments)
+    assert rows is not None
+    places = torch.arange(rows.shape[1] + padding, device=rows.device)[None]
+    name = "create_position_ids_from_input_ids"
+    numbering: Any = next((m for m in base.modules() if hasattr(m, name)), None)
+    if numbering is None:
+        return places
+    first: int = numbering.padding_idx + 1
+    if rows.ndim > 2:  # embeddings
+        return places + first
+    spare = rows[:, -1:].expand(-1, padding)
+    return cast(Tensor, getattr(numbering, name)(torch.cat([rows, spare], 1), first - 1))
 
 
 def _given_share(
@@ -613,5 +639,9 @@ def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
 
 def _result(output: Any) -> Tensor:
     """Logits or hidden states of every token, as numbers."""
-    value = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    value = getattr(output, "logits", getattr(output, "last_hidden_state", None))
+    if value is None:
+        raise PatchError(
+            f"shard_sequence: {type(output).__name__} has neither logits nor hidden states"
+        )
     return torch.as_tensor(value[:, :]).float()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -159,6 +160,23 @@ def headless() -> None:
             real = expected.abs().sum(-1) > 0
             if "attention_mask" not in call:
                 torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def other_heads() -> None:
+    """Labels of other heads are not shifted, so they are refused; logits of tokens are whole."""
+    ids = batches(64)["row"]["input_ids"]
+    for kind in ("TokenClassification", "SequenceClassification", "QuestionAnswering"):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"LlamaFor{kind}")(models.build().config).eval()
+        model.set_attn_implementation("liger_multi")
+        liger_multi.patch(model)
+        with pytest.raises(PatchError):
+            shard_sequence(model)
+        if kind == "TokenClassification":
+            expected = model(input_ids=ids, use_cache=False).logits
+            shard_sequence(model, check=False)
+            actual = model(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def own_step(model: Any, call: Any, loss_of: Any, return_dict: bool) -> Any:

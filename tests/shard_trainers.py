@@ -21,14 +21,14 @@ def reward(completion_ids: Any, **_: Any) -> list[float]:
 
 def packed() -> list[dict[str, torch.Tensor]]:
     """Rows of two samples that cross the shares, with uneven numbers of targets."""
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, batches = torch.Generator().manual_seed(0), []
     for count in LENGTHS:
         ids = torch.randint(3, 200, (count + 7,), generator=generator)
         labels = ids.clone()
         labels[count : count + 3] = -100
         places = torch.cat([torch.arange(count), torch.arange(7)])
-        found.append({"input_ids": ids, "labels": labels, "position_ids": places})
-    return found
+        batches.append({"input_ids": ids, "labels": labels, "position_ids": places})
+    return batches
 
 
 def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -93,15 +93,15 @@ def reset() -> None:
         state._reset_state()
 
 
-def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
+def train(trainer: str, folder: Any, **more: Any) -> dict[str, Any]:
     """Losses of the steps and the weights after the last; ``more`` is for the trainer's config."""
     reset()
-    home, options, data, call = KINDS[kind]
+    home, options, data, call = KINDS[trainer]
     package, name = home.split(".")
     module = importlib.import_module(package)
     config_class = getattr(module, f"{name}Arguments" if name == "Training" else f"{name}Config")
     words, plain = tokenizer(), package == "transformers"
-    known = "mixtral" if "experts" in kind else "llama"
+    known = "mixtral" if "experts" in trainer else "llama"
     model = build(known) if plain else with_words(words, known)
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
     torch.manual_seed(4)  # adapters are drawn
@@ -139,7 +139,7 @@ ZERO = {
 }
 
 
-def check(kind: str, folder: Any, groups: int = 1, stage: int = 0, fsdp: bool = False) -> None:
+def check(trainer: str, folder: Any, groups: int = 1, stage: int = 0, fsdp: bool = False) -> None:
     """Ranks that share rows, in groups, train as one process did."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -159,7 +159,7 @@ def check(kind: str, folder: Any, groups: int = 1, stage: int = 0, fsdp: bool = 
     axis = "dp_shard_size" if fsdp else "dp_replicate_size"
     config = SequenceParallel(sp_size=size // groups, **{axis: groups})
     one = torch.load(f"{folder}/one.pt")
-    result = train(kind, folder, parallelism_config=config, **more)
+    result = train(trainer, folder, parallelism_config=config, **more)
     for name in ("losses", "scores"):
         torch.testing.assert_close(result[name], one[name], rtol=1e-4, atol=1e-6)
     for name, weight in one["weights"].items():

@@ -41,13 +41,13 @@ class Holder:
     """Blocks of one origin that were alive at the peak.
 
     Attributes:
-        category: What they are.
+        category: Their category.
         kind: Class of the module that they belong to.
         module: Its path; numbers of layers are stars.
         op: Operator that allocated them.
         phase: Phase in which they were allocated.
-        bytes: Their sum.
-        count: How many.
+        bytes: Their total size.
+        count: Number of blocks.
     """
 
     category: str
@@ -218,7 +218,7 @@ def summarize(
 
     Args:
         profile: With title, device and method.
-        blocks: What lived.
+        blocks: Every recorded block.
         events: ``(block, bytes)`` in order.
         phases: ``(event, phase)``.
         scale: Factor on the bytes of a category, where only a share of it is on this device.

@@ -37,8 +37,8 @@ class Cost:
     """One layer under one policy.
 
     Attributes:
-        kept_bytes: What it keeps from forward to backward, its input included.
-        seconds: Time of what is recomputed, at a device's peak rates.
+        kept_bytes: Bytes saved for backward, the layer's input included.
+        seconds: Time of the recomputation at a device's peak rates.
     """
 
     kept_bytes: int
@@ -50,15 +50,15 @@ class Stats:
     """What policies cost in every layer of a model, for one shape of batch.
 
     Attributes:
-        layers: For every layer, in order, the cost by name of policy.
-        tokens: Of the batch that was looked at; bytes and seconds grow in proportion.
+        layers: For every layer, in order, the cost by policy name.
+        tokens: Tokens of the simulated batch; bytes and seconds are proportional to them.
     """
 
     layers: tuple[Mapping[str, Cost], ...]
     tokens: int
 
     def kept_bytes(self, policies: tuple[str, ...]) -> int:
-        """What all layers keep, and what the largest of them holds while it is recomputed."""
+        """Bytes that all layers keep, plus those of the largest layer while it is recomputed."""
         pairs = list(zip(self.layers, policies, strict=True))
         again = (
             max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
@@ -68,7 +68,7 @@ class Stats:
         return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
 
     def seconds(self, policies: tuple[str, ...]) -> float:
-        """Time of the recomputation."""
+        """Time of the recomputation in all layers."""
         return sum(layer[p].seconds for layer, p in zip(self.layers, policies, strict=True))
 
 
@@ -127,7 +127,7 @@ def layer_stats(
 
 
 def _cost_key(layer: nn.Module) -> Any:
-    """What layers that cost the same have in common."""
+    """The key under which layers cost the same."""
     sizes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
     return type(layer), getattr(layer, "attention_type", None), sizes
 
@@ -135,7 +135,7 @@ def _cost_key(layer: nn.Module) -> Any:
 def _calls(
     model: Any, layers: list[nn.Module], batch: int, sequence: int, device: str, autocast: Any
 ) -> list[tuple[Any, Any]]:
-    """What every layer is called with."""
+    """The arguments that every layer is called with."""
     calls: dict[int, tuple[Any, Any]] = {}
 
     def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -207,13 +207,13 @@ class _Count(Simulation):
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy for every layer, to be given to ``apply_recompute``.
+    """A policy for every layer, an argument of ``apply_recompute``.
 
     Attributes:
-        policies: Their names.
+        policies: Policy names, by layer.
         kept_bytes: As :meth:`Stats.kept_bytes`.
         seconds: As :meth:`Stats.seconds`.
-        fits: Whether that is within the budget; if not, nothing keeps less.
+        fits: Whether the budget suffices; if not, this is the choice that keeps least.
     """
 
     policies: tuple[str, ...]
@@ -282,7 +282,7 @@ class Adaptive(Recompute):
     """What :func:`adapt` did.
 
     Attributes:
-        choice: Of the last forward with gradients; None before the first.
+        choice: The choice of the last forward with gradients; None before the first.
     """
 
     choice: Choice | None = None
@@ -351,7 +351,7 @@ def _free(device: torch.device) -> int:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Of a batch: its ids, or its embeddings."""
+    """Number of tokens of a batch, from its ids or its embeddings."""
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
         if isinstance(value, torch.Tensor):
             lead = value.shape[:-1] if value.is_floating_point() else value.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,15 +56,15 @@ class Estimate(Paged):
     """What one device will hold.
 
     Attributes:
-        title: What was asked.
+        title: Model and setup in words.
         profile: A step over time, with this device's share of everything.
         parts: Static bytes on this device, by category.
         host_bytes: Bytes that stand in the host's memory instead (or on its disk): static ones, and
             activations.
         gathered_bytes: Parameters and gradients gathered from other devices' shards.
         workspace_bytes: What the matrix library takes from the allocator.
-        trained: Parameters with gradients.
-        total: Parameters.
+        trained: Number of parameters with gradients.
+        total: Number of parameters.
     """
 
     title: str
@@ -82,14 +83,14 @@ class Estimate(Paged):
 
     @property
     def dynamic_bytes(self) -> int:
-        """Everything else at its own highest moment: it grows with the tokens."""
+        """Peak of everything else, which grows with the tokens."""
         names = (SAVED, LOGITS, TEMPORARY, OTHER)
         places = [list(self.profile.at_peak).index(name) for name in names]
         return max((sum(row[i] for i in places) for row in self.profile.timeline), default=0)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest moment of a step; below the sum of both, as gradients come when logits go."""
+        """Peak of a step. It is below the sum of both, as gradients come when logits go."""
         return self.profile.peak_bytes + self.gathered_bytes + self.workspace_bytes
 
     def as_data(self) -> dict[str, Any]:
@@ -210,26 +211,39 @@ def estimate(
     model.train()
     if setup.checkpointing:
         checkpoint(model)
-    away_bytes = waiting(model, setup)
+    away_bytes = parked(model, setup)
     tokens = -(-sequence // setup.ranks)
     if setup.ranks > 1:
         sharder().shard_on_meta(model, setup.ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
-    states = state_bytes(trained, spec, copies)
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-    simulation = Simulation(device, setup.capacity, model, vocabulary, tokens, autocast)
-    simulation.add(Block(states, role=STATES))
-    simulation.step(batch, sequence, temporary_bytes(trained, spec, copies))
-    sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
-    scale = dict.fromkeys(sharded.get(level, ()), 1 / setup.world)
     away = {STATES} if setup.offload else set()
     away |= {PARAMETERS} if setup.offload_parameters else set()
+    shared, ending = 0, 0
+    if setup.world > 1 or away:
+        units = units_of(model)
+        shared, ending = (
+            fsdp_bytes(*units, setup.world, copies)
+            if setup.fsdp
+            else (gathered_bytes(*units, level), 0)
+        )
     static = {
         PARAMETERS: sum(t.nbytes for p in model.parameters() for t in stored(p)),
         GRADIENTS: sum(p.nbytes for p in trained),
-        STATES: states,
+        STATES: state_bytes(trained, spec, copies),
     }
+    ratio = dict.fromkeys(static, 1.0)
+    if setup.fsdp and copies:  # its shards are the fp32 weights
+        whole = static.copy()
+        move_copies(static, dtype, copies)
+        ratio |= {name: static[name] / max(1, whole[name]) for name in (PARAMETERS, GRADIENTS)}
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    simulation = Simulation(device, setup.capacity, model, vocabulary, tokens, autocast)
+    simulation.add(Block(static[STATES], role=STATES))
+    simulation.step(batch, sequence, max(ending, temporary_bytes(trained, spec, copies)))
+    sharded = {1: (STATES,), 2: (STATES, GRADIENTS), 3: (STATES, GRADIENTS, PARAMETERS)}
+    scale = dict.fromkeys(sharded.get(level, ()), 1 / setup.world)
     share = {name: round(size * scale.get(name, 1.0)) for name, size in static.items()}
+    scale = {name: factor * ratio[name] for name, factor in scale.items()}
     scale |= dict.fromkeys(away, 0.0)
     title = f"{_name(config_or_model)} {batch} x {sequence}, {setup.text}"
     profile = summarize(
@@ -244,7 +258,7 @@ def estimate(
         profile,
         {name: 0 if name in away else size for name, size in share.items()},
         sum(size for name, size in share.items() if name in away) + away_bytes(),
-        gathered(model, level) if setup.world > 1 or away else 0,
+        shared,
         0 if device == "cpu" else WORKSPACE,
         sum(p.numel() for p in trained),
         sum(p.numel() for p in model.parameters()),
@@ -300,8 +314,8 @@ def checkpoint(model: Any) -> None:
         model.enable_input_require_grads()
 
 
-def waiting(model: Any, setup: TrainingSetup) -> Callable[[], int]:
-    """Apply what a setup says of kept activations; the result is what a step put on the host."""
+def parked(model: Any, setup: TrainingSetup) -> Callable[[], int]:
+    """Apply a setup's options for kept activations; the result tells the bytes on the host."""
     if setup.offload_activations:
         handle = offload_activations(model, compress=setup.compress)
         return lambda: handle.offloaded_bytes
@@ -321,6 +335,14 @@ def state_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:
     return round(total)
 
 
+def move_copies(static: dict[str, int], dtype: torch.dtype, copies: int) -> None:
+    """Count fp32 copies as the parameters that they are under FSDP2, with gradients like them."""
+    elements = static[GRADIENTS] // dtype.itemsize
+    static[PARAMETERS] += elements * (copies - dtype.itemsize)
+    static[GRADIENTS] = elements * copies
+    static[STATES] -= elements * copies
+
+
 def temporary_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:
     """Bytes that an optimizer's step takes beside its states."""
     sizes: list[int] = [p.numel() * (copies or p.element_size()) for p in trained] or [0]
@@ -333,11 +355,47 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
-def gathered(model: Any, level: int) -> int:
-    """:func:`gathered_bytes` of a model."""
+def units_of(model: Any) -> tuple[list[list[Any]], list[Any]]:
+    """Parameters of every block, and those of none."""
     blocks = [list(block.parameters()) for block in blocks_of(model)]
     inside = {id(p) for block in blocks for p in block}
-    return gathered_bytes(blocks, [p for p in model.parameters() if id(p) not in inside], level)
+    return blocks, [p for p in model.parameters() if id(p) not in inside]
+
+
+REDUCED = 4  # bytes of an element of a sum of gradients, which FSDP2 makes in fp32
+
+
+def fsdp_bytes(
+    blocks: list[list[Any]], root: list[Any], devices: int, copies: int
+) -> tuple[int, int]:
+    """What FSDP2 has of other devices' shards: in layers, and beyond that when backward ends.
+
+    Parameters outside of blocks stay gathered, and their gradients are summed when backward ends.
+    Of blocks, one runs while the next one is fetched, and the last sum of gradients is on its way.
+
+    Args:
+        blocks: Parameters of each.
+        root: Those of no block.
+        devices: Over which they are sharded.
+        copies: Bytes per element of fp32 weights and gradients, or 0 where they are as gathered.
+    """
+
+    def elements(parameters: list[Any]) -> int:
+        return sum(math.prod(p.shape) for p in parameters if p.requires_grad)
+
+    def waiting(parameters: list[Any]) -> int:  # whole gradients, less the shards that count
+        shard: int = sum(copies * math.prod(p.shape) if copies else p.nbytes for p in parameters)
+        whole: int = sum(p.nbytes for p in parameters)
+        return max(0, whole - shard // devices)
+
+    trained = [p for p in root if p.requires_grad]
+    head = max(trained, key=lambda p: p.nbytes, default=None)
+    sums = max(map(elements, blocks), default=0)
+    block = max((sum(p.nbytes for p in one) for one in blocks), default=0)
+    layers = sum(p.nbytes for p in root) + 2 * block + REDUCED * sums
+    layers += waiting([head]) if head is not None else 0
+    end = REDUCED * (elements(root) + sums) + waiting(trained)
+    return layers, max(0, end - layers)
 
 
 def gathered_bytes(blocks: list[list[Any]], root: list[Any], level: int) -> int:
@@ -347,9 +405,9 @@ def gathered_bytes(blocks: list[list[Any]], root: list[Any], level: int) -> int:
     parameters, one block runs while the next one is fetched, and those of no block are gathered.
 
     Args:
-        blocks: Parameters of each.
-        root: Those of no block.
-        level: Of ZeRO.
+        blocks: Parameters of every block.
+        root: Parameters of no block.
+        level: ZeRO stage.
     """
     outside: int = sum(p.nbytes for p in root)
     block: int = max((sum(p.nbytes for p in one) for one in blocks), default=0)
@@ -382,7 +440,7 @@ def adapted_in_four_bits(config: Any, format: str, rank: int = RANK) -> Any:
     Args:
         config: Of a causal language model of Hugging Face.
         format: Of :func:`liger_multi.ops.dequantize`.
-        rank: Of the adapters.
+        rank: Rank of the adapters.
 
     Raises:
         ValueError: An unknown format.

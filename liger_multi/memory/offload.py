@@ -1,4 +1,4 @@
-"""Activations that wait for backward in the host's memory, copied while the device computes.
+"""Offload activations to the host's memory until backward, copied while the device computes.
 
 What autograd saves inside the stack of layers goes through hooks. On an accelerator a tensor is
 copied to pinned memory on a stream of its own and leaves the device once that is done; backward
@@ -71,7 +71,7 @@ def encode(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`encode` made codes of, rounded to them and to a dtype, as one row."""
+    """Decode codes of :func:`encode` to a dtype, as one row."""
     rows = codes.view(len(scales), codes.numel() // max(1, len(scales)))
     x = torch.empty(rows.shape, dtype=dtype, device=codes.device)
     for part in _slices(*rows.shape):
@@ -88,10 +88,10 @@ class _Parked:
     """One stretch of memory that went to the host; all tensors of it share it.
 
     Args:
-        number: In the order of forward.
-        tensors: What is copied: the stretch, or its codes and scales.
+        number: Its place in the order of forward.
+        tensors: The tensors that are copied: the stretch, or its codes and scales.
         original: The tensor itself, whose version tells of writes; None if there are codes.
-        dtype: Of the stretch, if it has codes.
+        dtype: Dtype of the stretch, if it is stored as codes.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _Parked:
         return self.changed or (self.original is not None and self.original.is_changed())
 
     def restore(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The stretch, of what was copied."""
+        """Rebuild the stretch from what was copied."""
         if self.flat is None and self.dtype is None:
             (self.flat,) = tensors
         elif self.flat is None:
@@ -136,7 +136,7 @@ class _Parked:
 
 
 class _View:
-    """A tensor as it was: its stretch of memory, and how it lies there."""
+    """A saved tensor: its stretch of memory, and its shape and strides there."""
 
     def __init__(self, parked: _Parked, tensor: Tensor) -> None:
         self.parked, self.size, self.stride = parked, tensor.size(), tensor.stride()
@@ -162,12 +162,12 @@ def _check(saved: _Stayed | _Parked, size: torch.Size) -> None:
 
 
 class _Plain:
-    """Synchronous copies (a CPU)."""
+    """Synchronous copies, on a CPU."""
 
     asynchronous = False
 
     def out(self, parked: _Parked, source: tuple[Tensor, ...]) -> None:
-        """To the host."""
+        """Copy to the host."""
         parked.host, parked.source = [t.to("cpu", copy=True) for t in source], None
 
     def back(self, parked: _Parked) -> tuple[Tensor, ...]:
@@ -190,12 +190,12 @@ class _Stays(_Plain):
         parked.host, parked.source = source, None
 
     def back(self, parked: _Parked) -> tuple[Tensor, ...]:
-        """What stayed."""
+        """The codes, which stayed."""
         return parked.host  # type: ignore[no-any-return]
 
 
 class _Shapes(_Plain):
-    """The meta device: sizes only, as of asynchronous copies."""
+    """Sizes alone, as of asynchronous copies, on the meta device."""
 
     asynchronous = True
 
@@ -204,12 +204,12 @@ class _Shapes(_Plain):
         parked.host = [(tensor.shape, tensor.dtype) for tensor in source]
 
     def back(self, parked: _Parked) -> tuple[Tensor, ...]:
-        """What it takes."""
+        """Empty tensors of the sizes that would be copied back."""
         return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parked.host)
 
 
 class _Streams(_Plain):
-    """An accelerator: pinned memory and two streams besides the one that computes."""
+    """Asynchronous copies on an accelerator, with pinned memory and two streams of their own."""
 
     asynchronous = True
 
@@ -219,7 +219,7 @@ class _Streams(_Plain):
         self._waits: list[tuple[Any, Any]] = []
 
     def out(self, parked: _Parked, source: tuple[Tensor, ...]) -> None:
-        """Begin to copy a result of the stream that computes."""
+        """Begin to copy a result of the compute stream."""
         self._out.wait_stream(torch.accelerator.current_stream(self.device))
         with self._out:
             parked.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in source]
@@ -228,7 +228,7 @@ class _Streams(_Plain):
             parked.ready = self._out.record_event()
 
     def back(self, parked: _Parked) -> tuple[Tensor, ...]:
-        """Begin to copy into memory that the stream that computes had before."""
+        """Begin to copy into memory that the compute stream used before."""
         tensors = tuple(
             torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in parked.host
         )
@@ -241,7 +241,7 @@ class _Streams(_Plain):
         return tensors
 
     def wait(self, parked: _Parked) -> None:
-        """Let the stream that computes wait for the copy."""
+        """Let the compute stream wait for the copy."""
         stream = torch.accelerator.current_stream(self.device)
         if self._timed:
             start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
@@ -253,7 +253,7 @@ class _Streams(_Plain):
             stream.wait_event(parked.ready)
 
     def exposed_seconds(self) -> float:
-        """How long the stream that computes waited for copies since the last call."""
+        """Time that the compute stream waited for copies since the last call [s]."""
         torch.accelerator.synchronize(self.device)
         waits, self._waits = self._waits, []
         return float(sum(start.elapsed_time(end) for start, end in waits)) / 1e3
@@ -288,7 +288,7 @@ class _Step:
         self.leaving_bytes = self.offloaded = self.kept = 0
 
     def pass_on(self, tensor: Tensor) -> None:
-        """Note the output of a layer, which another one takes."""
+        """Record the output of a layer, which the next layer takes."""
         self.passed_on.add(self._mark(tensor))
 
     def _mark(self, tensor: Tensor) -> int:
@@ -353,7 +353,7 @@ class _Step:
         return parked
 
     def unpack(self, packed: Any) -> Any:
-        """The tensor again, with those that are needed next on their way."""
+        """Return the tensor, and begin to fetch those that are needed next."""
         if isinstance(packed, _Stayed):
             _check(packed, packed.tensor.shape)
             return packed.tensor
@@ -377,7 +377,7 @@ class _Step:
             parked.fetched = self.copies.back(parked)
 
     def _ahead(self, number: int) -> None:
-        """Fetch as many as may be in flight: the others of the same layer, then those before."""
+        """Fetch as many as may be in flight: the rest of the layer, then the layers before it."""
         while self.parked and self.parked[-1]() is None:
             self.parked.pop()
         taken = 0
@@ -401,9 +401,9 @@ class Offload:
     """What :func:`offload_activations` did; a context manager that takes it back at its end.
 
     Attributes:
-        offloaded_bytes: What the last forward with gradients sent to the host.
-        offloaded_tensors: How many that were.
-        kept_bytes: What it left on the device: small tensors, parameters, tensors with gaps.
+        offloaded_bytes: Bytes that the last forward with gradients sent to the host.
+        offloaded_tensors: Number of tensors that it sent.
+        kept_bytes: Bytes left on the device: small tensors, parameters, tensors with gaps.
     """
 
     offloaded_bytes = 0
@@ -427,8 +427,13 @@ class Offload:
             hook = self._pass_on
             self._handles += [layer.register_forward_hook(hook) for _, layer in layers[:-1]]
 
+    @property
+    def sent_bytes(self) -> int:
+        """What the running forward has sent so far; 0 where none runs."""
+        return self._steps[-1].offloaded if self._steps else 0
+
     def remove(self) -> None:
-        """Let the model keep its activations on the device again; what is parked still returns."""
+        """Let the model keep its activations on the device again; parked tensors still return."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -492,7 +497,7 @@ class Offload:
         return self._streams
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
-        """The same for a copy of the model, without what runs."""
+        """Copy the settings for a copy of the model, without the running step."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied._sizes, copied._steps, copied._streams = self._sizes, [], None

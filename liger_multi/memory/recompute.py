@@ -57,11 +57,11 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Policy:
-    """What a layer keeps.
+    """Which results of a layer are kept for backward.
 
     Attributes:
-        name: As in :data:`POLICIES`.
-        description: In one line.
+        name: Its name in :data:`POLICIES`.
+        description: What it keeps, in one line.
         keeps: Patterns of names of operators (``namespace::name``) whose results are kept; all
             others are computed again. None: nothing is.
         widening: Whether GEMMs whose output rows are longer than their input rows are kept too.
@@ -197,7 +197,7 @@ class Counted:
     """A policy within one run of a layer, which leaves out a last GEMM that nobody reads.
 
     Args:
-        policy: Of the layer.
+        policy: The policy of the layer.
         skip: Number of the kept call that :attr:`last` was in an earlier run.
 
     Attributes:
@@ -258,9 +258,9 @@ class _Packed(TorchDispatchMode):
     """Pack the results that a policy keeps, or unpack them in place of running their operators.
 
     Args:
-        policy: Of the layer.
-        packer: Of :data:`store`.
-        results: Of operators that are kept, in order.
+        policy: The policy of the layer.
+        packer: Packs and unpacks, from :data:`store`.
+        results: Kept results of operators, in order.
         again: Whether the layer is recomputed.
     """
 
@@ -293,7 +293,7 @@ class _Packed(TorchDispatchMode):
 
 
 def _contexts(policy: Counted, packer: Any) -> tuple[Any, Any]:
-    """Of a layer's first run and of its second."""
+    """The contexts of a layer's first run and of its recomputation."""
     if packer is None:
         first, second = create_selective_checkpoint_contexts(policy)
         return first, second
@@ -351,13 +351,13 @@ class _Recomputed:
         self._make_contexts()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer as it was."""
+        """Call the layer's own forward."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; without gradients as it was."""
+        """Run the layer under its policy; unchanged without gradients."""
         if not torch.is_grad_enabled() or self.policy.keeps is None:
             return self.original(*args, **kwargs)
         theirs = getattr(self.layer, "gradient_checkpointing", False) and self.layer.training
@@ -397,7 +397,7 @@ class _Recomputed:
     def _without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Computing a layer again would write into the cache again."""
+        """Turn the cache off: computing a layer again would write into it again."""
         args, kwargs, dropped = without_caches(args, kwargs, self.names)
         if dropped and not torch.compiler.is_compiling():
             _warn(

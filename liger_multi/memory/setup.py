@@ -68,12 +68,14 @@ class TrainingSetup:
     Attributes:
         dtype: Of the weights: ``"bfloat16"``, ``"float16"`` or ``"float32"`` for everything;
             ``"bfloat16-mixed"`` for bf16 weights and gradients with fp32 copies and states (16
-            bytes a parameter with AdamW); ``"bfloat16-autocast"`` for fp32 weights under autocast.
-            Short names such as ``"bf16"`` are the same.
+            bytes a parameter with AdamW), under FSDP2 fp32 weights that are gathered in bf16;
+            ``"bfloat16-autocast"`` for fp32 weights under autocast. Short names such as ``"bf16"``
+            are the same.
         optimizer: ``"adamw"`` (fused), ``"adamw_foreach"``, ``"adamw_loop"``, ``"adamw_8bit"``,
             ``"adafactor"``, ``"sgd"``, ``"sgd_momentum"`` or ``"none"``.
         zero_stage: 1 shards optimizer states over ``world``, 2 gradients too, 3 parameters too.
         fsdp: FSDP2: all three are sharded, a block is gathered while the next one is fetched.
+            Parameters outside of blocks stay gathered; their gradients are summed after backward.
         world: Devices that shards are spread over.
         offload: ``"cpu"`` or ``"nvme"``: optimizer states (and fp32 copies) stand there.
         offload_parameters: Parameters too (ZeRO-3, FSDP2).
@@ -119,12 +121,12 @@ class TrainingSetup:
 
     @property
     def level(self) -> int:
-        """The stage of ZeRO that shards as much."""
+        """The ZeRO stage that shards the same."""
         return 3 if self.fsdp else self.zero_stage
 
     @property
     def text(self) -> str:
-        """What a title says of it."""
+        """The setup in words, for titles."""
         spread = ("FSDP2" if self.fsdp else f"ZeRO-{self.level}") if self.level else ""
         spread += f" on {self.world} devices" if self.world > 1 else ""
         over = f"sequences over {self.ranks} ranks" if self.ranks > 1 else ""
@@ -192,38 +194,10 @@ HEADS = (
 
 
 def common_heads(config: Any) -> int:
-    """Of how many parts the heads of every mixer of a model can be; 0 where nothing says so."""
+    """Greatest common divisor of the numbers of heads of all mixers; 0 where none is known."""
     text = config.get_text_config()
     heads = [getattr(text, name, None) for name in HEADS]
     return math.gcd(*(n for n in heads if isinstance(n, int) and not isinstance(n, bool)))
-
-
-def exchanged_width(config: Any) -> int:
-    """Elements per token that are there while a mixer's result is sent back to its ranks.
-
-    The module has its inputs as they were before they were sent; of the result there are what is
-    sent and what comes (:mod:`liger_multi.patching.shards`). What the operator took and made is
-    what it keeps in one process, too.
-    """
-    text = config.get_text_config()
-
-    def number(*names: str) -> int:
-        return next((n for n in (getattr(text, x, None) for x in names) if isinstance(n, int)), 0)
-
-    heads = number("num_attention_heads") or 1
-    keys = number("num_key_value_heads") or heads
-    width = number("head_dim") or text.hidden_size // heads
-    query = number("qk_nope_head_dim") + number("qk_rope_head_dim") or width
-    value = number("v_head_dim") or width
-    attention = heads * query + keys * (query + value) + 2 * heads * value
-    # a convolution in front of a recurrence has the channels of all of its inputs
-    delta = 2 * number("linear_num_key_heads") * number("linear_key_head_dim")
-    delta += number("linear_num_value_heads") * number("linear_value_head_dim")
-    inner = number("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
-    inner *= number("mamba_head_dim", "mamba_d_head", "mamba_headdim", "head_dim")
-    states = number("mamba_n_groups", "n_groups", "mamba_ngroups")
-    states *= number("mamba_d_state", "ssm_state_size", "state_size")
-    return max(attention, 3 * delta, 3 * (inner + 2 * states) if inner else 0)
 
 
 def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> TrainingSetup:
@@ -237,7 +211,7 @@ def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> Tr
 
 
 def positive(most: int = MOST, **values: object) -> None:
-    """Refuse what is no number of things."""
+    """Refuse anything but a positive integer."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A training step on the meta device: every storage has its size, and none has memory.
+"""Simulate a training step on the meta device, where storages have sizes and no memory.
 
 The model's own forward and autograd's own backward run, so that architectures, patches, adapters
 and checkpointing need no formulas. Three things get an implementation of ours on the meta device:
@@ -246,8 +246,8 @@ def _experts(args: Arguments) -> list[Tensor]:
     written = wide if wide <= WRITTEN_BYTES else int(wide * WRITTEN_SHARE)
     summed = min(wide, PAIRS_BYTES) if "needs_gate_up_weight" in args else wide
     most = max(wide + thin - first, written if trained else 0, summed if args["needs_x"] else 0)
-    beside = 0 if may_overwrite() else args["gate_up"].nbytes
-    return [index.new_empty(most + beside, dtype=torch.uint8)]
+    copied = 0 if may_overwrite() else args["gate_up"].nbytes
+    return [index.new_empty(most + copied, dtype=torch.uint8)]
 
 
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:
@@ -434,7 +434,7 @@ _PRODUCTS = {
 
 
 class MetaImplementations(TorchFunctionMode):
-    """Answer for ``F.scaled_dot_product_attention``, and cast for products as autocast does."""
+    """Implement ``F.scaled_dot_product_attention`` on meta, and cast GEMMs as autocast does."""
 
     def __init__(
         self, recorder: Recorder, target: str, autocast_to: torch.dtype | None = None
@@ -453,7 +453,7 @@ class MetaImplementations(TorchFunctionMode):
         return self.casts[id(value)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Everything else passes."""
+        """Pass every other function on."""
         if kwargs is None:
             kwargs = {}
         if autocast_dtype("meta") is not None and func in _PRODUCTS:
@@ -515,20 +515,20 @@ def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if forms is not None:
         if len(forms) == 1:
-            return _made(*forms[0])
-        return tuple(_made(*form) for form in forms)
+            return _empty_from(*forms[0])
+        return tuple(_empty_from(*form) for form in forms)
     result = func(*args, **kwargs)
     if key not in _ANSWERS and len(_ANSWERS) < _MOST_ANSWERS:
         _ANSWERS[key] = _forms(result, [*tensors_in(args), *tensors_in(kwargs.values())])
     return result
 
 
-def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _empty_from(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _forms(result: Any, inputs: list[Tensor]) -> tuple[_Form, ...] | None:
-    """How to make results again; None: they are no new tensors, each with its own storage."""
+    """Shapes, strides and dtypes of results; None if some is no new tensor with its own storage."""
     results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
     if not all(type(r) is Tensor and r.device.type == "meta" for r in results):
         return None
@@ -536,7 +536,7 @@ def _forms(result: Any, inputs: list[Tensor]) -> tuple[_Form, ...] | None:
     if len(storages) < len({t.untyped_storage()._cdata for t in inputs}) + len(results):
         return None
     forms = tuple((r.shape, r.stride(), r.dtype) for r in results)
-    twins = [_made(*form) for form in forms]
+    twins = [_empty_from(*form) for form in forms]
     same = (
         r.untyped_storage().nbytes() == t.untyped_storage().nbytes() and not r.storage_offset()
         for r, t in zip(results, twins, strict=True)
@@ -574,7 +574,7 @@ class Simulation(Recorder):
         self._named: Any = None  # the last result that was seen
 
     def add(self, block: Block) -> None:
-        """A block that is there for the whole step."""
+        """Add a block that exists during the whole step."""
         self.events.append((len(self.blocks), block.size))
         self.blocks.append(block)
         self.live += block.size
@@ -600,7 +600,7 @@ class Simulation(Recorder):
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Where a model can run without memory, and is recorded."""
+        """The context in which a model runs without memory and is recorded."""
         _alone()
         self._ask_before()
         implementations = MetaImplementations(self, self._target, self._autocast)
@@ -654,7 +654,7 @@ class Simulation(Recorder):
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator; questions about values get the answer that an ordinary batch gives."""
+        """Run one operator; where its result depends on values, assume an ordinary batch."""
         if self._casts and not self._stack and current_autograd_node() is not None:
             self._casts.clear()  # autocast ended with the layer that was computed again
         name = func.name()
@@ -676,15 +676,15 @@ class Simulation(Recorder):
         return super().run(func, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator of PyTorch, or what it answered before."""
+        """Run an operator of PyTorch, or repeat its earlier result."""
         return answered(func, args, kwargs)
 
     def _valid(self, count: int) -> int:
-        """How many targets are valid: the last token of every sequence predicts nothing."""
+        """Number of valid targets: the last token of every sequence predicts nothing."""
         return count - count // self._sequence if self._sequence > 1 else count
 
     def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
-        """The reference, where it will run; else its loops around kernels that only allocate."""
+        """Run the reference where it would run, else its loops around allocating kernels."""
         from liger_multi.reference.common.chunking import assumed_free
         from liger_multi.reference.float8.rows import assumed_gemms
 
@@ -710,7 +710,7 @@ class Simulation(Recorder):
             assumed_gemms.reset(gemms)
 
     def _opened(self, args: Iterable[Any]) -> int:
-        """Bytes of numbers of stored weights, of which one exists at a time, or a piece of it."""
+        """Bytes of decoded stored weights: one of them exists at a time, or a piece of it."""
         token = assumed_memory.set(self._capacity or assumed_memory.get())
         try:
             parts = [part for a in args if isinstance(a, StoredWeight) for part in a.pieces()]
@@ -754,7 +754,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def _grouped(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    """What a product of groups of rows, of columns, or of a batch allocates."""
+    """Allocate the result of a GEMM of groups of rows, of columns, or of a batch."""
     groups = () if offs is None or a.ndim + b.ndim != 4 else (offs.numel(),)
     batch = (a.shape[0],) if a.ndim + b.ndim == 6 else groups
     return a.new_empty(*batch, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
@@ -806,7 +806,7 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """The counts of a gradient that only autograd holds, as a dispatch mode sees them."""
+    """Reference counts of a gradient that only autograd owns, as a dispatch mode sees them."""
     observed: list[tuple[int, int]] = []
 
     class Look(TorchDispatchMode):

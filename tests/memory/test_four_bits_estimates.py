@@ -95,8 +95,12 @@ def test_estimates_are_what_a_cpu_measures(patched):
     assert predicted.profile.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.15)
 
 
+GPUS = {"bf16": ["--gpu", "h100:16GiB", "--precision", "bf16"], "fp16": ["--gpu", "16GiB"]}
+
+
 @pytest.mark.slow
-def test_command_lines(tmp_path, capsys):
+@pytest.mark.parametrize("precision", GPUS)  # a card that is known by its memory has no bf16
+def test_command_lines(precision, tmp_path, capsys):
     config = build("gpt_oss", **GPT_OSS).config
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict()))
@@ -104,6 +108,7 @@ def test_command_lines(tmp_path, capsys):
     assert main(["estimate", *options, "--sequence", "16", "--patched", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert 0 < data["trained"] < data["parameters"] / 4
-    args = ["--gpu", "h100:16GiB", "--seq", "16", "--precision", "bf16", "--data-parallel"]
+    args = [*GPUS[precision], "--seq", "16", "--data-parallel"]
     assert main(["plan", *options, *args, "--no-cache", "--no-limits", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["candidates"]
+    plans = json.loads(capsys.readouterr().out)["candidates"]
+    assert {plan["settings"]["precision"] for plan in plans} >= {precision}

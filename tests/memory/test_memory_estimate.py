@@ -283,8 +283,34 @@ def test_sharded_peak_includes_gathered():
     block = sum(p.numel() * 2 for p in model.model.layers[0].parameters())
     outside = sum(p.numel() * 2 for p in model.parameters()) - 3 * block
     assert replicated.gathered_bytes == 0
-    assert sharded.gathered_bytes == 2 * block + outside + max(block, outside)
+    summed = 2 * block  # in fp32
+    head = model.lm_head.weight.numel() * 2 * 3 // 4  # its gradient, less a shard
+    assert sharded.gathered_bytes == outside + 2 * block + summed + head
+    assert static(world=4, zero_stage=3).gathered_bytes == 2 * block + 2 * outside
     assert sharded.peak_bytes < replicated.peak_bytes
+
+
+def test_shards_of_fsdp2_are_fp32_weights():
+    """ZeRO has 16-bit weights beside fp32 copies; the sum is the same."""
+    n = count()
+    parts = {"fsdp": {"fsdp": True}, "zero": {"zero_stage": 3}}
+    parts = {
+        name: static(dtype="bfloat16-mixed", world=2, **options).parts
+        for name, options in parts.items()
+    }
+    assert list(parts["zero"].values()) == [n, n, 6 * n]
+    assert list(parts["fsdp"].values()) == [2 * n, 2 * n, 4 * n]
+
+
+def test_gradients_outside_of_layers_are_summed_after_backward():
+    """The highest moment of few tokens: sums in fp32, beside all shards."""
+    model = model_of("dense")
+    outside = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    outside -= 3 * block
+    estimated = static(dtype="bfloat16-mixed", world=2, fsdp=True)
+    ending = 4 * (outside + block)  # 16-bit gradients are as large as their shards in fp32
+    assert estimated.peak_bytes == pytest.approx(8 * count() + ending, rel=0.01)
 
 
 def test_frozen_parameters_cost_their_weights_only():

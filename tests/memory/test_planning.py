@@ -20,8 +20,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from benchmarks import plans
+from benchmarks import long_context, plans
+from benchmarks import store as results
 from benchmarks.memory import Case as Small
+from benchmarks.models import MODELS
+from benchmarks.models import Run as SeveralCards
 from benchmarks.plans import Case as Run
 from benchmarks.plans import executed
 from liger_multi import configure
@@ -38,6 +41,7 @@ from liger_multi.memory import (
     measure,
     plan,
     simulation,
+    sizes,
 )
 from liger_multi.memory.planning import Candidate, search
 from liger_multi.memory.planning.cost import CARDS, Traffic, card_of, step_seconds
@@ -137,6 +141,54 @@ def test_prediction_from_few_layers(predictor, name):
     assert (short.peak_bytes, short.parts) == (expected.peak_bytes, expected.parts)
     assert short.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert len(predictor.traces(settings)[0].body.layers) < LAYERS
+
+
+def test_host_bytes_from_few_layers():
+    """What is sent around the layers is counted once."""
+    settings = replace(BASE, recompute="full", layers=LAYERS, micro_batch=64)
+    settings = replace(settings, offload_activations=True)
+    predicted = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu").predict(settings)
+    model = model_of()
+    ids = torch.randint(1999, (settings.micro_batch, LENGTH))
+    with apply(settings, model) as applied:
+        model(input_ids=ids, labels=ids)
+    assert predicted.host_bytes == applied.offload.offloaded_bytes > 0
+
+
+LONG_ROWS = [row for _, row in results.rows("long-context") if row["part"] == "step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", LONG_ROWS, ids=lambda row: f"{row['model']}-{row['tokens']}")
+def test_prediction_near_measured_steps_of_ranks(row):
+    predicted = long_context.planned(row)
+    assert predicted["planned_bytes"] == pytest.approx(row["planned_bytes"], rel=0.01), "the page"
+    assert predicted["planned_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
+    if row["host_bytes_per_card"]:
+        expected = row["host_bytes_per_card"]
+        assert predicted["planned_host_bytes"] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cards", "row"),
+    [(row["cards"], row) for _, row in results.rows("several-cards") if row["variant"] == "ours"],
+    ids=lambda value: str(value["run"]) if isinstance(value, dict) else str(value),
+)
+def test_prediction_near_measured_steps_of_fsdp2(cards, row):
+    run = SeveralCards.parse(row["run"])
+    settings = Settings(
+        sequence=run.tokens,
+        micro_batch=run.batch,
+        precision="amp",
+        recompute="full",
+        layers=MODELS[run.model][1]["num_hidden_layers"],
+        spread="fsdp2",
+        data=cards,
+    )
+    shapes = Shapes(sizes.config_of(run.model, run.tokens), run.tokens)
+    predicted = Predictor(shapes, CARDS["h200"]).predict(settings)
+    assert predicted.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp"])

@@ -88,7 +88,7 @@ class Maker:
     def add(self, model: Any, batch: Batch, normal: Normal) -> Batch:
         """A batch of text with everything else that the model takes."""
         config = model.config
-        verdict = {name: _made(value, config, normal) for name, value in self.inputs.items()}
+        verdict = {name: _tensor_of(value, config, normal) for name, value in self.inputs.items()}
         counts = {modality: _rows(model, modality, verdict, self) // 2 for modality in self.placed}
         batch = {**_placed(model, batch, counts), **verdict}
         return {name: x for name, x in batch.items() if name not in self.without}
@@ -710,7 +710,7 @@ ROLES = {"image": 1, "video": 2, "audio": 3}
 """Names in configurations of placeholders and of what stands around them; their types."""
 
 
-def _made(value: Any, config: Any, normal: Normal) -> Any:
+def _tensor_of(value: Any, config: Any, normal: Normal) -> Any:
     if isinstance(value, Shape):
         return value.draw(config, normal)
     return torch.tensor(value) if isinstance(value, list) else value

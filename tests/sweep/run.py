@@ -98,8 +98,8 @@ def _above(path: str) -> list[str]:
 def lacking(model: Any, batch: dict[str, Any]) -> set[str]:
     """The kinds of inputs that a model takes and a batch has none of, text aside."""
     modalities = getattr(model, "input_modalities", "text")
-    kinds = {modalities} if isinstance(modalities, str) else set(modalities)
-    return kinds - {"text", *multimodal.modalities(batch)}
+    requested = {modalities} if isinstance(modalities, str) else set(modalities)
+    return requested - {"text", *multimodal.modalities(batch)}
 
 
 def _starred(path: str) -> str:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from liger_multi.distributed import shard_sequence
 from liger_multi.errors import PackingError, PatchError
 from tests.sweep.cases import Pair, build
-from tests.sweep.packing import unlike
+from tests.sweep.packing import unlike, weights_of
 from tests.sweep.run import _said, liven
-from tests.sweep.trees import GRADIENT, Verdict, _weights
+from tests.sweep.trees import GRADIENT, Verdict
 
 RANKS = 2
 LENGTHS = (11, 6, 20)  # samples of the packed row; ranks do not divide their sum
@@ -119,7 +119,7 @@ def _gradients(model: Any, call: dict[str, Any], ranks: int = 1) -> Any:
     logits = model(**call, use_cache=False).logits[:, :]
     if logits.shape[:2] != (1, sum(LENGTHS)):
         raise ValueError(f"its logits are not those of its tokens: {tuple(logits.shape)}")
-    (logits * _weights(logits.shape)).sum().backward()
+    (logits * weights_of(logits.shape)).sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     for grad in grads.values() if ranks > 1 else ():
         dist.all_reduce(grad)

@@ -1,4 +1,4 @@
-"""Apply a plan to a model within this process, and take it back."""
+"""Apply a plan to a model in this process, and undo it."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class _Inner(nn.Module):
         self.__dict__["owner"] = mlp  # not a submodule: its state belongs to its own place
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the class of the MLP computes."""
+        """Call the forward of the MLP's class."""
         owner: Any = self.__dict__["owner"]
         return type(owner).forward(owner, x)  # type: ignore[no-any-return]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the MLP."""
+        """The parameters of the MLP."""
         owner: nn.Module = self.__dict__["owner"]
         return owner.parameters(recurse)
 
 
 class _TiledForward:
-    """What stands in for an MLP's ``forward``; a plain attribute, so that copies copy it."""
+    """Replaces an MLP's ``forward``. It is a plain attribute, so that copies of a model copy it."""
 
     def __init__(self, mlp: nn.Module, tiles: int) -> None:
         from liger_multi.nn.mlp import TiledMLP
@@ -63,7 +63,7 @@ class _TiledForward:
         self.mlp = mlp
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The MLP, some tokens at a time."""
+        """Run the MLP on some tokens at a time."""
         self.tiled.train(self.mlp.training)
         return self.tiled(x)  # type: ignore[no-any-return]
 
@@ -72,8 +72,8 @@ class Applied:
     """What :func:`apply` did; :meth:`undo`, or the end of ``with``, takes it back exactly.
 
     Attributes:
-        settings: What was applied.
-        done: In words, in order.
+        settings: The settings that were applied.
+        done: The steps in words, in order.
         offload: Handle of offloaded activations.
     """
 
@@ -84,7 +84,7 @@ class Applied:
         self.offload: Offload | None = None
 
     def undo(self) -> None:
-        """Bring the model back to what it was; a second call does nothing."""
+        """Restore the model. A second call does nothing."""
         self._undo.close()
 
     def __enter__(self) -> Applied:
@@ -97,7 +97,7 @@ class Applied:
         return "; ".join(self.done) or "nothing to apply"
 
     def add(self, words: str, undo: Any) -> None:
-        """Note a step and how to take it back."""
+        """Record a step and the function that undoes it."""
         self.done.append(words)
         self._undo.callback(undo)
 
@@ -170,7 +170,7 @@ def _patch(applied: Applied, model: Any, settings: Settings, simulated: bool) ->
 
 
 def float8_of(model: nn.Module) -> dict[str, Any] | bool:
-    """The option ``linear_float8`` of a patch: frozen bases are kept in FP8.
+    """The patch option ``linear_float8``: weights of a frozen base are stored in FP8.
 
     A model has a frozen base if no wide weight of its layers is trained.
     """
@@ -180,7 +180,7 @@ def float8_of(model: nn.Module) -> dict[str, Any] | bool:
 
 
 def in_float8(model: nn.Module) -> None:
-    """Patch a model of shapes, and nothing but its wide layers."""
+    """Patch only the wide linear layers of a model on the meta device."""
     patcher().patch(model, linear_float8=float8_of(model))
 
 

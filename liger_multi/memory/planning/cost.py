@@ -35,16 +35,16 @@ class Card:
     """What a vendor publishes about one device.
 
     Attributes:
-        name: As it is sold.
-        memory: Bytes.
-        products16: FLOP/s of dense 16-bit GEMMs with fp32 sums.
+        name: Product name.
+        memory: Memory [bytes].
+        products16: FLOP/s of dense 16-bit GEMMs that accumulate in fp32.
         products32: FLOP/s of fp32 GEMMs without reduced precision.
         products8: FLOP/s of FP8 GEMMs; 0 where there are none.
         bandwidth: Bytes per second of its memory.
         link: Bytes per second to the other cards of its host, in one direction.
         host: Bytes per second to the host, in one direction.
         bf16: Whether bfloat16 GEMMs run at the 16-bit rate; otherwise float16 does.
-        source: The document.
+        source: Where the figures are published.
         guessed: Whether the rates are another card's.
     """
 
@@ -71,7 +71,7 @@ def _card(
     source: str,
     bf16: bool = True,
 ) -> Card:
-    """GB, TFLOPS in 16, 32 and 8 bits, the last where there are any, GB/s thrice."""
+    """A card from GB, TFLOPS in 16, 32 and 8 bits (0: none), and three bandwidths in GB/s."""
     flops = (gemms[0] * TERA, gemms[1] * TERA)
     rates = (bandwidth * GIGA, link * GIGA, host * GIGA)
     float8 = gemms[2] * TERA if len(gemms) > 2 else 0.0
@@ -189,11 +189,11 @@ class Traffic:
     """Bytes of one device in one step that go elsewhere.
 
     Attributes:
-        overlapped: To other cards while it computes.
-        waited: To other cards while it waits.
-        host: Activations to the host and back.
-        states: Optimizer states that the host's memory or disk moves.
-        gradients: To the host and weights back.
+        overlapped: Sent to other cards while it computes.
+        waited: Sent to other cards while it waits.
+        host: Activations sent to the host and back.
+        states: Optimizer states read and written in the host's memory or on its disk.
+        gradients: Gradients sent to the host, and weights sent back.
     """
 
     overlapped: float = 0.0
@@ -222,12 +222,12 @@ def step_seconds(
     """Time of one optimizer step on one device.
 
     Args:
-        work: Of one micro-batch on one stage.
+        work: Work of one micro-batch on one stage.
         optimizer_bytes: Bytes that the optimizer reads and writes on the device.
-        traffic: Of the whole step.
-        card: Where it runs.
-        accumulation: Micro-batches.
-        stages: Of a pipeline.
+        traffic: Bytes sent during the whole step.
+        card: The card that it runs on.
+        accumulation: Number of micro-batches.
+        stages: Number of pipeline stages.
     """
     compute = compute_seconds(work, card) * (accumulation + stages - 1)
     link = LINK * card.link

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from liger_multi.memory.estimation import (
     WORKSPACE,
+    fsdp_bytes,
     gathered_bytes,
+    move_copies,
     state_bytes,
     temporary_bytes,
 )
 from liger_multi.memory.planning.applying import Applied, layers_of, prepare
 from liger_multi.memory.planning.cost import PARKED, Card, Traffic, step_seconds
-from liger_multi.memory.planning.result import Candidate, Settings
-from liger_multi.memory.planning.shapes import Shapes, weights
+from liger_multi.memory.planning.result import LEVELS, Candidate, Settings
+from liger_multi.memory.planning.shapes import Facts, Shapes, weights
 from liger_multi.memory.planning.traces import (
     NOTHING,
     Body,
@@ -43,6 +46,7 @@ from liger_multi.memory.recorder import (
     stored,
 )
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, Optimizer
+from liger_multi.patcher import sharder
 
 # --- simulated passes of one architecture: each kind of layer and head a few times ---
 
@@ -61,10 +65,11 @@ class Prepared:
 
     Attributes:
         model: With patches, policies and tiles.
-        layers: Of it.
-        inner: What runs them, if it is not the model itself.
-        around: What :func:`prepare` did.
-        warm: Whether it ran before, from which policies learn.
+        layers: Its layers.
+        inner: The module that runs the layers, if it is not the model itself.
+        around: The handle that :func:`prepare` returned.
+        warm: Whether it ran before: some recompute policies learn from a first step.
+        running: The simulation that runs, which counts what ranks send to each other.
     """
 
     model: Any
@@ -72,20 +77,36 @@ class Prepared:
     inner: nn.Module | None
     around: Applied
     warm: bool = False
+    running: list[Cutting] = field(default_factory=list)
+
+    def shard(self, ranks: int) -> None:
+        """Leave the model the tokens of one of some ranks."""
+
+        def sent(nbytes: int) -> None:
+            for simulation in self.running:
+                simulation.exchange(nbytes)
+
+        sharder().shard_on_meta(self.model, ranks, sent)
+
+
+def _main_dtype(settings: Settings, facts: Facts) -> torch.dtype:
+    """Of parameters; a base in 4 bits has the dtype of autocast, in which it is dequantized."""
+    dtype, autocast, _ = DTYPES[settings.dtype]
+    return autocast if autocast is not None and facts.quantized else dtype
 
 
 class Passes:
     """Passes of an architecture: derived from known ones where possible, otherwise simulated.
 
     Args:
-        shapes: The model's.
+        shapes: Shapes of the model.
         device: Device type that the tensors stand for.
         said: Called with a few words before every simulation.
 
     Attributes:
         said: The argument ``said``.
-        simulations: How many there were.
-        tensors: The least and the greatest tensor parallelism that will be asked for.
+        simulations: Number of simulated passes.
+        tensors: The smallest and the largest tensor parallelism that will be requested.
     """
 
     def __init__(self, shapes: Shapes, device: str, said: Callable[[str], None]) -> None:
@@ -121,7 +142,7 @@ class Passes:
         return Trace(*self._simulate(settings, recompute, self.shapes.depth))
 
     def take_over(self, simulations: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Count and keep what another process simulated of the same shapes."""
+        """Count and keep the passes that another process simulated for the same shapes."""
         self.simulations += simulations
         self.shapes.store.add(entries)
         self._bodies.clear()
@@ -143,7 +164,7 @@ class Passes:
         return self._derived_bodies.get((key, micro))
 
     def _across(self, settings: Settings, recompute: str) -> Body | None:
-        """Derive it from the fewest and the most devices: one factor of every size is divided."""
+        """Interpolate between the fewest and the most devices: sizes fall as one over them."""
         low, high = self.tensors
         if not low < settings.tensor < high:
             return None
@@ -170,7 +191,7 @@ class Passes:
     def _known(
         self, table: dict[Settings, dict[int, Piece]], section: str, key: Settings, cls: type[Piece]
     ) -> dict[int, Piece]:
-        """What was simulated, by the number of sequences."""
+        """Simulated pieces by the number of sequences."""
         if key not in table:
             table[key] = {}
             name = _name(key, self.device)
@@ -189,7 +210,7 @@ class Passes:
     # --- simulation ---
 
     def _simulate(self, settings: Settings, recompute: str, depth: int | None) -> tuple[Body, Head]:
-        """Simulate a model with so many layers, and keep what follows from it."""
+        """Simulate a model with ``depth`` layers, and keep its body and head."""
         micro = settings.micro_batch
         if not self.shapes.facts.checked:
             depth = self.shapes.depth
@@ -212,7 +233,7 @@ class Passes:
     def _prepare(self, settings: Settings, recompute: str, depth: int | None) -> Prepared:
         key = replace(_body_key(settings, recompute), chunk=settings.chunk), depth
         if key not in self._prepared:
-            dtype = DTYPES[settings.dtype][0]
+            dtype = _main_dtype(settings, self.shapes.facts)
             model = self.shapes.model(dtype, settings.attention, settings.tensor, depth)
             path, layers = layers_of(model)
             target = replace(settings, recompute=recompute, layers=len(layers))
@@ -220,6 +241,8 @@ class Passes:
             inner = model.get_submodule(path.rpartition(".")[0])
             inner = None if inner is model else inner
             self._prepared[key] = Prepared(model, layers, inner, around)
+            if settings.ranks > 1:
+                self._prepared[key].shard(settings.ranks)
         return self._prepared[key]
 
     def _simulated(
@@ -234,31 +257,46 @@ class Passes:
         simulation = Cutting(
             list(layers),
             prepared.inner,
+            settings.ranks,
             target=self.device,
             capacity=None,
             model=model,
             vocabulary=self.shapes.facts.vocabulary or None,
-            sequence=settings.sequence,
+            sequence=settings.tokens,
             autocast=DTYPES[settings.dtype][1],
         )
         if recompute not in ("none", "full") and not prepared.warm:
             simulation.warm(settings.micro_batch)  # policies learn from a first step
         prepared.warm = True
+        offload, sent = prepared.around.offload, []
+        marks = (
+            []
+            if offload is None
+            else [
+                layers[0].register_forward_pre_hook(lambda *_: sent.append(offload.sent_bytes)),
+                layers[-1].register_forward_hook(lambda *_: sent.append(offload.sent_bytes)),
+            ]
+        )
+        prepared.running.append(simulation)
         simulation.step(settings.micro_batch, settings.sequence, 0)
+        prepared.running.clear()
+        for mark in marks:
+            mark.remove()
         model.zero_grad()
         body, head = simulation.recorded()
         parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
         body.buffers = simulation.standing() - parameter_bytes
-        offload = prepared.around.offload
         if offload is not None:
-            body.offloaded = offload.offloaded_bytes / len(layers)
+            inside = sent[1] - sent[0]
+            body.offloaded = inside / len(layers)
+            body.offloaded_outside = offload.offloaded_bytes - inside
             for layer in body.layers:
                 layer.forward.work.launches += PARKED * offload.offloaded_tensors / len(layers)
         return body, head
 
 
 def _body_key(settings: Settings, recompute: str) -> Settings:
-    """What layers depend on, besides the number of sequences."""
+    """The settings that layers depend on, besides the number of sequences."""
     return Settings(
         sequence=settings.sequence,
         precision=_precision_key(settings),
@@ -268,16 +306,17 @@ def _body_key(settings: Settings, recompute: str) -> Settings:
         attention=settings.attention,
         offload_activations=settings.offload_activations,
         tensor=settings.tensor,
+        ranks=settings.ranks,
     )
 
 
 def _head_key(settings: Settings) -> Settings:
-    """What a head depends on; a chunk that holds all tokens is as good as another one.
+    """The settings that the head depends on. All chunks that hold every token are equal.
 
-    The last layer's output is not freed where it was offloaded.
+    Offload matters: the last layer's output is not freed where it was offloaded.
     """
     chunk = settings.chunk
-    if chunk and settings.micro_batch * settings.sequence <= chunk:
+    if chunk and settings.micro_batch * settings.tokens <= chunk:
         chunk = 0
     return Settings(
         sequence=settings.sequence,
@@ -286,6 +325,7 @@ def _head_key(settings: Settings) -> Settings:
         chunk=chunk,
         attention=settings.attention,
         offload_activations=settings.offload_activations,
+        ranks=settings.ranks,
     )
 
 
@@ -314,7 +354,6 @@ def _along(known: Mapping[int, Piece], micro: int, between: bool = False) -> Pie
 
 
 IN_FLIGHT = 2**30  # bytes of offloaded activations that may be in flight
-ATTENTION_PASSES = 3.5  # forward and backward of attention, in forwards
 
 
 @dataclass
@@ -328,7 +367,7 @@ class Static:
 
     @classmethod
     def of(cls, parameters: Iterable[Any], spec: Optimizer, copies: int) -> Static:
-        """Sums over some parameters."""
+        """Sum over some parameters."""
         every = list(parameters)
         trained = [p for p in every if p.requires_grad]
         return cls(
@@ -339,7 +378,7 @@ class Static:
         )
 
     def plus(self, other: Static, times: int, spec: Optimizer) -> Static:
-        """The sum with ``times`` the other one."""
+        """Add another sum ``times`` times."""
         scratch = self.temporaries + times * other.temporaries
         if spec.temporaries != "all":
             scratch = max(self.temporaries, other.temporaries if times else 0)
@@ -352,28 +391,42 @@ class Static:
 
 
 @dataclass
-class Held:
-    """What parameters and what belongs to them take, of one model in one precision.
+class StaticMemory:
+    """Memory of the parameters, gradients and optimizer states of one model in one precision.
 
     Attributes:
-        layers: Of each layer, or of one where all are equal.
-        outside: Of everything else.
-        gathered: What is there of other devices' shards, by the way to share.
+        layers: Memory of each layer, or of one where all are equal.
+        outside: Memory of everything else.
+        blocks: Parameters of units that are gathered one after the other.
+        root: Parameters of no unit.
     """
 
     layers: list[Static]
     outside: Static
-    gathered: dict[str, int]
+    blocks: list[list[Any]]
+    root: list[Any]
+    _gathered: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+
+    def gathered(self, spread: str, devices: int, copies: int) -> tuple[int, int]:
+        """What is there of other devices' shards: in layers, and beyond that after backward."""
+        key = spread, devices
+        if key not in self._gathered:
+            units = self.blocks, self.root
+            if spread == "fsdp2":
+                self._gathered[key] = fsdp_bytes(*units, devices, copies)
+            else:
+                self._gathered[key] = gathered_bytes(*units, LEVELS[spread]), 0
+        return self._gathered[key]
 
 
 class Predictor:
-    """Puts steps together from simulated layers and heads.
+    """Predicts steps from simulated layers and heads.
 
     The optimizer's bytes follow from the parameters, and the bytes of shards from both.
 
     Args:
-        shapes: The model's.
-        card: That it runs on.
+        shapes: Shapes of the model.
+        card: The card that it runs on.
         device: Device type that the tensors stand for.
         said: Called with a few words before every simulation.
         host: Bytes of the host's memory for each device; None for no limit.
@@ -389,7 +442,7 @@ class Predictor:
     ) -> None:
         self.shapes, self.card, self.device, self.host = shapes, card, device, host
         self.passes = Passes(shapes, device, said or (lambda _: None))
-        self._held: dict[tuple[str, str, int, bool], Held] = {}
+        self._static_memory: dict[tuple[str, str, int, bool], StaticMemory] = {}
         self._static: dict[tuple[Any, ...], Static] = {}
 
     @property
@@ -397,23 +450,23 @@ class Predictor:
         """Passes that were simulated."""
         return self.passes.simulations
 
-    def held(self, settings: Settings) -> Held:
-        """What parameters take."""
+    def static_memory(self, settings: Settings) -> StaticMemory:
+        """Memory of parameters, gradients and optimizer states."""
         float8 = settings.precision == "fp8"
         key = settings.dtype, settings.optimizer, settings.tensor, float8
-        if key not in self._held:
-            dtype, _, copies = DTYPES[settings.dtype]
+        if key not in self._static_memory:
+            dtype, copies = _main_dtype(settings, self.shapes.facts), DTYPES[settings.dtype][2]
             spec = OPTIMIZERS[settings.optimizer]
             forms = self.shapes.forms(settings.tensor, float8)
             blocks = [weights(block, dtype) for block in forms.blocks]
             root = weights(forms.root, dtype)
-            levels = {"zero2": 2, "zero3": 3, "fsdp2": 3}
-            self._held[key] = Held(
+            self._static_memory[key] = StaticMemory(
                 [Static.of(weights(layer, dtype), spec, copies) for layer in forms.layers],
                 Static.of(weights(forms.outside, dtype), spec, copies),
-                {name: gathered_bytes(blocks, root, level) for name, level in levels.items()},
+                blocks,
+                root,
             )
-        return self._held[key]
+        return self._static_memory[key]
 
     def predict(self, settings: Settings, budget: int | None = None) -> Candidate:
         """Peak and time of one way to train."""
@@ -430,7 +483,7 @@ class Predictor:
         return static.parameters + static.gradients + static.states
 
     def growing(self, settings: Settings) -> int:
-        """Highest moment of what grows with the tokens: activations, logits, temporaries."""
+        """Peak of the memory that grows with the tokens: activations, logits, temporaries."""
         static = {PARAMETERS, GRADIENTS, STATES}
         factors = vector({name: float(name not in static) for name in CATEGORIES})
         forward, backward = sequence_of(self.traces(settings))
@@ -438,7 +491,6 @@ class Predictor:
 
     def traces(self, settings: Settings) -> list[Trace]:
         """The pass that each layer follows, from the first layer on, with a rank's tokens."""
-        settings = replace(settings, sequence=settings.tokens, ranks=1)
         count, some = self.shapes.count, min(settings.layers, self.shapes.count)
         traces = [self.passes.trace(settings, settings.recompute)] * some if some else []
         if some < count:
@@ -456,60 +508,60 @@ class Predictor:
         static = self._of_stage(settings, begin, end)
         share = _shares(settings)
         away = _away(settings)
+        dtype, autocast, copies = DTYPES[settings.dtype]
+        sizes = {PARAMETERS: static.parameters, GRADIENTS: static.gradients, STATES: static.states}
+        ratio = 1.0
+        if settings.spread == "fsdp2" and copies:  # its shards are the fp32 weights
+            move_copies(sizes, dtype, copies)
+            ratio = copies / dtype.itemsize
         factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
+        factors = tuple(
+            f * (ratio if n == GRADIENTS else 1) for f, n in zip(factors, CATEGORIES, strict=True)
+        )
         # gradients of an earlier pass, or of the last step, are there already
         accumulating = settings.accumulation > 1 or stages > 1
-        dtype, autocast, _ = DTYPES[settings.dtype]
         tokens = settings.micro_batch * settings.tokens
         hidden = tokens * self.shapes.facts.hidden * (autocast or dtype).itemsize
         start: dict[str, float] = {
-            PARAMETERS: static.parameters + traces[0].body.buffers,
-            STATES: static.states,
+            PARAMETERS: sizes[PARAMETERS] + traces[0].body.buffers,
+            STATES: sizes[STATES],
         }
         start[GRADIENTS] = static.gradients if accumulating else 0
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:
             start[TEMPORARY] = hidden  # a sum of layers on its way
-        if settings.ranks > 1:  # inputs and result of a mixer, before and after they are sent
-            start[TEMPORARY] = self._exchanged(settings)
         if settings.offload_activations and self.device != "cpu":  # on their way
             start[OTHER] += min(IN_FLIGHT, traces[0].body.offloaded * (end - begin))
         waiting = min(stages - stage, settings.accumulation) - 1
         start[OTHER] += waiting * sum(_kept(forward)) if waiting else 0
         scratch = round(static.temporaries * share.get(STATES, 1.0)) if not away else 0
-        last = vector({TEMPORARY: float(scratch)})
+        extra, ending, devices = 0, 0, settings.data * settings.ranks
+        if devices > 1 or away:
+            extra, ending = self.static_memory(settings).gathered(settings.spread, devices, copies)
+        last = vector({TEMPORARY: float(max(scratch, ending))})
         peak, at = peak_of(parts, vector(start), factors, accumulating, last)
-        gathered = self.held(settings).gathered
-        sharded = settings.data * settings.ranks > 1
-        extra = gathered.get(settings.spread, 0) * (sharded or bool(away))
         extra += 0 if self.device == "cpu" else WORKSPACE
         named = {
             name: round(size * factor)
             for name, size, factor in zip(CATEGORIES, at, factors, strict=True)
         }
         named["gathered and workspace"] = extra
-        sizes = {PARAMETERS: static.parameters, GRADIENTS: static.gradients, STATES: static.states}
         stands = [name for name in away if name != STATES or settings.offload_states == "cpu"]
         host = sum(round(sizes[name] * share.get(name, 1.0)) for name in stands)
         offloaded = sum(trace.body.offloaded for trace in traces[begin:end])
+        offloaded += traces[-1].body.offloaded_outside * (end == count)
         seconds = self._seconds(settings, parts, static, offloaded, hidden, end - begin)
         host += round(offloaded * (waiting + 1))
         return round(peak) + extra, named, host, seconds
-
-    def _exchanged(self, settings: Settings) -> int:
-        """Bytes of a mixer's rows that are sent: about as much as is there meanwhile."""
-        dtype, autocast, _ = DTYPES[settings.dtype]
-        tokens = settings.micro_batch * settings.tokens
-        return tokens * self.shapes.facts.exchanged * (autocast or dtype).itemsize
 
     def _of_stage(self, settings: Settings, begin: int, end: int) -> Static:
         """Static bytes of some layers; the outer stages hold what is outside of layers."""
         key = settings.precision, settings.dtype, settings.optimizer, settings.tensor, begin, end
         if key not in self._static:
-            held, spec = self.held(settings), OPTIMIZERS[settings.optimizer]
-            total = held.outside if begin == 0 or end == self.shapes.count else Static()
+            memory, spec = self.static_memory(settings), OPTIMIZERS[settings.optimizer]
+            total = memory.outside if begin == 0 or end == self.shapes.count else Static()
             for i in range(begin, end):
-                total = total.plus(held.layers[min(i, len(held.layers) - 1)], 1, spec)
+                total = total.plus(memory.layers[min(i, len(memory.layers) - 1)], 1, spec)
             self._static[key] = total
         return self._static[key]
 
@@ -537,16 +589,7 @@ class Predictor:
             waited = 0.0
         waited += 2 * passes * hidden * (settings.pipeline > 1)
         work = work_of(parts)
-        if settings.ranks > 1:
-            dtype, autocast, _ = DTYPES[settings.dtype]
-            itemsize, others = (autocast or dtype).itemsize, settings.ranks - 1
-            again = settings.layers * (settings.recompute == "full") / self.shapes.count
-            # all-to-all of inputs and result in forward, of their gradients, and once more
-            sent = others / settings.ranks * self._exchanged(settings)
-            waited += passes * layers * sent * (2 + bool(settings.layers))
-            # a rank's heads attend to whole sequences: as many FLOPs again for every other rank
-            scores = 4 * settings.tokens * hidden / itemsize
-            work.product(itemsize, layers * others * scores * (ATTENTION_PASSES + again))
+        waited += passes * work.exchanged * (settings.ranks - 1) / settings.ranks
         shared = 1 / data if level else 1.0
         touched = 2 * static.parameters + static.gradients + 2 * static.states
         states = 2 * static.states * shared if settings.offload_states else 0.0
@@ -569,14 +612,14 @@ def _shares(settings: Settings) -> dict[str, float]:
 
 
 def _away(settings: Settings) -> tuple[str, ...]:
-    """What stands on the host: FSDP2 offloads all that it shards."""
+    """Bytes on the host: FSDP2 offloads everything that it shards."""
     if not settings.offload_states:
         return ()
     return (STATES, GRADIENTS, PARAMETERS) if settings.spread == "fsdp2" else (STATES,)
 
 
 def _kept(forward: list[Part]) -> Bytes:
-    """Bytes that one micro-batch keeps from the end of forward until backward."""
+    """Bytes that one micro-batch saves for backward."""
     total = NOTHING
     for segment, times in forward:
         total = plus(total, segment.left(False), times)

@@ -89,7 +89,7 @@ class Settings:
 
     @property
     def dtype(self) -> str:
-        """The name that :func:`liger_multi.memory.estimate` has for the precision."""
+        """The dtype option of :func:`liger_multi.memory.estimate` for the precision."""
         low_precision = "float16" if self.precision == "fp16" else "bfloat16"
         if self.precision in PURE:
             return "bfloat16"
@@ -105,7 +105,7 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Of a sequence, on one device."""
+        """Tokens of a sequence on one device."""
         return -(-self.sequence // self.ranks)
 
     @property
@@ -165,15 +165,15 @@ class Settings:
 
 @dataclass
 class Candidate:
-    """Settings, and what is predicted for them.
+    """Settings and their predicted memory and time.
 
     Attributes:
-        settings: What is chosen.
+        settings: The settings.
         peak_bytes: Highest moment of a step on one device.
-        parts: What is there at that moment, by category.
-        seconds: Of one optimizer step, by the model of :mod:`liger_multi.memory.planning.cost`.
+        parts: Bytes at that moment, by category.
+        seconds: Time of one optimizer step by :mod:`liger_multi.memory.planning.cost`.
         relative: Time per token, where 1 is the fastest candidate that fits.
-        host_bytes: What stands in the host's memory, for one device.
+        host_bytes: Bytes in the host's memory, for one device.
         fits: Whether the peak is within the budget, and what stands on the host within its memory.
     """
 
@@ -187,7 +187,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices; only its ratio to that of another candidate means something."""
+        """Tokens per second of all devices; only ratios between candidates mean something."""
         return self.settings.sequences * self.settings.sequence / max(self.seconds, 1e-12)
 
     def as_data(self) -> dict[str, Any]:
@@ -208,13 +208,13 @@ class TrainingPlan(Paged):
     """The candidates for a model, a memory and a number of devices.
 
     Attributes:
-        model: Its type.
-        layers: How many it has.
+        model: Model type.
+        layers: Number of layers.
         card: The card whose rates predict the times.
-        memory_bytes: Of one device.
-        budget_bytes: What of it a peak may take.
-        devices: How many.
-        batch: Sequences of one optimizer step that were asked for.
+        memory_bytes: Memory of one device.
+        budget_bytes: Bytes of it that a peak may take.
+        devices: Number of devices.
+        batch: Requested number of sequences per optimizer step.
         candidates: The best of each group: those that fit, the fastest per token first, then the
             others, the lowest peak first.
         largest_batch: Largest micro-batch with the settings of the best candidate.
@@ -222,7 +222,7 @@ class TrainingPlan(Paged):
         most_batch: The same with the settings of the candidate with the lowest peak.
         most_sequence: Likewise.
         notes: Advice in sentences.
-        simulations: How many steps were simulated.
+        simulations: Number of simulated steps.
         compression: Whether files ask engines for their own compression.
         layer_class: Class of a layer, which engines wrap.
         vocabulary: Of the model.
@@ -250,18 +250,18 @@ class TrainingPlan(Paged):
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits."""
+        """The fastest candidate that fits."""
         return self.candidates[0]
 
     @property
     def nearest(self) -> Candidate:
-        """The one with the lowest peak, of those that the host has memory for, if there are any."""
+        """The candidate with the lowest peak; those that fit into the host's memory go first."""
         most = self.host_memory_bytes or math.inf
         return min(self.candidates, key=lambda c: (c.host_bytes > most, c.peak_bytes))
 
     @property
     def fitting(self) -> list[Candidate]:
-        """Those that fit, the fastest first."""
+        """Candidates that fit, the fastest first."""
         return [c for c in self.candidates if c.fits]
 
     def as_data(self) -> dict[str, Any]:

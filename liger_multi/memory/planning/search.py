@@ -1,4 +1,4 @@
-"""Try ways to train, cheap ones first, and keep those that fit."""
+"""Search ways to train a model, cheap ones first, for the fastest that fits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ UNRELATED = ("_name_or_path", "transformers_version")  # of a configuration
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen.
+    """The search space.
 
     Attributes:
         precisions: Of :data:`PRECISIONS`.
@@ -100,7 +100,7 @@ def plan(
     cache: bool = False,
     processes: int = 1,
 ) -> TrainingPlan:
-    """The fastest way to train a model that fits, and what else was weighed.
+    """The fastest way to train a model that fits, and the alternatives that were considered.
 
     Peaks come from the simulation of :func:`liger_multi.memory.estimate`, of three layers where
     layers repeat; times from a model that only ranks (``docs/planning.md``).
@@ -193,7 +193,7 @@ def plan(
 
 
 def _store(model_or_config: Any, memory: int) -> Store:
-    """What is known of an architecture; of a model with weights and code of its own, nothing.
+    """The store of an architecture; empty for a model with weights and code of its own.
 
     Pieces of a base in 4 bits depend on the memory of the device.
     """
@@ -214,7 +214,7 @@ def _space(space: Space | None, precision: str | Sequence[str] | None, card: Car
         names = (precision,) if isinstance(precision, str) else tuple(precision)
         names = tuple(short_name(name) for name in names)
         chosen = replace(chosen, precisions=names)
-    elif not card.bf16 and space is None:
+    elif not card.bf16 and chosen.precisions == Space().precisions:
         chosen = replace(chosen, precisions=("fp16", "fp32"))
     return chosen
 
@@ -239,7 +239,7 @@ def _check(
 
 
 def _check_float8(space: Space, card: Card, device: str) -> None:
-    """FP8 is planned for where it saves time."""
+    """Refuse FP8 where it would save no time."""
     if "fp8" not in space.precisions:
         return
     instead = "precision='fp8' is planned for devices with FP8 GEMMs, got"
@@ -252,13 +252,13 @@ def _check_float8(space: Space, card: Card, device: str) -> None:
 
 
 class _Search:
-    """Candidates, of which the best of each way to train is kept.
+    """The best candidate of every way to train.
 
     Args:
-        predictor: Of the model.
-        space: What may be chosen.
+        predictor: Predicts peaks and times of the model.
+        space: The search space.
         budget: Bytes that a plan may take.
-        processes: That simulate.
+        processes: Number of processes that simulate.
         weighed: Whether settings are considered.
     """
 
@@ -278,7 +278,7 @@ class _Search:
         self._tokens = LARGEST_PASS
 
     def ask(self, devices: int, batch: int | None, sequence: int, optimizer: str) -> None:
-        """Weigh everything for so many devices."""
+        """Evaluate the search space for a number of devices."""
         # of a pass at most: more rows than these would be one chunk as well
         self._tokens = max(LARGEST_PASS, sequence) if batch is None else batch * sequence
         layouts = self._layouts(devices)
@@ -311,7 +311,7 @@ class _Search:
             self._layout(plain, batch, (plain.tensor, plain.pipeline) == (1, 1))
 
     def _simulate_in_two(self, ways: Sequence[Settings], batch: int | None) -> None:
-        """Simulate what the search will ask for, one half of it in a second process.
+        """Simulate what the search will need, half of it in a second process.
 
         Settings with extras share next to no simulation with the others. The first one of all is
         simulated before the process is forked: it imports the model's class, and tells whether
@@ -365,7 +365,7 @@ class _Search:
             self._micros(settings, batch, most & -most if batch else most, spreads)
 
     def _is_small(self, settings: Settings) -> bool:
-        """Whether a whole model and its states take next to nothing of a device's memory."""
+        """Whether a whole model and its states take a small share of a device's memory."""
         return self.predictor.shared_bytes(settings) < SMALL * self.budget
 
     def _micros(
@@ -392,11 +392,11 @@ class _Search:
                 return
 
     def _passes(self, settings: Settings) -> int:
-        """Micro-batches where nobody asked for a number: enough to fill a pipeline."""
+        """Accumulated micro-batches where the batch is free: enough to fill a pipeline."""
         return 2 * settings.pipeline if settings.pipeline > 1 else 1
 
     def _guess(self, settings: Settings, micro: int) -> int:
-        """The power of two of sequences that should fit, from what one of them needs."""
+        """The number of sequences that should fit, a power of two, from the memory of one."""
         growing = self.predictor.growing(replace(settings, micro_batch=micro))
         lowest = self._lowest.get(_group(settings))
         static = (
@@ -440,13 +440,13 @@ class _Search:
                 yield replace(base, recompute=name, layers=layers)
 
     def _chunk(self, settings: Settings, size: int) -> int:
-        """Rows of logits that so many bytes hold, by powers of two."""
+        """Rows of logits that fit into ``size`` bytes, a power of two."""
         width = 4 if settings.precision == "fp32" else 2
         rows = max(LEAST_ROWS, size // (width * max(1, self.shapes.facts.vocabulary)))
         return int(2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1)))))
 
     def _spread(self, some: Settings, spread: str) -> bool:
-        """Weigh one way with every place for states; whether anything fits."""
+        """Evaluate one way with every place for optimizer states; returns whether any fits."""
         fits = False
         for away in self.space.offload_states:
             if not _exists(some.precision, spread, away):
@@ -465,7 +465,7 @@ class _Search:
         return fits
 
     def _fewest(self, settings: Settings, all_of_them: Candidate) -> Candidate:
-        """The same with the fewest layers that recompute."""
+        """The same candidate with as few recomputing layers as possible."""
         low, high, best = 0, settings.layers, all_of_them
         while high - low > 1:  # the peak falls with every layer
             middle = (low + high) // 2
@@ -487,7 +487,7 @@ class _Search:
             self._best[key] = candidate
 
     def ranked(self) -> list[Candidate]:
-        """Those that fit, the fastest a token first; then the others, the lowest peak first."""
+        """Candidates that fit, fastest first; then the others, lowest peak first."""
         candidates = sorted(self._best.values(), key=_rank)
         speeds = [self._speed(candidate) for candidate in candidates]
         pairs = zip(speeds, candidates, strict=True)
@@ -497,10 +497,10 @@ class _Search:
         return sorted(candidates, key=_rank_shown)
 
     def _speed(self, candidate: Candidate) -> float:
-        """Tokens a second; no more than of the same way without what it does not need, if it fits.
+        """Tokens per second, capped by those of the same way without offloaded or sharded states.
 
-        States elsewhere, and shards of a small model, only save memory. What an engine gains beside
-        them, such as 16-bit copies in place of autocast, or a larger micro-batch, is not theirs.
+        Offloaded states, and shards of a small model, only save memory. Side effects of an engine,
+        such as 16-bit copies in place of autocast, are not credited to them.
         """
         plain, speed = replace(candidate.settings, offload_states=None), candidate.tokens_per_second
         simpler = [plain] if candidate.settings.offload_states else []
@@ -510,7 +510,7 @@ class _Search:
         return min([speed, *(t.tokens_per_second for t in twins if t is not None and t.fits)])
 
     def limits(self, settings: Settings) -> tuple[int, int]:
-        """Largest micro-batch at this sequence, and longest sequence at one at a time.
+        """Largest micro-batch at this sequence length, and longest sequence with micro-batch 1.
 
         No sequence is longer than the positions of the model, or than what was asked for.
         """
@@ -529,10 +529,10 @@ class _Search:
         return batch, length * STEP
 
     def _largest(self, settings: Callable[[int], Settings], known: int, most: int = 0) -> int:
-        """Steps along what grows in proportion; what is returned was simulated, and fits.
+        """The largest number that fits, by proportional steps; it was simulated itself.
 
         Args:
-            settings: Of so many.
+            settings: From a number to the settings.
             known: Where to begin.
             most: A number that is too large, if one is known.
         """
@@ -555,7 +555,7 @@ class _Search:
 
 
 def _coarser(settings: Settings) -> Settings:
-    """The same with fewer chunks: those of a short pass would be thousands of a long one."""
+    """The same settings with larger chunks, so that a long pass does not have thousands of them."""
     rows = settings.micro_batch * settings.tokens // MOST_CHUNKS
     return replace(settings, chunk=settings.chunk and max(settings.chunk, 1 << rows.bit_length()))
 
@@ -570,13 +570,13 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
 
 
 def _way(settings: Settings) -> Settings:
-    """What tells two ways to train apart."""
+    """The settings by which two ways to train differ."""
     layers = bool(settings.layers)
     return replace(settings, micro_batch=1, accumulation=1, layers=layers, chunk=None)
 
 
 def _rank_shown(candidate: Candidate) -> tuple[bool, float, bool, bool, int]:
-    """Times as they are shown; equal ones go to what loses no updates, then to what is simpler."""
+    """Order by the displayed time; ties prefer full-precision updates, then simpler settings."""
     if not candidate.fits:
         return True, 0.0, False, False, 0
     s = candidate.settings
@@ -584,7 +584,7 @@ def _rank_shown(candidate: Candidate) -> tuple[bool, float, bool, bool, int]:
 
 
 def _exists(precision: str, spread: str, away: str | None) -> bool:
-    """Whether an engine does so: DeepSpeed keeps fp32 weights, DDP offloads nothing."""
+    """Whether an engine supports it: DeepSpeed keeps fp32 weights, DDP offloads nothing."""
     if precision in PURE:
         return not spread.startswith("zero") and (spread == "fsdp2" or not away)
     return not (away and spread == "ddp") and not (away == "nvme" and spread == "fsdp2")
@@ -604,7 +604,7 @@ def _group(settings: Settings) -> Settings:
 
 
 def can_fork() -> bool:
-    """Whether a copy of this process may work: no thread is lost in it, and a second core waits."""
+    """Whether a fork of this process can work: it has one thread, and a second core is free."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     return len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_initialized()
@@ -612,10 +612,10 @@ def can_fork() -> bool:
 
 @contextlib.contextmanager
 def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """Run ``work`` in a copy of this process, which has imported what is slow to import.
+    """Run ``work`` in a fork of this process, which has done the slow imports already.
 
-    Yields a function that waits for what ``work`` returned, plain data. It returns None where the
-    process failed: whoever does the work instead meets the error.
+    Yields a function that waits for the result of ``work``, which is plain data. It returns None
+    if the process failed; the caller then does the work itself and meets the error.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -647,7 +647,7 @@ def _work(work: Callable[[], Any], to: Connection) -> None:
 
 
 class _Way(NamedTuple):
-    """What notes are made from: of the best candidate, or of the nearest where nothing fits."""
+    """What notes describe: the best candidate, or the nearest one where nothing fits."""
 
     best: Candidate
     s: Settings
@@ -656,7 +656,7 @@ class _Way(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """Advice, and what it depends on."""
+    """Advice, and the condition under which it holds."""
 
     holds: Callable[[_Way], Any]
     text: str

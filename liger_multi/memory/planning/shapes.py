@@ -1,4 +1,4 @@
-"""Models of shapes alone, with all of their layers or with a few, and what is known without them.
+"""Models on the meta device, with all layers or a few, and facts that need no model.
 
 The :class:`Facts` of an architecture are all that a plan needs besides simulations. They are plain
 data, so that a plan whose simulations are known builds no model. Quantized frozen weights are
@@ -21,15 +21,16 @@ from liger_multi.memory.estimation import blocks_of, meta_model
 from liger_multi.memory.planning.applying import in_float8, layers_of, mlps_of
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.recorder import stored
-from liger_multi.memory.setup import common_heads, exchanged_width
+from liger_multi.memory.setup import common_heads
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import positions_of
+from liger_multi.ops import QuantizedWeight
 
 # --- frozen weights of few bits ---
 
 
 class _Product(torch.autograd.Function):
-    """What a GEMM with a quantized weight allocates, in both directions."""
+    """Allocates like a GEMM with a quantized weight, in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
@@ -45,7 +46,7 @@ class Stored(nn.Module):
     """Stands in for a linear layer whose weight is quantized.
 
     Args:
-        layer: What it stands for; its stored tensors are kept as they are.
+        layer: The layer that it replaces; its stored tensors are kept as they are.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -55,7 +56,7 @@ class Stored(nn.Module):
             self.register_buffer(f"stored_{i}", tensor.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """A tensor of the right shape."""
+        """Return a tensor of the right shape."""
         run: Any = _Product.apply
         return run(x, self.out_features)  # type: ignore[no-any-return]
 
@@ -94,9 +95,9 @@ class Weight:
     """The shape of a parameter.
 
     Attributes:
-        shape: Of the parameter.
+        shape: Its shape.
         requires_grad: Whether it is trained.
-        dtype: Of its elements.
+        dtype: Its dtype.
     """
 
     shape: tuple[int, ...]
@@ -105,16 +106,16 @@ class Weight:
 
     @property
     def ndim(self) -> int:
-        """Axes."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -131,10 +132,10 @@ class Forms:
     """Parameters of a model.
 
     Attributes:
-        layers: Of every layer; of one where all are equal.
-        outside: Of everything else.
-        blocks: Of every distinct block that is sharded as one unit.
-        root: Those of no block, which are sharded with the model itself.
+        layers: Parameters of every layer, or of one where all are equal.
+        outside: Parameters outside of layers.
+        blocks: Parameters of every distinct block that is sharded as one unit.
+        root: Parameters of no block, which are sharded with the model itself.
     """
 
     layers: list[list[Form]]
@@ -144,7 +145,7 @@ class Forms:
 
     @classmethod
     def of(cls, model: Any, layers: Iterable[nn.Module]) -> Forms:
-        """Those of a model on the meta device."""
+        """Parameters of a model on the meta device."""
         main = main_dtype(model)
 
         def forms(parameters: Iterable[Any]) -> list[Form]:
@@ -180,11 +181,11 @@ def weights(forms: Iterable[Form], dtype: torch.dtype) -> list[Weight]:
 
 @dataclass
 class Facts:
-    """What a plan has to know about an architecture.
+    """Facts about an architecture that a plan needs.
 
     Attributes:
-        model_type: Of the configuration.
-        count: Layers.
+        model_type: The model type of the configuration.
+        count: Number of layers.
         layer_class: Class of a layer.
         uniform: Whether all layers have equal parameters and behave alike.
         checked: Whether a simulation has confirmed that.
@@ -194,8 +195,7 @@ class Facts:
         vocabulary: Entries of its vocabulary, or 0.
         hidden: The hidden size.
         divided: Fields of the configuration that tensor parallelism divides.
-        heads: Which ranks that share tokens divide; 0 for any.
-        exchanged: Elements per token that ranks hold while a mixer's rows are sent.
+        heads: Number of heads that ranks sharing tokens must divide; 0 for any.
         adapted: Whether it is a model with frozen parameters, whose adapters cannot be divided.
         forms: Parameters, by the number of devices that they are divided over.
     """
@@ -212,7 +212,6 @@ class Facts:
     hidden: int
     divided: dict[str, int]
     heads: int
-    exchanged: int
     adapted: bool
     forms: dict[str, Forms] = field(default_factory=dict)
 
@@ -234,7 +233,7 @@ def divided(text: Any) -> Sequence[str]:
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """What most elements of a model's floating point parameters are stored in."""
+    """The dtype of most elements of a model's floating-point parameters."""
     sizes: dict[torch.dtype, int] = {}
     for p in model.parameters():
         if p.is_floating_point():
@@ -284,7 +283,6 @@ class Shapes:
             hidden=text.hidden_size,
             divided={name: getattr(text, name) for name in divided(text)},
             heads=common_heads(full.config),
-            exchanged=exchanged_width(full.config),
             adapted=isinstance(source, nn.Module) and frozen,
         )
 
@@ -300,25 +298,25 @@ class Shapes:
 
     @property
     def depth(self) -> int | None:
-        """Layers of a simulation, one more for the first, whose middle ones are compared."""
+        """Simulated layers; the first simulation has one more, to compare middle layers."""
         if not self.facts.uniform:
             return None
         return DEPTH if self.facts.checked else DEPTH + 1
 
     def learn(self, uniform: bool) -> None:
-        """Note whether middle layers behave alike."""
+        """Record whether middle layers behave alike."""
         self.facts.checked = True
         self.facts.uniform = self.facts.uniform and uniform
 
     def keep(self) -> None:
-        """Put what is known into the store."""
+        """Write the facts to the store."""
         self.store.write("facts", "", self.facts.as_data())
 
     def forms(self, parts: int, float8: bool = False) -> Forms:
-        """Parameters of one of so many devices that heads and MLPs are divided over.
+        """Parameters of one device, with heads and MLPs divided over several.
 
         Args:
-            parts: Devices.
+            parts: Number of devices.
             float8: Whether frozen weights are kept in FP8.
         """
         known, key = self.facts.forms, f"{parts}{' in FP8' * float8}"
@@ -336,10 +334,10 @@ class Shapes:
         """A copy on the meta device, in training mode.
 
         Args:
-            dtype: Of its parameters.
-            attention: Implementation.
+            dtype: Dtype of its parameters.
+            attention: Attention implementation.
             parts: Devices that heads and inner rows of MLPs are divided over; this is one's share.
-            depth: Layers that it has; None: all.
+            depth: Number of layers; None: all.
         """
         source = self._part(parts)
         path, layers = layers_of(source)
@@ -367,7 +365,8 @@ class Shapes:
         is_model = isinstance(source, nn.Module)
         dtype = main_dtype(source) if is_model else torch.bfloat16
         full = meta_model(source, dtype, "sdpa", self._sequence)
-        self.quantized = stand_in(full) if is_model else 0
+        codes = [p for p in full.parameters() if isinstance(p, QuantizedWeight)]
+        self.quantized = stand_in(full) + sum(weight.stored_bytes for weight in codes)
         return full
 
     def _divided(self, parts: int) -> Any:

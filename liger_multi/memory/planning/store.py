@@ -32,7 +32,7 @@ Entry = TypeVar("Entry")
 
 
 def folder() -> Path:
-    """Where files are kept."""
+    """The folder of the cache files."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -41,7 +41,7 @@ def folder() -> Path:
 
 
 def digest(data: Any) -> str:
-    """A digest of plain data."""
+    """Hash plain data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -86,8 +86,8 @@ class Store:
     """Entries by section and name; with a path, those of earlier processes are among them.
 
     Args:
-        path: Of the file; None keeps nothing.
-        key: What entries depend on; a file with another one is replaced.
+        path: The file; None keeps nothing.
+        key: Hash of what entries depend on; a file with another key is replaced.
     """
 
     def __init__(self, path: Path | None = None, key: Mapping[str, Any] | None = None) -> None:

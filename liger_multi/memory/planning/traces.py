@@ -59,33 +59,38 @@ NOTHING: Bytes = (0.0,) * len(CATEGORIES)
 
 @dataclass
 class Work:
-    """Work of a device.
+    """Work that a device does.
 
     Attributes:
-        flops: FLOPs of GEMMs, by the bytes of an element.
-        moved: Bytes that everything else reads and writes.
+        flops: FLOPs of GEMMs, by element size in bytes.
+        moved: Bytes that all other operators read and write.
         launches: Operators that a host starts, weighed by how long that takes.
+        exchanged: Bytes that ranks which share tokens send to each other, or keep.
     """
 
     flops: dict[int, float] = field(default_factory=dict)
     moved: float = 0.0
     launches: float = 0.0
+    exchanged: float = 0.0
 
     def product(self, size: int, count: float) -> None:
         """Count FLOPs of a GEMM."""
         self.flops[size] = self.flops.get(size, 0.0) + count
 
     def add(self, other: Work, times: float = 1.0) -> None:
-        """Add another's work ``times``."""
+        """Add other work ``times`` times."""
         for size, count in other.flops.items():
             self.product(size, times * count)
         self.moved += times * other.moved
         self.launches += times * other.launches
+        self.exchanged += times * other.exchanged
 
     def toward(self, other: Work, share: float) -> Work:
         """As of :class:`Segment`."""
         flops = {n: between(a, other.flops[n], share) for n, a in self.flops.items()}
-        return Work(flops, between(self.moved, other.moved, share), self.launches)
+        moved = between(self.moved, other.moved, share)
+        exchanged = between(self.exchanged, other.exchanged, share)
+        return Work(flops, moved, self.launches, exchanged)
 
 
 @dataclass
@@ -107,7 +112,7 @@ class Segment:
     _known: dict[Any, Moment] = field(default_factory=dict, repr=False, compare=False)
 
     def highest(self, factors: Bytes, accumulating: bool) -> Moment:
-        """Its highest moment, of a segment with events.
+        """Peak of a segment that has events.
 
         Args:
             factors: The share of each category that is on this device.
@@ -127,7 +132,7 @@ class Segment:
         return self._known[key]
 
     def left(self, accumulating: bool) -> Bytes:
-        """Bytes by category at its end, less those at its begin."""
+        """Net bytes by category: at its end minus at its beginning."""
         return self._after(len(self.sizes) - 1, self.added if accumulating else {})
 
     def _after(self, place: int, added: Mapping[int, float]) -> Bytes:
@@ -151,7 +156,7 @@ class Segment:
         )
 
     def toward(self, other: Segment, share: float) -> Segment:
-        """A point on the line from this one (0) through another that is :meth:`alike` (1)."""
+        """Interpolate linearly between this segment (0) and another that is :meth:`alike` (1)."""
         sizes = [between(a, b, share) for a, b in zip(self.sizes, other.sizes, strict=True)]
         added = {at: between(size, other.added[at], share) for at, size in self.added.items()}
         return Segment(self.categories, sizes, added, self.work.toward(other.work, share))
@@ -161,19 +166,20 @@ class Segment:
         work = self.work
         flops = list(work.flops.items())
         added = list(self.added.items())
-        return [self.categories, self.sizes, added, flops, work.moved, work.launches]
+        rest = [work.moved, work.launches, work.exchanged]
+        return [self.categories, self.sizes, added, flops, *rest]
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Segment:
         """From :meth:`as_data`."""
-        categories, sizes, added, flops, moved, launches = data
+        categories, sizes, added, flops, *rest = data
         if len(categories) != len(sizes):
             raise ValueError(f"{len(categories)} categories of {len(sizes)} events")
-        return cls(categories, sizes, dict(added), Work(dict(flops), moved, launches))
+        return cls(categories, sizes, dict(added), Work(dict(flops), *rest))
 
 
 def between(a: float, b: float, share: float) -> float:
-    """A whole number on the line from ``a`` (0) through ``b`` (1)."""
+    """Interpolate linearly between ``a`` (0) and ``b`` (1), rounded."""
     return float(round(a + share * (b - a)))
 
 
@@ -194,12 +200,12 @@ def _ends_toward(mine: Ends, theirs: Ends, share: float) -> Ends:
 
 @dataclass
 class Head:
-    """What computes logits, the loss and their gradients.
+    """The head: logits, the loss and their gradients.
 
     Attributes:
         loss: From the last hidden states on, until forward is over.
         backward: Until the gradient of the last layer's output.
-        ends: What it takes over and leaves.
+        ends: Bytes that it takes over from the layers and leaves to them.
     """
 
     loss: Segment
@@ -239,11 +245,11 @@ def _ends_of(data: Mapping[str, Any]) -> Ends:
 
 @dataclass
 class Layer:
-    """What one layer does.
+    """One layer.
 
     Attributes:
         forward: Its forward.
-        casts: Its weights in the dtype of autocast leave when forward of the model is over.
+        casts: Frees its autocast copies of weights when the model's forward ends.
         backward: Its backward.
     """
 
@@ -254,17 +260,18 @@ class Layer:
 
 @dataclass
 class Body:
-    """What happens before and after the head.
+    """Everything but the head.
 
     Attributes:
         before: Until the first layer.
         layers: Those that were simulated.
         norm: From the last layer on to the last hidden states.
-        casts: As of :class:`Layer`, of what stands in none.
+        casts: As in :class:`Layer`, for weights outside of layers.
         after: From the gradient of the first layer's input on.
         ends: What the head that ran with it took over and left.
         buffers: Bytes that are there before the step, besides parameters.
         offloaded: Bytes that a layer's forward sends to the host.
+        offloaded_outside: Bytes that are sent around the layers, as the last one's output.
     """
 
     before: Segment
@@ -275,6 +282,7 @@ class Body:
     ends: Ends
     buffers: int = 0
     offloaded: float = 0.0
+    offloaded_outside: float = 0.0
 
     @property
     def uniform(self) -> bool:
@@ -286,7 +294,7 @@ class Body:
         )
 
     def shorter(self, depth: int | None) -> Body:
-        """The same with so many layers, without some in the middle."""
+        """The same body with fewer layers: some in the middle are left out."""
         if depth is None or len(self.layers) <= depth:
             return self
         left = self.layers[:1] + self.layers[1 + len(self.layers) - depth :]
@@ -305,18 +313,20 @@ class Body:
         """As of :class:`Segment`."""
         pairs = zip(self._segments(), other._segments(), strict=True)
         ends = _ends_toward(self.ends, other.ends, share)
-        offloaded = self.offloaded + share * (other.offloaded - self.offloaded)
-        return self._of([a.toward(b, share) for a, b in pairs], ends, self.buffers, offloaded)
+        offloaded = between(self.offloaded, other.offloaded, share)
+        outside = between(self.offloaded_outside, other.offloaded_outside, share)
+        segments = [a.toward(b, share) for a, b in pairs]
+        return self._of(segments, ends, self.buffers, offloaded, outside)
 
     def _segments(self) -> list[Segment]:
         inside = [s for layer in self.layers for s in (layer.forward, layer.casts, layer.backward)]
         return [self.before, self.norm, self.casts, self.after, *inside]
 
     @classmethod
-    def _of(cls, segments: list[Segment], ends: Ends, buffers: int, offloaded: float) -> Body:
+    def _of(cls, segments: list[Segment], ends: Ends, buffers: int, *offloaded: float) -> Body:
         before, norm, casts, after, *rest = segments
         layers = [Layer(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
-        return cls(before, layers, norm, casts, after, ends, buffers, offloaded)
+        return cls(before, layers, norm, casts, after, ends, buffers, *offloaded)
 
     def as_data(self) -> dict[str, Any]:
         """Plain data."""
@@ -324,14 +334,16 @@ class Body:
             "segments": [segment.as_data() for segment in self._segments()],
             "ends": self.ends,
             "buffers": self.buffers,
-            "offloaded": self.offloaded,
+            "offloaded": [self.offloaded, self.offloaded_outside],
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Body:
         """From :meth:`as_data`."""
         segments = list(map(Segment.from_data, data["segments"]))
-        return cls._of(segments, _ends_of(data), int(data["buffers"]), float(data["offloaded"]))
+        return cls._of(
+            segments, _ends_of(data), int(data["buffers"]), *map(float, data["offloaded"])
+        )
 
 
 @dataclass
@@ -348,11 +360,11 @@ class Trace:
 
     @property
     def fits(self) -> bool:
-        """Whether the head takes over and leaves what the one did that ran with these layers."""
+        """Whether the head takes over and leaves the bytes that the layers were simulated with."""
         return sorted(self.body.ends) == sorted(self.head.ends)
 
     def layer(self, index: int, count: int) -> Layer:
-        """What stands for layer ``index`` of ``count``."""
+        """The simulated layer that represents layer ``index`` of ``count``."""
         layers = self.body.layers
         if count == len(layers) or index == 0:
             return layers[index]
@@ -369,9 +381,9 @@ def sequence_of(
     """Forward and backward of a model whose layer ``i`` is as in ``traces[i]``, in order.
 
     Args:
-        traces: Of all layers.
-        begin: The first one that is done.
-        end: The one before which it ends; None: all of them, with the head.
+        traces: One trace per layer.
+        begin: The first layer.
+        end: The layer after the last one; None: all layers, and the head.
     """
     count = len(traces)
     end = count if end is None else end
@@ -401,7 +413,7 @@ def _merged(parts: Iterable[Part]) -> list[Part]:
 
 
 def work_of(parts: Iterable[Part]) -> Work:
-    """Everything that the parts do."""
+    """The sum of the work of the parts."""
     total = Work()
     for segment, times in parts:
         total.add(segment.work, times)
@@ -411,14 +423,14 @@ def work_of(parts: Iterable[Part]) -> Work:
 def peak_of(
     parts: Sequence[Part], start: Bytes, factors: Bytes, accumulating: bool, last: Bytes = NOTHING
 ) -> tuple[float, Bytes]:
-    """Highest moment in bytes of this device, and what is alive then by category.
+    """Peak in bytes of this device, and the bytes alive then by category.
 
     Args:
-        parts: In order.
+        parts: Segments in order.
         start: Bytes by category before the first part.
         factors: The share of each category that is on this device.
         accumulating: Whether gradients of earlier micro-batches are there.
-        last: What comes for a moment after the last part.
+        last: Bytes that are allocated for a moment after the last part.
     """
     best, at, base = _total(start, factors), start, start
     for segment, times in parts:
@@ -437,7 +449,7 @@ def peak_of(
 
 
 def plus(some: Bytes, more: Bytes, times: float = 1) -> Bytes:
-    """Bytes by category, with ``times`` others."""
+    """Add bytes by category ``times`` times."""
     return tuple(a + times * b for a, b in zip(some, more, strict=True))
 
 
@@ -446,18 +458,20 @@ def _total(some: Bytes, factors: Bytes) -> float:
 
 
 class Cutting(Simulation):
-    """A simulation that notes where layers begin and end, and what is done.
+    """A simulation that records where layers begin and end, and their work.
 
     Args:
         layers: The model's layers, in order.
         inner: The module that runs them and ends with the last hidden states; None: the model.
-        **options: Of :class:`Simulation`.
+        ranks: Number of ranks that share the tokens of a sequence.
+        **options: Options of :class:`Simulation`, with the tokens of one rank.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], inner: nn.Module | None, **options: Any
+        self, layers: Sequence[nn.Module], inner: nn.Module | None, ranks: int = 1, **options: Any
     ) -> None:
         super().__init__(**options)
+        self._ranks = ranks
         self._layers = {id(layer): i for i, layer in enumerate(layers)}
         self._inner = inner
         self.cuts: list[tuple[int, str, int]] = []  # event, name, layer
@@ -466,12 +480,16 @@ class Cutting(Simulation):
         self._times = 1.0  # that what runs now is done
 
     def cut(self, name: str, layer: int = 0) -> None:
-        """From here on it is another segment."""
+        """Begin another segment."""
         self.cuts.append((len(self.events), name, layer))
         self.works.append(Work())
 
+    def exchange(self, nbytes: int) -> None:
+        """Count what is sent to the other ranks."""
+        self.works[-1].exchanged += nbytes
+
     def _cutter(self, name: str, layer: int = 0) -> Callable[[Tensor], None]:
-        """What cuts when a gradient comes."""
+        """A tensor hook that begins another segment when the gradient arrives."""
 
         def hook(_: Tensor) -> None:
             self.cut(name, layer)
@@ -508,7 +526,7 @@ class Cutting(Simulation):
             self.cut(LOSS)
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """As of :class:`Simulation`; casts of weights leave at its end."""
+        """As in :class:`Simulation`; autocast copies of weights are freed at its end."""
 
         def cut() -> Any:
             result = call()
@@ -555,7 +573,7 @@ class Cutting(Simulation):
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        """A block in which the model runs; of the chunks of a loss, only distinct ones run."""
+        """The context in which the model runs; of the chunks of a loss, only distinct ones run."""
         with self._few_chunks(), super().surroundings():
             yield
 
@@ -570,7 +588,7 @@ class Cutting(Simulation):
             visited.reset(token)
 
     def _differing(self, blocks: Iterable[slice]) -> Iterator[slice]:
-        """The first, one that counts for all that repeat it, and the last, which may be shorter."""
+        """The first chunk, one for all that repeat it, and the last one, which may be shorter."""
         every = list(blocks)
         yield from every[:1]
         if len(every) > 2:
@@ -600,13 +618,14 @@ class Cutting(Simulation):
             )
 
     def _count_attention(self, half: str, output: Tensor) -> None:
-        """Half of all pairs of positions; backward has five GEMMs, forward two."""
-        count = 2.0 * output.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
+        """Count FLOPs of causal attention: half of all pairs; two GEMMs forward, five backward."""
+        tokens = self._sequence * self._ranks
+        count = 2.0 * output.numel() * tokens * (2.5 if half == "backward" else 1.0)
         self.works[-1].product(output.element_size(), count)
         self.works[-1].launches += 1
 
     def named(self, name: str, call: Any) -> Any:
-        """Attention is recognized by its name; everything else is counted where it runs."""
+        """Count attention, recognized by its name; other operators are counted where they run."""
         result = super().named(name, call)
         if name.startswith("scaled_dot_product_attention"):
             half = "backward" if name.endswith("backward") else "forward"
@@ -614,22 +633,23 @@ class Cutting(Simulation):
         return result
 
     def warm(self, batch: int) -> None:
-        """A forward alone, for what learns from a first step; nothing of it is kept."""
+        """Run one forward for policies that learn from a first step; it is not recorded."""
         whole = cast(nn.Module, self._model)
         size = self._vocabulary, self._sequence
         other = Simulation(self._target, None, whole, *size, self._autocast)
-        ids = torch.empty(batch, self._sequence, dtype=torch.int64, device="meta")
+        shape = batch, self._sequence * self._ranks
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
         model: Any = self._model
         with self._few_chunks(), other.surroundings():
             other.forward(lambda: model(input_ids=ids, labels=ids).loss)
 
     def standing(self) -> int:
-        """Bytes of parameters and buffers, which are there before the step."""
+        """Bytes of parameters and buffers, which exist before the step."""
         blocks = [self.blocks[index] for index, _ in self.events[: self.phases[0][0]]]
         return sum(block.size for block in blocks if block.role == PARAMETERS)
 
     def recorded(self) -> tuple[Body, Head]:
-        """What was recorded."""
+        """The recorded body and head."""
         parts = self._parts()
         segments = {part[0]: self._segment(range(*part[1:3]), part[3]) for part in parts}
         ends = self._ends([range(*part[1:3]) for part in parts if part[0][0] in (LOSS, HEAD)])
@@ -663,7 +683,7 @@ class Cutting(Simulation):
         ]
 
     def _segment(self, events: Sequence[int], work: Work) -> Segment:
-        """The segment of some events."""
+        """The segment of a range of events."""
         categories = [self._categories[self.events[at][0]] for at in events]
         sizes = [float(self.events[at][1]) for at in events]
         added: dict[int, float] = {}
@@ -683,7 +703,7 @@ class Cutting(Simulation):
         return [places[block.category] for block in self.blocks]
 
     def _released(self, parts: Any) -> dict[int | None, Segment]:
-        """What is freed between forward and backward, by the layer that allocated it."""
+        """Blocks that are freed between forward and backward, by the layer that allocated them."""
         layer_of: dict[int, int] = {}
         rows: dict[int | None, list[int]] = {}
         for (name, layer), start, end, _ in parts:
@@ -696,7 +716,7 @@ class Cutting(Simulation):
         return {layer: self._segment(some, Work()) for layer, some in rows.items()}
 
     def _ends(self, events: Iterable[range]) -> Ends:
-        """What was allocated or freed in these events, but not both."""
+        """Bytes that were allocated or freed in these events, but not both."""
         changes: dict[int, int] = {}
         for at in chain.from_iterable(events):
             index, change = self.events[at]
@@ -709,7 +729,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _entered(target: str) -> tuple[str, ...]:
-    """Operators whose inner operators are seen and counted one by one."""
+    """Operators whose inner operators are counted one by one."""
     from liger_multi.dispatch.op import OPS
 
     return tuple(OPS) if target == "cpu" else CHUNKED
