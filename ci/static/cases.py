@@ -135,22 +135,25 @@ def _as_on_devices() -> contextlib.ExitStack:
 def start(op: str, sample: Sample, dtype: torch.dtype) -> None:
     """Start the kernels of a sample, under :func:`ci.static.recorded`."""
     with _as_on_devices():
-        _launch(directions(op, sample, dtype))
+        launch_all(directions(op, sample, dtype))
 
 
 def _start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
     with _as_on_devices():
         calls = _recorded(op, name, dtype, setting)
         with SETTINGS[setting].within():
-            _launch(calls)
+            launch_all(calls)
 
 
-def _launch(calls: Directions) -> None:
+def launch_all(
+    calls: Directions, backend: str = "triton", place: Callable[[Tensor], Tensor] = Tensor.detach
+) -> None:
+    """Start what a backend has for recorded calls and does not refuse, on tensors by ``place``."""
     for primitive, args in calls:
-        served = module("triton", primitive.op.name)
+        served = module(backend, primitive.op.name)
         launcher = getattr(served, primitive.direction, None)
         if launcher is not None and not _refused(served, primitive, args):
-            launcher(*(a.detach() if isinstance(a, Tensor) else a for a in args))
+            launcher(*(place(a) if isinstance(a, Tensor) else a for a in args))
 
 
 def calls(setting: str = "") -> dict[str, Callable[[], None]]:

@@ -1,8 +1,9 @@
 """Patterns in Triton's IR that compilers got wrong, found in every launch without compiling it.
 
 The IR is that after Triton's own simplification (TTIR): calls are inlined, and ``acc += dot(a, b)``
-has become a dot with an accumulator. It takes some 50 ms a launch, so that `make test` reads every
-launch of every target. What was read is remembered by the source of the kernel.
+has become a dot with an accumulator. It is the same on all targets of a vendor, so a launch that
+several of them share is read once, in some 50 ms: `make test` reads every launch of every target.
+What was read is remembered by the source of the kernel.
 
 ``chained_dots``
     Two dots of one turn of a loop through one accumulator. Triton 3.6 to 3.8 pipelined such a pair
@@ -46,8 +47,6 @@ POINTERS = re.compile(r" : (?:tensor<((?:\d+x)+))?!tt\.ptr<")
 BARRIER = re.compile(r"\b(ttg|gpu)\.barrier\b")
 ELEMENTWISE = ("arith.", "math.", "tt.bitcast", "tt.fp_to_fp", "tt.extern_elementwise")
 PURE = ("arith.", "tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range")
-OVERWRITTEN_ON = ("sm90", "gfx942")
-"""Targets read for ``overwritten`` alone: one for each width of warps."""
 TRANSPOSED = {
     "_indexer_backward_kernel": "right on an H100 with Triton 3.6 and ptxas 12.8: indexer_scores, "
     "8192x64x128-2048, bf16, 0.22 of the tolerance from fp64 (2026-11-26)",
@@ -169,8 +168,8 @@ def _only_stored(lines: list[str], load: int, store: int) -> bool:
     return True
 
 
-def overwritten(ttir: str, threads: int) -> list[str]:
-    """The stores to what several threads may still read."""
+def overwritten(ttir: str) -> list[tuple[int, str]]:
+    """The stores to what was read before, with their elements: more threads may still read it."""
     lines, stores = ttir.splitlines(), []
     constants = {line.split()[0] for line in lines if " = arith.constant " in line}
     computed: dict[str, str] = {}  # by value, in which way; that of others is their line
@@ -187,21 +186,32 @@ def overwritten(ttir: str, threads: int) -> list[str]:
             reads.clear()
         elif access and access[1] == "load":
             reads.setdefault(computed.get(access[2], access[2]), []).append(number)
-        elif access and elements < threads and access[3] not in constants:
+        elif access and access[3] not in constants:
             loads = reads.get(computed.get(access[2], access[2]), ())
             if not all(_only_stored(lines, load, number) for load in loads):
-                stores.append(line.strip())
+                stores.append((elements, line.strip()))
     return stores
 
 
-def problems(case: StaticCase, arch: str, ttir: str) -> list[str]:
-    """What a launch must not have."""
-    wrong = [f"chains dots through one accumulator: {text}" for text in chained_dots(ttir)]
-    threads = case.options["num_warps"] * TARGETS[arch].info.warp_size
-    wrong += [f"overwrites what is being read: {text}" for text in overwritten(ttir, threads)]
-    if arch == "sm90" and case.options["num_warps"] >= 4 and case.name not in TRANSPOSED:
-        large = [dot for dot in transposed_dots(ttir) if dot.rows >= 64]
-        wrong += [f"multiplies by the transpose of a dot: {dot.text.strip()}" for dot in large]
+def read(ttir: str) -> dict[str, list[Any]]:
+    """What a module has of the patterns, as JSON keeps it: texts, of two with a size before it."""
+    return {
+        "chained": chained_dots(ttir),
+        "transposed": [(dot.rows, dot.text.strip()) for dot in transposed_dots(ttir)],
+        "overwritten": overwritten(ttir),
+    }
+
+
+def problems(case: StaticCase, arch: str, patterns: dict[str, list[Any]]) -> list[str]:
+    """What a launch must not have on a target, of what :func:`read` found."""
+    wrong = [f"chains dots through one accumulator: {text}" for text in patterns["chained"]]
+    warps = case.options["num_warps"]
+    threads = warps * TARGETS[arch].info.warp_size
+    stores = [text for elements, text in patterns["overwritten"] if elements < threads]
+    wrong += [f"overwrites what is being read: {text}" for text in stores]
+    if arch == "sm90" and warps >= 4 and case.name not in TRANSPOSED:
+        large = [text for rows, text in patterns["transposed"] if rows >= 64]
+        wrong += [f"multiplies by the transpose of a dot: {text}" for text in large]
     return wrong
 
 
@@ -216,7 +226,7 @@ def _key(case: StaticCase) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _known(file: Path) -> dict[str, Any]:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return dict(map(json.loads, filter(None, lines)))
 
@@ -227,24 +237,26 @@ def _may_overwrite(text: str) -> bool:
     return not {*loaded}.isdisjoint(stored)
 
 
-def problems_of(arch: str) -> list[str]:
-    """The problems of all launches of a target whose kernels may have any; each is read once."""
-    file = CACHE / f"patterns-{arch}.jsonl"
-    known, wrong = _read(file), []
+def problems_of(vendor: str) -> list[str]:
+    """The problems of all launches of all targets of a vendor, as Triton calls its backend."""
+    file = CACHE / f"patterns-{vendor}.jsonl"
+    known, wrong = _known(file), []
 
     @functools.cache
     def to_read(kernel: Any) -> bool:
         text = text_of(kernel)
-        return "tl.dot(" in text or (arch in OVERWRITTEN_ON and _may_overwrite(text))
+        return "tl.dot(" in text or _may_overwrite(text)
 
-    for case in launches(arch):
-        if not to_read(case.kernel):
-            continue
-        key = _key(case)
-        if key not in known:
-            known[key] = problems(case, arch, lower(case, TARGETS[arch]))
-            CACHE.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps([key, known[key]]) + "\n")
-        wrong += [f"{case.name} on {arch}, {case.label}: {text}" for text in known[key]]
+    for arch in (arch for arch, target in TARGETS.items() if target.gpu.backend == vendor):
+        for case in launches(arch):
+            if not to_read(case.kernel):
+                continue
+            key = _key(case)
+            if key not in known:
+                known[key] = read(lower(case, TARGETS[arch]))
+                CACHE.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps([key, known[key]]) + "\n")
+            texts = problems(case, arch, known[key])
+            wrong += [f"{case.name} on {arch}, {case.label}: {text}" for text in texts]
     return wrong

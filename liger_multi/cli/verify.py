@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,9 +25,10 @@ from liger_multi.testing import samples
 from liger_multi.testing.verify import cases, quarantine
 from liger_multi.testing.verify import run as verdicts
 from liger_multi.testing.verify.cases import Case, Target
-from liger_multi.testing.verify.run import Result, Runner
+from liger_multi.testing.verify.run import CORES, Result, Runner
 
 MOST_JOBS = 16
+GROUPS = 3  # of an operator and backend, usually: results in two dtypes, and promises
 LIMITS = {"cpu": 120.0}  # seconds of a case; a device compiles, but is fast
 LIMIT = 60.0
 
@@ -119,9 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
             checking.write_json(data)
         else:
             verdicts.page(data).show()
+    wrong = bool(verdicts.findings(results))
     if arguments.quarantine:
         _quarantine(arguments, device, results, data, old)
-    return 1 if verdicts.findings(results) else 0
+    elif wrong:
+        sys.stderr.write("to train without what failed: --quarantine liger-multi.yaml\n")
+    return int(wrong)
 
 
 def verify(
@@ -133,22 +136,24 @@ def verify(
     jobs: int | None = None,
 ) -> list[Result]:
     """Run the cases of a level, then those of launch entries that the first ones can reach."""
-    groups = [
-        (target, one)
-        for target in chosen
-        for one in cases.cases(target, pattern, level).values()
-        if one
-    ]
-    groups.sort(
-        key=lambda group: -len(group[1])
-    )  # longest first, so that no long case runs alone at the end
-    with _progress(sum(len(one) for _, one in groups)) as (begun, heard):
-        most = MOST_JOBS if device.type != "cpu" else os.cpu_count() or 1
-        seconds = limit or LIMITS.get(device.type, LIMIT)
-        runner = Runner(seconds, jobs or min(most, os.cpu_count() or 1), begun, heard)
-        results = runner.run(groups)
-        results += runner.run(_entries(device, results, level))
-    return results
+    with _runner(device, limit, jobs) as runner:
+        runner.start(chosen[0], GROUPS * len(cases.named(pattern)))
+        groups = [
+            (target, group)
+            for target in chosen
+            for several in cases.cases(target, pattern, level).values()
+            for group in cases.groups(several)
+        ]
+        groups.sort(key=lambda group: cases.weight(group[1]))
+        with _progress(sum(len(group) for _, group in groups)) as (runner.begun, runner.heard):
+            results = runner.run(groups)
+            return results + runner.run(_entries(device, results, level))
+
+
+def _runner(device: torch.device, limit: float | None, jobs: int | None) -> Runner:
+    """Cases of a device, with a process for every core."""
+    most = MOST_JOBS if device.type != "cpu" else CORES
+    return Runner(limit or LIMITS.get(device.type, LIMIT), jobs or min(most, CORES))
 
 
 def _entries(
@@ -216,10 +221,10 @@ def _quarantine(
 ) -> None:
     """Write overrides for what failed, each to the first backend that is right."""
     path: Path = arguments.quarantine
-    limit = arguments.limit or LIMITS.get(device.type, LIMIT)
     sections = quarantine.kept(path, {r.case.op for r in results}, device)
-    runner = Runner(limit, arguments.jobs or min(MOST_JOBS, os.cpu_count() or 1))
-    for section, named in quarantine.replaced(results, device, runner.run).items():
+    with _runner(device, arguments.limit, arguments.jobs) as runner:
+        replaced = quarantine.replaced(results, device, runner.run)
+    for section, named in replaced.items():
         sections[section] = {**sections.get(section, {}), **named}
     since = old.since if old and sections else data["date"]
     text = quarantine.block(sections, since or data["date"], verdicts.made_with(data))

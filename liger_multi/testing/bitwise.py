@@ -81,7 +81,7 @@ class Call:
         return (*results, *written)
 
     def uncached(self) -> Call:
-        """The same call without what only saves work, and belongs to these rows alone."""
+        """The same call without cached values, which belong to these rows alone."""
         return type(self)(self.prim, without_cache(self.prim, self.args), self.order)
 
     def promise(self, mode: str) -> frozenset[str]:
@@ -135,7 +135,7 @@ def calls_of(
 
 
 def check_repeat(op_call: Call, mode: str) -> None:
-    """The same call twice, between other allocations."""
+    """Check that a call repeated between other allocations has the same bits."""
     first = op_call.run(mode)
     blocks = [
         torch.full((size,), float("nan"), device=op_call.args[op_call.prim.anchor].device)
@@ -146,10 +146,23 @@ def check_repeat(op_call: Call, mode: str) -> None:
     _require(op_call, mode, "repeat", first, second, "a second call")
 
 
+def check_repeats(
+    op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order
+) -> None:
+    """Every call of a sample that promises equal bits of the same call, twice.
+
+    Raises:
+        AssertionError: The promise is broken.
+    """
+    for op_call in calls_of(op, sample, dtype, device, order):
+        if "repeat" in op_call.promise(""):
+            check_repeat(op_call, "")
+
+
 def check_recompute(
     op: str, sample: Sample, dtype: torch.dtype, device: torch.device, order: Order, mode: str
 ) -> None:
-    """Forward under checkpointing, and the forward that its backward runs again."""
+    """Check that forward under checkpointing and its recomputation have the same bits."""
     tensors = sample.make(device, dtype)
     written = OPS[op].inplace if sample.options.get("inplace") else None
     names = [n for n in tensors if n != written]
@@ -168,9 +181,9 @@ def check_recompute(
 
 
 def check_rows(op_call: Call, mode: str) -> None:
-    """Rows in other orders, alone, in other numbers, beside other rows, and beside one of NaN.
+    """Check that a row has the same bits in other orders and numbers, and beside a row of NaN.
 
-    A mean divides by the number of rows: its gradients are not looked at.
+    Gradients of a mean are left out, as it divides by the number of rows.
     """
     op_call, prim = op_call.uncached(), op_call.prim
     named = dict(zip(prim.params, op_call.args, strict=True))
@@ -218,14 +231,14 @@ def _with_nan(rows: RowAxes, op_call: Call, args: tuple[Any, ...]) -> tuple[Any,
 
 
 def _row_size(rows: RowAxes, named: Mapping[str, Any]) -> int:
-    """Elements of a row in all arguments: a sequence has many, and fewer of them show as much."""
+    """Elements of a row in all arguments. Rows of many elements are checked in smaller numbers."""
     flat = (rows.flat(name, value)[0] for name, value in named.items())
     every: int = sum(t.numel() for t in flat if t is not None)
     return every // rows.count
 
 
 def selected(rows: RowAxes, op_call: Call, index: Tensor) -> tuple[Any, ...]:
-    """The arguments with these rows."""
+    """The arguments, reduced to some rows."""
     args = []
     for name, value in zip(op_call.prim.params, op_call.args, strict=True):
         flat, axis = rows.flat(name, value)
@@ -234,7 +247,7 @@ def selected(rows: RowAxes, op_call: Call, index: Tensor) -> tuple[Any, ...]:
 
 
 def check_chunk(op_call: Call, mode: str) -> None:
-    """Chunks of other sizes, by the argument of that name."""
+    """Check that chunks of other sizes give the same bits."""
     prim = op_call.prim
     place, spec = prim.params.index("chunk"), prim.op.bitwise
     whole = op_call.run(mode)
@@ -274,7 +287,7 @@ def check_promises(
         op: Name of the operator.
         sample: Its inputs.
         dtype: Dtype of the inputs whose dtype the sample leaves open.
-        device: Where the tensors stand.
+        device: Device of the tensors.
         order: The backend, or backends in order.
 
     Returns:
@@ -320,7 +333,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is left of a training run.
+    """The results of a training run.
 
     Attributes:
         first: Loss of the first step.

@@ -23,7 +23,7 @@ class Tensor:
     """A random input: normal floats, or target ids below ``classes`` where that is given.
 
     Attributes:
-        shape: Sizes.
+        shape: Its shape.
         dtype: Fixed dtype; None follows the test's dtype.
         scale: Standard deviation of the values.
         grad: Whether the input gets a gradient.
@@ -36,9 +36,8 @@ class Tensor:
         wide: Follow the test's dtype, but no narrower than fp32.
         whole: Integers (sums without rounding, whose order every dtype agrees on).
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
-        (last two
-            axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows) or ``expanded``
-            (stride 0 over rows), or ``sorted`` (along the last axis: ids that are ranges).
+            (last two axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows),
+            ``expanded`` (stride 0 over rows) or ``sorted`` (along the last axis: ids of ranges).
     """
 
     shape: tuple[int, ...]
@@ -72,7 +71,7 @@ class Tensor:
         return _LAYOUTS[self.layout](values.to(device, self.dtype_of(dtype)), self.shape)
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the values, where the test's is ``dtype``."""
+        """The dtype of the values in a test of ``dtype``."""
         if self.wide and dtype.itemsize < torch.float32.itemsize:
             return torch.float32
         return self.dtype or dtype
@@ -84,7 +83,7 @@ class Tensor:
         return _LAYOUTS[self.layout](torch.empty(shape, dtype=dtype, device=device), self.shape)
 
     def formed(self, values: torch.Tensor) -> torch.Tensor:
-        """Drawn values with the sign and the fractions that the spec allows."""
+        """Apply the sign and rounding of the spec to drawn values."""
         values = -values.abs() if self.negative else values
         return values.round() if self.whole else values
 
@@ -120,7 +119,7 @@ class Sample:
         tensors: Tensor arguments by name, in the order of the call.
         options: Keyword options of the call.
         size: ``small``, ``thin`` or ``bench``.
-        path: A name for what its shape makes kernels do otherwise than the other samples' shapes.
+        path: The kernel path that its shape reaches and other samples do not.
     """
 
     name: str

@@ -293,28 +293,19 @@ def test_wrong_values_of_the_command(capsys, arguments, text):
     assert not captured.out
 
 
-@pytest.mark.parametrize("op", operators())
-def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
-    """An installed package has no tests: it compares with its own reference instead."""
+@pytest.mark.parametrize("op", bench_cases.LONG)
+def test_the_reference_in_fp64_is_the_formula(op):
     small = [s for s in samples.of(op) if s.size == "small"]
     for name in [s.name for s in small if all(0 not in t.shape for t in s.tensors.values())][:6]:
         bench_case = case(op, name)
-        tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
-        if not any(t.requires_grad for t in tensors.values()):
-            continue
-        douts = bench_cases.upstream(
-            bench_case, torch.device("cpu"), torch.float32, bench.fp64_reference
-        )
-        again = bench_cases.upstream(
-            bench_case, torch.device("cpu"), torch.float32, bench_cases.reference
-        )
-        assert [d.shape for d in douts] == [d.shape for d in again]
-        expected, ours = (
-            bench_cases.truth(bench_case, tensors, douts, torch.float64, fp64_reference)
-            for fp64_reference in (bench.fp64_reference, bench_cases.reference)
-        )
-        actual, right = ([*x.results, dict(x.grads)] for x in (ours, expected))
-        torch.testing.assert_close(actual, right, rtol=1e-9, atol=1e-11)
+        tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float64)
+        options = bench_case.sample.options
+        expected = bench_cases.differentiable(FORMULAS[op](**tensors, **options))
+        got = bench_cases.reference(bench_case, tensors)
+        floats = [t for t in tensors.values() if t.requires_grad]
+        gradients = (torch.autograd.grad([r.sum() for r in x], floats) for x in (got, expected))
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
 
 
 # --- arithmetic ---
@@ -389,12 +380,10 @@ def test_truth_in_chunks_is_truth(monkeypatch):
     ):
         bench_case = case(op, name)
         tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.bfloat16)
-        douts = bench_cases.upstream(
-            bench_case, torch.device("cpu"), torch.bfloat16, bench.fp64_reference
-        )
-        whole = bench_cases.truth(bench_case, tensors, douts, torch.float64, bench.fp64_reference)
+        douts = bench_cases.upstream(bench_case, torch.device("cpu"), torch.bfloat16)
+        whole = bench_cases.truth(bench_case, tensors, douts, torch.float64)
         monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
-        parts = bench_cases.truth(bench_case, tensors, douts, torch.float64, bench.fp64_reference)
+        parts = bench_cases.truth(bench_case, tensors, douts, torch.float64)
         monkeypatch.undo()
         torch.testing.assert_close(parts.results, whole.results)
         torch.testing.assert_close(parts.grads, whole.grads)
@@ -636,7 +625,9 @@ def test_long_rows_on_two_processes(tmp_path, monkeypatch):
     assert list(sent) == list(long_context.VARIANTS)
     assert sent["keep_attention, offload"] > 2 * sent["keep_attention, offload, float8"]
     assert sent["keep_attention, offload"] > sent["full, offload"] > sent["full"] == 0
-    monkeypatch.setattr(measured_tables.store, "rows", lambda kind: [(run, r) for r in run["rows"]])
+    monkeypatch.setattr(
+        measured_tables.store, "rows", lambda suite: [(run, r) for r in run["rows"]]
+    )
     lines = measured_tables.long_context()
     assert len([line for line in lines if line.startswith("| qwen3-8b | 2 |")]) == 2
     assert len([line for line in lines if "keep_attention" in line]) == 3

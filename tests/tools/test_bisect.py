@@ -210,8 +210,8 @@ def test_a_run_repeats_itself_with_dropout():
     assert report.equal
     assert report.first is None
     assert {row.state for row in report.rows} == {"equal"}
-    kinds = {row.kind for row in report.rows}
-    assert kinds == {
+    row_kinds = {row.kind for row in report.rows}
+    assert row_kinds == {
         "data",
         "weight",
         "operator",

@@ -405,6 +405,7 @@ ARGUMENTS = {
     "demo": [*QUICK, "--models", "qwen2", "--steps", "1"],
     "memory-demo": QUICK,
     "estimate": ["{tmp}"],
+    "verify": ["--quick", "--device", "cpu", "--backend", "reference", "--ops", "swiglu"],
     "plan": ["{tmp}", "--gpu", "24GiB", "--data-parallel", "--precision", "bf16", "--no-limits"],
 }
 
@@ -436,7 +437,7 @@ def filled(command, place):
     return [*command.split(), *(part.format(tmp=place) for part in ARGUMENTS[command])]
 
 
-LONG = {"bench", "demo", "memory-demo"}  # commands that measure or train
+LONG = {"bench", "demo", "memory-demo", "verify"}  # commands that measure or train
 
 
 @pytest.mark.parametrize(

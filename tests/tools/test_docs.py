@@ -523,7 +523,7 @@ def promised(x: torch.Tensor, names: tuple[str, ...]) -> None:
 """
 
 # of packages without types, or with some, names are Any, as for the package itself
-SKIPPED = "accelerate datasets deepspeed peft tokenizers transformers trl"
+SKIPPED = "accelerate bitsandbytes datasets deepspeed peft tokenizers transformers trl"
 CONFIGURATION = f"""\
 [mypy]
 strict = True

@@ -236,12 +236,12 @@ def test_the_metadata_asks_for_torch_and_yaml_only(artefacts):
 
 def zipped(checkout, folder):
     """A zip of the checkout, as a forge serves it: one top folder, no links."""
-    made = folder / "liger_multi-main.zip"
-    with zipfile.ZipFile(made, "w") as archive:
+    archive_path = folder / "liger_multi-main.zip"
+    with zipfile.ZipFile(archive_path, "w") as archive:
         for path in checkout.rglob("*"):
             if path.is_file() and not path.is_symlink() and not SKIP & set(path.parts):
                 archive.write(path, Path("liger_multi-main") / path.relative_to(checkout))
-    return made
+    return archive_path
 
 
 @pytest.mark.slow

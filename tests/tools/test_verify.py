@@ -8,9 +8,12 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 import torch
@@ -79,25 +82,37 @@ EXPECTED = {
     "dyt": "wrong",
     "swiglu_clamped": "crashed",
     "softmax": "wrong",
+    "sparsemax": "wrong",
     "kl_div": "refused",
 }
-AT_LENGTH = ("layer_norm", "softmax")  # which samples and entries of the default level find
-PAST_THE_END = """
+AT_LENGTH = (
+    "layer_norm",
+    "softmax",
+    "sparsemax",
+)  # which samples and entries of the default level find
+BY_ENTRY = """
 from dataclasses import dataclass
 @dataclass(frozen=True)
 class Config:
-    over: int = 0
+    fault: int = 0
+RUNS = []
 def forward(x, *args):
     formula = lambda info, cols: Config()
-    config = launch_config("softmax.forward", formula, x.device, cols=x.shape[-1])
-    y = right(x, *args)
-    past = x.as_strided((1,), (1,), x.storage_offset() + x.numel()) if config.over else 0
-    return y + 0 * past
+    config = launch_config("{op}.forward", formula, x.device, cols=x.shape[-1])
+    y, end = right(x, *args), x.storage_offset() + x.numel()
+    RUNS.append(0)
+    {body}
 """
+IN_ENTRIES = {
+    "reads past the end": (
+        "softmax",
+        "return y + 0 * x.as_strided((1,), (1,), end) if config.fault else y",
+    ),
+    "two runs differ": ("sparsemax", "return y * (1 + config.fault * 2**-7 * (len(RUNS) % 2))"),
+}
 TABLE = """\
-entries:
-  softmax.forward:
-    - {when: {cols: [100000, 200000]}, config: {over: 1}, source: a test}
+  {op}.forward:
+    - {{when: {{cols: [100000, 200000]}}, config: {{fault: 1}}, source: a test}}
 """
 
 
@@ -110,7 +125,8 @@ def planted(tmp_path_factory):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[liger_multi.backends]\n{NAME} = planted\n")
-    (package / "launch" / "cpu.yaml").write_text(TABLE)
+    tables = "".join(TABLE.format(op=op) for op, _ in IN_ENTRIES.values())
+    (package / "launch" / "cpu.yaml").write_text(f"entries:\n{tables}")
     (package / "__init__.py").write_text(
         "from liger_multi.dispatch.backend import Backend\n"
         f"BACKEND = Backend({NAME!r}, device_type='cpu')\n"
@@ -121,9 +137,11 @@ def planted(tmp_path_factory):
     for family, op, body in IN_BACKWARD.values():
         text = f"COUNT = []\ngrads = backward\nforward = right\ndef backward(*args):\n    {body}\n"
         (package / f"{op}.py").write_text(_with_schema(family, op, text, "backward", "grads"))
-    (package / "softmax.py").write_text(
-        _with_schema("cross_entropy", "softmax", PAST_THE_END, "forward", "right")
-    )
+    for op, body in IN_ENTRIES.values():
+        text = BY_ENTRY.format(op=op, body=body)
+        (package / f"{op}.py").write_text(
+            _with_schema("cross_entropy", op, text, "forward", "right")
+        )
     refusing = "forward = right\ndef supports(direction):\n    return 'has no card'\n"
     head = textwrap.dedent(HEAD).format(family="divergences", op="kl_div")
     (package / "kl_div.py").write_text(head + refusing)
@@ -182,12 +200,12 @@ def verified(planted):
     options = ("--backend", NAME, "--device", "cpu", "--limit", "5", "--jobs", "2")
     options += ("--quarantine", str(file), "--report", str(report))
     quick = sorted(EXPECTED.keys() - AT_LENGTH)
-    runs, found = (("--quick", "--ops", ",".join(quick)), ("--ops", ",".join(AT_LENGTH))), {}
+    runs, report_rows = (("--quick", "--ops", ",".join(quick)), ("--ops", ",".join(AT_LENGTH))), {}
     for words in runs:
         done = command(planted, "verify", *words, *options, TRITON_INTERPRET="")
         assert done.returncode == 1, done.stderr
-        found |= json.loads(report.read_text())["operators"][NAME]
-    return done.stdout, found, file.read_text(), planted
+        report_rows |= json.loads(report.read_text())["operators"][NAME]
+    return done.stdout, report_rows, file.read_text(), planted
 
 
 def test_planted_faults_are_found(verified):
@@ -200,7 +218,8 @@ def test_planted_faults_are_found(verified):
     assert "promises 'repeat'" in said["relu_squared"]
     assert "promises" in said["geglu"]
     assert "SIGABRT" in said["swiglu_clamped"]
-    assert "entry 0" in own["softmax"]["findings"][0]["case"]
+    assert all("entry 0" in own[op]["findings"][0]["case"] for op in ("softmax", "sparsemax"))
+    assert "promises 'repeat'" in said["sparsemax"]
     assert os.path.expanduser("~") not in json.dumps(own)
 
 
@@ -495,6 +514,43 @@ def test_what_libraries_print_is_no_answer(monkeypatch):
     child = run.Child(TARGET, 1)
     assert [child.ask(CASE, 20)["verdict"] for _ in range(2)] == ["right", "right"]
     child.close()
+
+
+def test_a_report_says_where_the_time_went(monkeypatch):
+    """Which process ran which operator when, and what it compiled."""
+    answers = CHATTY.replace(
+        '"verdict": "right"', '"verdict": "right", "seconds": 0.5, "compiled": 2'
+    )
+    monkeypatch.setattr(run, "CHILD", ["-c", answers])
+    groups = [(TARGET, [cases.Case(op, "reference", "a", "float32")] * 2) for op in ("tvd", "jsd")]
+    times = run.timing(run.Runner(20, jobs=2).run(groups))
+    assert [child["compiled"] for child in times["children"]] == [4, 4]
+    assert {row["what"]: row["seconds"] for row in times["operators"]} == {
+        "reference jsd": 1.0,
+        "reference tvd": 1.0,
+    }
+    for row in times["operators"]:
+        child = times["children"][row["child"]]
+        assert 0 <= child["started"] < child["ready"] <= row["began"] < row["ended"]
+    assert len(times["cases"]) == 2
+
+
+def test_an_interrupt_ends_cases_that_hang(monkeypatch):
+    hanging = 'import time; print("{\\"ready\\": true}", flush=True); time.sleep(99)'
+    monkeypatch.setattr(run, "CHILD", ["-c", hanging])
+    began, join = time.monotonic(), threading.Thread.join
+
+    def interrupted(thread, timeout=None):
+        monkeypatch.setattr(threading.Thread, "join", join)
+        time.sleep(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    runner = run.Runner(90, jobs=1)
+    with runner, pytest.raises(KeyboardInterrupt):
+        runner.run([(TARGET, [CASE])])
+    assert [child.process.poll() for child in runner.started] == [-signal.SIGKILL]
+    assert time.monotonic() - began < 60
 
 
 def test_a_machine_that_starts_no_process_is_not_right(monkeypatch, capsys):

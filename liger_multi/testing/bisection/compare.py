@@ -43,21 +43,21 @@ class Row:
     """One record of both sides.
 
     Attributes:
-        index: Its place.
+        index: Its place in the run.
         kind: data, weight, operator, module, output, gradient, loss or parameter gradient.
-        name: Of the operator, module or tensor.
+        name: Name of the operator, module or tensor.
         direction: forward, backward or recompute.
-        number: Which call of that name.
+        number: Number of the call among those of the same name.
         where: The module that runs an operator.
-        shape: Of the first output that differs, else of the first.
-        dtype: Likewise.
+        shape: Shape of the first output that differs, else of the first output.
+        dtype: Dtype of the same output.
         state: equal, differs, other shape, not compared, only in a, or only in b.
-        inputs: The same of its inputs; empty where it has none.
-        difference: Estimated norm of the difference of the outputs by that of a's.
+        inputs: State of its inputs; empty where it has none.
+        difference: Estimated norm of the outputs' difference, relative to the norm of a's outputs.
         largest: The largest magnitude of that output in a and in b.
-        norm: Its norm likewise.
+        norm: The norm of that output in a and in b.
         hashes: Hashes of the outputs of a and of b.
-        backends: That ran an operator for a and for b.
+        backends: The backends that ran an operator for a and for b.
         differing: Names of tensors that differ.
     """
 
@@ -88,11 +88,11 @@ class Difference:
     """The first row that differs, measured in a second run.
 
     Attributes:
-        row: That row.
+        row: The row.
         cause: computation (equal inputs, other outputs), between (something that is not recorded),
             shape, sequence, data or weights.
-        reason: The same in a sentence.
-        distances: Of every tensor that differs.
+        reason: The cause in a sentence.
+        distances: Distance of every tensor that differs.
         repeatable: Whether the second run gave both sides the bits of the first.
         promise: Which promise of the operator is broken, or why none is.
         broken: Names of broken promises.
@@ -108,7 +108,7 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """Of the operator, module or tensor."""
+        """Name of the operator, module or tensor."""
         return self.row.name
 
     @property
@@ -118,7 +118,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """Of the record."""
+        """Kind of the record."""
         return self.row.kind
 
     @property
@@ -134,7 +134,7 @@ class Bisection(Paged):
     Attributes:
         a: The first configuration, in words.
         b: The second one.
-        rows: What both recorded, in the order of the first.
+        rows: The records of both, in the order of the first.
         first: The first difference, or None.
         notes: What was not compared, and why.
     """
@@ -212,12 +212,12 @@ class Bisection(Paged):
 
 
 def number_of(value: float) -> str:
-    """A number of ulps."""
+    """Format a number of ulps."""
     return f"{value:,.0f}" if math.isfinite(value) else "NaN against a number"
 
 
 def share(count: int, total: int) -> str:
-    """Some of all, also in percent."""
+    """Format a share, also in percent."""
     percent = 100 * count / total if total else 0
     return f"{count:,} of {total:,} ({percent:.3g} %)"
 
@@ -321,7 +321,7 @@ def draw(bisection: Bisection, path: Path) -> None:
 
 
 def _mark_first(axis: Any, bisection: Bisection, height: Any) -> None:
-    """A ring around the first difference, with its name."""
+    """Draw a ring around the first difference, with its name."""
     if bisection.first is None:
         return
     row = bisection.first.row
@@ -425,7 +425,7 @@ def bisect(
 
 
 class _Comparison:
-    """Two sides that have run, and what follows from their records."""
+    """Compares the records of two sides that have run."""
 
     def __init__(self, one: Running, other: Running) -> None:
         self.one, self.other = one, other
@@ -477,7 +477,7 @@ class _Comparison:
     def _compare(
         self, x: list[Record], y: list[Record], what: str
     ) -> tuple[dict[str, str], dict[str, float]]:
-        """State and estimated difference of every tensor that both sides have."""
+        """Compare every tensor that both sides have: its state and estimated difference."""
         states, differences = {}, {}
         inside = x[0].key.kind not in _WHOLE
         for name in getattr(x[0], what):
@@ -571,7 +571,7 @@ class _Comparison:
         )
 
     def _since(self, row: Row) -> str:
-        """Where code that is not recorded on both sides ran: after the last record that agrees."""
+        """Where unrecorded code ran: after the last record that agrees."""
         earlier = self.rows[: row.index]
         last = next((r for r in reversed(earlier) if r.state == EQUAL), None)
         between = earlier[last.index + 1 :] if last is not None else earlier
@@ -760,7 +760,7 @@ def _sequences(entries: Entries) -> list[Digest]:
 
 
 def _scales(entries: Entries) -> bool:
-    """Whether the axis of sequences is as long as the number of sequences says, in all runs."""
+    """Whether the axis of sequences has the expected length in all runs."""
     lengths = set()
     for rows, taken in entries:
         if len(taken.shape) <= taken.axis or taken.shape[taken.axis] % rows:
@@ -772,7 +772,7 @@ def _scales(entries: Entries) -> bool:
 
 
 def _worst(states: Mapping[str, str]) -> str:
-    """The state of several tensors together; empty for none."""
+    """The combined state of several tensors; empty for none."""
     for state in (SHAPE, DIFFERS):
         if state in states.values():
             return state
@@ -820,7 +820,7 @@ def _same_bits(before: Recorded, now: Recorded, key: Key) -> bool:
 
 
 def _joined(recorded: Recorded, place: tuple[str, str], record: Record) -> Tensor | None:
-    """A kept tensor of all runs in order."""
+    """A kept tensor, joined over all runs in order."""
     parts = [r.kept[place] for r in recorded.recorders if place in r.kept]
     if not parts or len(parts) == 1:
         return parts[0] if parts else None

@@ -57,10 +57,10 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Digest:
-    """What is kept of some bits.
+    """A digest of the bits of a tensor.
 
     Attributes:
-        hash: 64 bits of it.
+        hash: A 64-bit hash.
         largest: The largest magnitude; NaN where there is one.
         norm: The root of the sum of squares.
         sketch: Sums with random signs.
@@ -82,7 +82,7 @@ def is_lazy(value: object) -> bool:
 
 
 def computed(value: Any) -> Any:
-    """The values of lazy logits, which stay lazy for everybody else; other values as they come."""
+    """Compute lazy logits, which stay lazy for everybody else; return other values unchanged."""
     if not is_lazy(value):
         return value
     with torch.no_grad():
@@ -107,7 +107,7 @@ def readable(value: Tensor) -> Tensor | None:
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as PyTorch has them: a signed integer."""
+    """Reinterpret 64 bits as a signed integer, the only kind that PyTorch has."""
     value %= _MODULUS
     return value - _MODULUS if value >= _MODULUS // 2 else value
 
@@ -124,7 +124,7 @@ def _wide(device: torch.device) -> torch.dtype:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Pair:
-    """Odd weights of the places in a block, and those of blocks."""
+    """Odd hash weights of the positions in a block, and of blocks."""
     with torch.inference_mode(False):
         bits = torch.arange(1, BLOCK + 1, device=device) * _signed(_GOLDEN)
         factors = []
@@ -136,14 +136,14 @@ def _weights(device: torch.device) -> Pair:
 
 @functools.lru_cache(maxsize=16)
 def _signs(device: torch.device, dtype: torch.dtype) -> Pair:
-    """Random signs of the places in a block, and those of blocks."""
+    """Random signs of the positions in a block, and of blocks."""
     with torch.inference_mode(False):
         one, other = ((w >> 40) & 1 for w in _weights(device))
         return (2 * one - 1).to(dtype), (2 * other - 1).to(_wide(device))
 
 
 def _flat(tensor: Tensor) -> Pair:
-    """The bits and the values of a tensor in one row each."""
+    """The bits and the values of a tensor, each flattened to one row."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().reshape(-1)
@@ -211,7 +211,7 @@ def on_host(pairs: Iterable[Pair]) -> dict[int, Digest]:
 
 
 def relative(ones: Sequence[Digest], others: Sequence[Digest]) -> float:
-    """The estimated norm of the difference of two tensors in parts, by that of the first."""
+    """Estimated norm of the difference of two tensors in parts, relative to the first's norm."""
     if [d.hash for d in ones] == [d.hash for d in others]:
         return 0.0
     apart = sum(
@@ -233,16 +233,16 @@ class Distance:
     """How two tensors of one shape and dtype differ.
 
     Attributes:
-        name: Of the tensor.
-        dtype: Of both.
+        name: Name of the tensor.
+        dtype: Dtype of both.
         ulps: The largest distance of two elements in units in the last place of their dtype; 0
             where only signs of zeros differ, infinite where one is NaN. Of integers, the
             difference.
         largest: The largest absolute difference of finite elements.
-        elements: How many differ in a bit.
-        of_elements: Of how many.
-        rows: How many rows (all axes but the last, elements of one axis) have such an element.
-        of_rows: Of how many.
+        elements: Number of elements that differ in a bit.
+        of_elements: Number of elements.
+        rows: Number of rows (all axes but the last, elements of one axis) with such an element.
+        of_rows: Number of rows.
     """
 
     name: str
@@ -300,7 +300,7 @@ _OUTER = re.compile(r"^(module\.|base_model\.model\.(?=\w+\.|\w+$))")
 
 
 class Key(NamedTuple):
-    """Which record of a run; ``number`` counts those of the same name."""
+    """Identifies a record of a run; ``number`` counts those of the same name."""
 
     kind: str
     name: str
@@ -310,15 +310,15 @@ class Key(NamedTuple):
 
 @dataclass
 class Taken:
-    """What is kept of one tensor.
+    """The record of one tensor.
 
     Attributes:
-        shape: Of it.
-        dtype: Of it.
+        shape: Its shape.
+        dtype: Its dtype.
         axis: The axis of sequences that its parts were cut along.
         whole: The digest of the tensor; None where it cannot be read.
         parts: Digests per sequence.
-        pairs: The same before they are fetched from the device.
+        pairs: The digests before they are fetched from the device.
     """
 
     shape: tuple[int, ...]
@@ -334,13 +334,13 @@ class Record:
     """One call of an operator or module, or one tensor that has no call.
 
     Attributes:
-        key: Which one.
+        key: Its key.
         where: The module that runs an operator, or whose output has a gradient.
-        inputs: Tensors that it gets.
-        outputs: Tensors that it makes.
+        inputs: Its input tensors.
+        outputs: Its output tensors.
         arguments: Its other arguments, as text.
         prim: The operator and direction.
-        backend: That ran it.
+        backend: The backend that ran it.
         mode: The setting of the deterministic switch.
     """
 
@@ -355,7 +355,7 @@ class Record:
 
 
 def path_of(name: str) -> str:
-    """A path of a module or parameter without the prefixes of wrappers."""
+    """The path of a module or parameter without the prefixes of wrappers."""
     name = _WRAPPERS.sub("", name).removeprefix(".")
     while _OUTER.match(name):
         name = _OUTER.sub("", name)
@@ -392,7 +392,7 @@ class Recorder:
     Attributes:
         records: In the order in which they ended.
         kept: Copied tensors: ``("inputs" or "outputs", name)`` to values.
-        phase: Of the run: forward or backward.
+        phase: Phase of the run: forward or backward.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class Recorder:
     # --- records ---
 
     def begin(self, record_type: str, name: str, direction: str) -> Record:
-        """A record that is not among the others yet."""
+        """Begin a record, which is not in the list yet."""
         named = (record_type, name, direction)
         self._numbers[named] += 1
         where = self._stack[-1] if self._stack and record_type == OPERATOR else ""
@@ -570,7 +570,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def backend_of(prim: Primitive, args: tuple[Any, ...]) -> str:
-    """The backend that runs a call, or nothing where none accepts it."""
+    """The backend that runs a call; empty where none accepts it."""
     config, tensor = current(), args[prim.anchor]
     mode = mode_of(config)
     key = (prim, tensor.device, tensor.dtype, mode)

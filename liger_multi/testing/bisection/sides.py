@@ -1,4 +1,4 @@
-"""One of two configurations, and a training step of a model under it that leaves no trace."""
+"""One of the two configurations, and a training step under it that restores the model."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Side:
     Attributes:
         name: ``a`` or ``b``.
         config: The configuration as the caller wrote it.
-        choices: For :func:`liger_multi.use`.
-        process: For :func:`liger_multi.configure`.
+        choices: Arguments of :func:`liger_multi.use`.
+        process: Arguments of :func:`liger_multi.configure`.
         split: Rows of the batch per run; 0 for all in one.
         compile: The backend of ``torch.compile``, or nothing.
         checkpoint: Whether layers are run again in backward.
         patch: Whether the model is patched for the run.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     name: str
@@ -124,14 +124,14 @@ def _flag(side: str, config: Mapping[str, Any], key: str) -> bool:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with: positional and keyword arguments."""
+    """The arguments that a model is called with: positional and keyword."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @property
     def rows(self) -> int:
-        """Sequences: the length of the first tensor's first axis."""
+        """Number of sequences: the length of the first tensor's first axis."""
         every = tensors_in([*self.args, dict(self.kwargs)])
         return next((t.shape[0] for t in every.values() if t.ndim), 1)
 
@@ -151,7 +151,7 @@ class Batch:
         return Batch(tuple(map(cut, self.args)), kwargs)
 
     def counted(self) -> int:
-        """Labels that count in the loss, or sequences where there are none."""
+        """Number of labels that count in the loss, or of sequences where there are none."""
         labels = self.kwargs.get("labels")
         if not isinstance(labels, Tensor):
             return self.rows
@@ -159,7 +159,7 @@ class Batch:
 
 
 def batch_of(value: Any) -> Batch:
-    """A mapping is keyword arguments, a tuple positional ones, a tensor the only one.
+    """The batch from a mapping (keyword arguments), a tuple (positional ones) or one tensor.
 
     Raises:
         ConfigurationError: It holds no tensor.
@@ -180,7 +180,7 @@ def batch_of(value: Any) -> Batch:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
-    """Gradients, buffers and random states are afterwards what they were."""
+    """Restore gradients, buffers and random states at the end of the block."""
     grads = [(p, p.grad) for p in model.parameters()]
     buffers_before = [(m, dict(m._buffers)) for m in model.modules()]
     copies = [(b, b.detach().clone()) for b in model.buffers()]
@@ -214,7 +214,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def configured(side: Side) -> Iterator[None]:
-    """The choices of a side in force, over what the caller has configured."""
+    """Apply the choices of a side on top of the caller's configuration."""
     current()  # reads the file of the environment once
     before = configuration._base
     assert before is not None
@@ -233,7 +233,7 @@ _CHECKPOINT = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """The layers of a Hugging Face model run again in backward."""
+    """Checkpoint the layers of a Hugging Face model."""
     layers = [m for m in model.modules() if hasattr(m, _CHECKPOINT[0])]
     if not layers or not model.training:
         raise ConfigurationError(
@@ -262,7 +262,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class Recorded:
-    """What a side recorded: before its runs, in each of them, and after."""
+    """The records of a side: before its runs, in each of them, and after."""
 
     before: Recorder
     runs: list[Recorder]
@@ -271,7 +271,7 @@ class Recorded:
 
     @property
     def recorders(self) -> list[Recorder]:
-        """All of them in order."""
+        """All recorders in order."""
         return [self.before, *self.runs, self.after]
 
 
@@ -314,7 +314,7 @@ class Running:
 
     @property
     def compiles(self) -> bool:
-        """Whether some of the model is compiled, so that modules cannot be recorded."""
+        """Whether a part of the model is compiled, so that modules cannot be recorded."""
         return bool(self.side.compile) or any(
             hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
             for m in self.model.modules()

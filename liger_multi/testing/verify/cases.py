@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Case:
             backend promise of bits. ``entry``: the result with one entry of a launch table.
             ``mixed``: forward or backward by the reference. ``float8 head``: GEMMs in 8 bits,
             of numbers that 8 bits hold.
-        entry: Key of the launch table and number of its entry.
+        entry: Key of the launch table and number of its entry; a second run has the same bits.
     """
 
     op: str
@@ -103,12 +103,31 @@ def _targets(device: torch.device) -> Iterator[Target]:
 
 
 def cases(target: Target, pattern: str, level: str) -> dict[str, list[Case]]:
-    """The cases of a target by operator; those of one operator share a child process."""
+    """The cases of a target by operator."""
     return {
         op: list(_of_operator(target, op, level))
         for op in named(pattern)
         if checks.implemented(target.backend, op)
     }
+
+
+def groups(several: list[Case]) -> list[list[Case]]:
+    """The cases of an operator that one process runs in turn: they share what is compiled."""
+    by_dtype: dict[tuple[bool, str], list[Case]] = {}
+    for case in several:
+        by_dtype.setdefault((case.check == "promises", case.dtype), []).append(case)
+    return list(by_dtype.values())
+
+
+def weight(group: list[Case]) -> tuple[bool, int]:
+    """Where a group stands in the order: the longest first, so that none runs alone at the end.
+
+    An operator with many arguments has many kernels. Promises come behind results, which compile
+    most of what they start.
+    """
+    first = group[0]
+    arguments = sum(len(prim.params) for prim in OPS[first.op].primitives)
+    return first.check == "promises", -len(group) * arguments
 
 
 def named(pattern: str) -> list[str]:
@@ -121,20 +140,27 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     several = [s for s in samples.of(op) if s.size != "bench"]
     small = [s for s in several if s.size == "small"]
     filled = [s for s in small if all(math.prod(t.shape) for t in s.tensors.values())] or small
+    first = max(filled, key=functools.partial(_shows, op))
     slow = target.interpreted or IS_SIMULATED
-    if level == "quick" or (slow and level == "default"):
-        thin = [] if slow or target.device == "cpu" else [s for s in several if s.size == "thin"]
-        several = [*_distinct(filled, level == "default"), *thin]
-    every = {s.name for s in _distinct(filled, True)} if level == "default" else set()
+    forms = _first_of_each(filled, _form) if level == "default" else []
+    if level == "quick":
+        limits = [] if slow or target.device == "cpu" else [s for s in several if s.size == "thin"]
+        several = _first_of_each([first, *filled], _path) + [s for s in limits if s.path]
+    elif slow and forms:
+        several = forms
+    every = {s.name for s in forms}
     for sample in several:
-        most = None if level == "full" or sample.name in every else 2
-        for dtype in _dtypes(target, sample, level)[:most]:
+        dtypes = _dtypes(target, sample, level)
+        if level != "full" and sample.name not in every:
+            dtypes = dtypes[:2]
+        if level == "quick" and sample != first:
+            dtypes = dtypes[-1:]
+        for dtype in dtypes:
             name = str(dtype).removeprefix("torch.")
             yield Case(op, target.backend, sample.name, name)
-    first = 0 if slow and level == "quick" else 1  # a promise is many calls
     names = ("float32", "bfloat16") if level != "quick" and not slow else ("float32",)
-    chosen = small if level == "full" else [max(filled, key=functools.partial(_shows, op))][:first]
-    for sample, name in itertools.product(chosen, names):
+    chosen = small if level == "full" else [] if slow and level == "quick" else [first]
+    for sample, name in itertools.product(chosen, names):  # many calls each
         yield Case(op, target.backend, sample.name, name, "promises")
     if op == HEAD:
         yield Case(op, target.backend, "whole-numbers", "bfloat16", "float8 head")
@@ -152,18 +178,26 @@ def _shows(op: str, sample: Sample) -> tuple[int, bool]:
     return rows, sample.options.get("reduction") == "none"
 
 
-def _distinct(small: list[Sample], numbers: bool) -> list[Sample]:
-    """One sample of each path, set of tensors and set of options; ``numbers``: also of numbers.
-
-    Together they start every kernel that small samples start: ``tests/kernels/test_static.py``.
-    """
+def _first_of_each(several: Iterable[Sample], key: Callable[[Sample], Any]) -> list[Sample]:
     chosen: dict[Any, Sample] = {}
-    for sample in small:
-        frozen = tuple(n for n, t in sample.tensors.items() if not t.grad)
-        named = {n: v for n, v in sample.options.items() if numbers or type(v) in (bool, str)}
-        key = (sample.path, tuple(sample.tensors), repr(sorted(named.items())))
-        chosen.setdefault((*key, frozen if numbers else ()), sample)
+    for sample in several:
+        chosen.setdefault(key(sample), sample)
     return list(chosen.values())
+
+
+def _path(sample: Sample) -> str:
+    """What a quick verification takes one sample of.
+
+    Compilers take most of its time. The first samples of all paths, and those that reach a limit
+    and have a path, start every kernel: ``tests/kernels/test_static.py``.
+    """
+    return sample.path
+
+
+def _form(sample: Sample) -> tuple[Any, ...]:
+    """What decides which code runs: the path, tensors, those without gradients, and options."""
+    frozen = tuple(n for n, t in sample.tensors.items() if not t.grad)
+    return sample.path, tuple(sample.tensors), frozen, repr(sorted(sample.options.items()))
 
 
 def _dtypes(target: Target, sample: Sample, level: str) -> tuple[torch.dtype, ...]:

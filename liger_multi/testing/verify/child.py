@@ -38,9 +38,8 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
     heads = FLOAT8_HEADS if case.check == "float8 head" else {"exact": None}
     orders = {"mixed": [(forward, REFERENCE), (REFERENCE, backward)]}
     try:
-        worst = 0.0
+        worst, order = 0.0, list(dict.fromkeys((forward, backward, REFERENCE)))
         if case.check == "promises":
-            order = list(dict.fromkeys((forward, backward, REFERENCE)))
             bitwise.check_promises(case.op, sample, dtype, device, order)
         else:
             if case.check == "float8 head":
@@ -51,6 +50,8 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
                 with within(Configuration((parse({"head_gemms": products}, case.name),))):
                     errors = checks.compare(case.op, sample, dtype, device, first, second, used)
                 worst = max(worst, *errors.values(), 0.0)
+        if case.entry is not None:  # compilers make races for some numbers of warps and stages
+            bitwise.check_repeats(case.op, sample, dtype, device, order)
         synchronize(device)
         return {"verdict": "right", "worst": worst}
     except BackendUnavailableError as error:
@@ -90,9 +91,24 @@ def works(device: torch.device) -> bool:
         return False
 
 
-def answer(case: Case, device: torch.device) -> dict[str, Any]:
+def compilations() -> list[float]:
+    """Seconds of every compilation by Triton from now on; empty where it does not tell."""
+    seconds: list[float] = []
+    with contextlib.suppress(ImportError):  # absent, or older than 3.4
+        from triton import knobs
+
+        def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
+            if not cache_hit:
+                seconds.append(times.total / 1e6)
+
+        knobs.compilation.listener = heard
+    return seconds
+
+
+def answer(case: Case, device: torch.device, compiled: list[float]) -> dict[str, Any]:
     """Run a case, with its entry of the launch table where it has one."""
     began = time.perf_counter()
+    compiled.clear()
     with contextlib.ExitStack() as stack:
         if case.entry is not None:
             key, number = case.entry
@@ -101,6 +117,7 @@ def answer(case: Case, device: torch.device) -> dict[str, Any]:
         entries = stack.enter_context(launch.observed())
         result = run(case, device)
     seconds = round(time.perf_counter() - began, 3)
+    result |= {"compiled": len(compiled), "compiling": round(sum(compiled), 3)}
     return {**result, "entries": sorted(entries), "seconds": seconds}
 
 
@@ -117,12 +134,13 @@ def main() -> None:
         out.write(json.dumps(data) + "\n")
         out.flush()
 
-    write(ready=True)
+    compiled = compilations() if device.type != "cpu" else []
+    write(ready=works(device))  # its context is no time of the first case
     for line in sys.stdin:
         number, data = json.loads(line)
         case = Case(**{**data, "entry": tuple(data["entry"]) if data["entry"] else None})
         write(begin=number)
-        result = answer(case, device)
+        result = answer(case, device, compiled)
         alive = works(device)
         write(end=number, alive=alive, **result)
         if not alive:

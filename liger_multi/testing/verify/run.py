@@ -1,9 +1,9 @@
 """Run cases in child processes: a verdict for each, whatever a kernel does to its process.
 
-A child keeps the cases of one operator after another. One that ends while a case runs has crashed,
-one that does not answer within the limit hangs and is killed with all that it started; a new child
-goes on behind the case. After :data:`MOST_LOST` such cases of an operator and dtype, the others of
-both are not run: a wrong launch would cost the limit again and again.
+A child takes one group of cases after another. One that ends while a case runs has crashed, one
+that does not answer within the limit hangs and is killed with all that it started; a new child goes
+on behind the case. After :data:`MOST_LOST` such cases of an operator and dtype, the others of both
+are not run: a wrong launch would cost the limit again and again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ CHILD = ["-m", "liger_multi.testing.verify.child"]
 """Arguments of the interpreter; a simulated device has a child of its own."""
 ANSWERS = frozenset({"ready", "begin", "end"})
 """What a line of a child has, any of them; others are not its own."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 MOST_LOST = 2
 START_LIMIT = 300.0  # seconds that a child may take to import PyTorch, on a busy machine
 FINDINGS = ("wrong", "crashed", "hung", "out of memory")
@@ -50,7 +52,11 @@ class Result:
         worst: The largest error in units of the tolerance.
         text: What is wrong, or the reason of a refusal.
         seconds: How long it took.
+        compiling: Seconds of them in a compiler.
+        compiled: Kernels that were compiled, and not in the compiler's cache.
         entries: Those of the launch table that the case can run with, by key and number.
+        began: When it began, on the clock of :func:`time.monotonic`.
+        child: Who ran it.
     """
 
     case: Case
@@ -59,13 +65,23 @@ class Result:
     worst: float = 0.0
     text: str = ""
     seconds: float = 0.0
+    compiling: float = 0.0
+    compiled: int = 0
     entries: tuple[tuple[str, int], ...] = ()
+    began: float = 0.0
+    child: Child | None = None
 
 
 class Child:
-    """A process that answers cases."""
+    """A process that answers cases.
+
+    Attributes:
+        began: When it was started, on the clock of :func:`time.monotonic`.
+        ready: When it had imported PyTorch, and the device had answered.
+    """
 
     def __init__(self, target: Target, threads: int) -> None:
+        self.began = self.ready = time.monotonic()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
             [sys.executable, *CHILD, target.device, str(threads)],
@@ -77,7 +93,8 @@ class Child:
             start_new_session=True,
         )
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         self.is_ready = False
 
     def _read(self) -> None:
@@ -94,6 +111,7 @@ class Child:
         try:
             if not self.is_ready:
                 self.is_ready = self.lines.get(timeout=START_LIMIT) is not None
+                self.ready = time.monotonic()
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps([0, case.as_data()]) + "\n")
             self.process.stdin.flush()
@@ -125,22 +143,41 @@ class Child:
         }
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all that it started, once: its number may then be another's."""
+        if self.errors.closed:
+            return
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.errors.close()
+        self.reader.join(1.0)  # what holds the other end beyond that is not waited for
+        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+Groups = Iterable[tuple[Target, list[Case]]]
+
+
+def _taken(waiting: collections.deque[tuple[Target, list[Case]]]) -> Iterator[Any]:
+    """What waits, one by one, however many threads take of it."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield waiting.popleft()
 
 
 @dataclass
 class Runner:
-    """Cases by operator, several operators at a time.
+    """Groups of cases, several at a time; a context that ends its children.
 
     Attributes:
         limit: Seconds that a case may take.
         jobs: Children at a time.
-        begun: Called with the operator's name when one begins.
+        begun: Called with the operator's name when a group of it begins.
         heard: Called with every result.
+        started: All children.
+        idle: Those that wait for cases, by what they need.
+        lost: Cases that took their process with them, by target, operator and dtype.
         errors: What ended a thread that asks children.
     """
 
@@ -148,33 +185,47 @@ class Runner:
     jobs: int
     begun: Callable[[str], None] = lambda name: None
     heard: Callable[[Result], None] = lambda result: None
-    results: list[Result] = field(default_factory=list)
+    started: list[Child] = field(default_factory=list)
+    idle: dict[tuple[str, bool], list[Child]] = field(default_factory=dict)
+    lost: collections.Counter[tuple[Target, str, str]] = field(default_factory=collections.Counter)
     errors: list[BaseException] = field(default_factory=list)
 
-    def run(self, groups: Iterable[tuple[Target, list[Case]]]) -> list[Result]:
-        """The results of groups of cases, one group an operator.
+    def __enter__(self) -> Runner:
+        """Start no child yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the children."""
+        self.idle.clear()
+        for child in self.started:
+            child.close()
+
+    def start(self, target: Target, most: int) -> None:
+        """Start children of a target, which import while their cases are looked up."""
+        idle = self.idle.setdefault((target.device, target.interpreted), [])
+        for _ in range(min(self.jobs, most)):
+            idle.append(self._new(target))  # one by one: those that were started are ended
+
+    def run(self, groups: Groups) -> list[Result]:
+        """The results of groups of cases, each in one child, in the order in which they end.
 
         Raises:
             OSError: No child can be started: nothing is known of what it would have run.
         """
-        waiting: queue.SimpleQueue[tuple[Target, list[Case]]] = queue.SimpleQueue()
-        count = 0
-        for group in groups:
-            waiting.put(group)
-            count += 1
+        waiting = collections.deque(groups)
         done: list[Result] = []
         stop = threading.Event()
+        count = min(self.jobs, len(waiting))
         args = (waiting, done, stop)
-        threads = [
-            threading.Thread(target=self._work, args=args) for _ in range(min(self.jobs, count))
-        ]
+        threads = [threading.Thread(target=self._work, args=args) for _ in range(count)]
         for thread in threads:
             thread.start()
         try:
             for thread in threads:
                 thread.join()
         except BaseException:
-            stop.set()  # the children end after the case that they are at
+            stop.set()
+            self.__exit__()  # what waits for a case that hangs goes on
             raise
         if self.errors:
             raise self.errors[0]
@@ -182,51 +233,57 @@ class Runner:
 
     def _work(
         self,
-        waiting: queue.SimpleQueue[tuple[Target, list[Case]]],
+        waiting: collections.deque[tuple[Target, list[Case]]],
         done: list[Result],
         stop: threading.Event,
     ) -> None:
         children: dict[tuple[str, bool], Child] = {}
         try:
-            while not stop.is_set():
-                target, cases = waiting.get_nowait()
-                self.begun(f"{cases[0].op} ({target.label})" if cases else "")
-                lost: collections.Counter[str] = collections.Counter()
+            for target, cases in _taken(waiting):
+                self.begun(f"{cases[0].op} ({target.label})")
                 for case in cases:
                     if stop.is_set():
-                        break
-                    result = self._one(children, target, case, lost)
+                        return
+                    result = self._one(children, target, case)
                     done.append(result)
                     self.heard(result)
-        except queue.Empty:
-            pass
         except BaseException as error:
             self.errors.append(error)
             stop.set()
         finally:
-            for child in children.values():
-                child.close()
+            for place, child in children.items():
+                self.idle.setdefault(place, []).append(child)
 
-    def _one(
-        self,
-        children: dict[tuple[str, bool], Child],
-        target: Target,
-        case: Case,
-        lost: collections.Counter[str],
-    ) -> Result:
-        if lost[case.dtype] >= MOST_LOST:
+    def _child(self, target: Target, place: tuple[str, bool]) -> Child:
+        """One that waits, or a new one."""
+        with contextlib.suppress(KeyError, IndexError):
+            return self.idle[place].pop()
+        return self._new(target)
+
+    def _new(self, target: Target) -> Child:
+        """One more; beside a device, each has one core."""
+        child = Child(target, max(1, CORES // self.jobs) if target.device == "cpu" else 1)
+        self.started.append(child)
+        return child
+
+    def _one(self, children: dict[tuple[str, bool], Child], target: Target, case: Case) -> Result:
+        key = (target, case.op, case.dtype)
+        if self.lost[key] >= MOST_LOST:
             text = f"after {MOST_LOST} cases that took their process with them"
             return Result(case, target, "not run", text=text)
         place = (target.device, target.interpreted)
         if place not in children:
-            children[place] = Child(target, max(1, (os.cpu_count() or 1) // self.jobs))
-        answer = children[place].ask(case, self.limit)
+            children[place] = self._child(target, place)
+        child, began = children[place], time.monotonic()
+        answer = child.ask(case, self.limit)
         if not answer.pop("alive"):
             children.pop(place).close()
-            lost[case.dtype] += answer["verdict"] != "right"
-        fields = {k: v for k, v in answer.items() if k in ("verdict", "worst", "text", "seconds")}
-        entries = tuple((key, number) for key, number in answer.get("entries", ()))
-        return Result(case, target, **fields, entries=entries)
+            self.lost[key] += answer["verdict"] != "right"
+        entries = tuple((key, number) for key, number in answer.pop("entries", ()))
+        fields = {k: v for k, v in answer.items() if k in Result.__dataclass_fields__}
+        fields.setdefault("seconds", time.monotonic() - began)
+        began = max(began, child.ready)
+        return Result(case, target, **fields, entries=entries, began=began, child=child)
 
 
 # --- verdicts by operator, as a page and as a file ---
@@ -281,6 +338,52 @@ def _private(text: str) -> str:
     return _FOLDERS.sub("", text)[:300]
 
 
+MOST_SLOW = 20  # cases, in a report
+
+
+def timing(results: Iterable[Result]) -> dict[str, Any]:
+    """Where the time of a run went, in seconds since the first child was started.
+
+    Of every child: when it was started, ready and done, its cases, and what it compiled. Then the
+    slowest operators with the child and span of their last case, and the slowest cases.
+    """
+    by_child: dict[Child, list[Result]] = {}
+    for result in results:
+        if result.child is not None:
+            by_child.setdefault(result.child, []).append(result)
+    children = sorted(by_child, key=lambda child: child.began)
+    start = children[0].began if children else 0.0
+
+    def spent(group: Sequence[Result]) -> dict[str, Any]:
+        first, last = min(r.began for r in group), max(r.began + r.seconds for r in group)
+        return {
+            "child": children.index(group[0].child),  # type: ignore[arg-type]
+            "began": round(first - start, 2),
+            "ended": round(last - start, 2),
+            "cases": len(group),
+            "seconds": round(sum(r.seconds for r in group), 2),
+            "compiling": round(sum(r.compiling for r in group), 2),
+            "compiled": sum(r.compiled for r in group),
+        }
+
+    groups = {
+        "operators": by_operator(r for group in by_child.values() for r in group),
+        "cases": {(r.target.label, r.case.name): [r] for c in children for r in by_child[c]},
+    }
+    slow = {
+        name: sorted(
+            ({"what": " ".join(key), **spent(group)} for key, group in named.items()),
+            key=lambda row: -row["seconds"],
+        )[:MOST_SLOW]
+        for name, named in groups.items()
+    }
+    started = [
+        {"started": round(c.began - start, 2), "ready": round(c.ready - start, 2), **spent(group)}
+        for c, group in ((child, by_child[child]) for child in children)
+    ]
+    return {"children": started, **slow}
+
+
 def as_data(
     known: Mapping[str, Any],
     results: Sequence[Result],
@@ -318,6 +421,7 @@ def as_data(
         "liger_multi": __version__,
         "seconds": round(seconds, 1),
         "quarantine": [list(row) for row in lifted],
+        "timing": timing(results),
         "operators": operators,
     }
 
@@ -353,5 +457,23 @@ def page(data: Mapping[str, Any]) -> Page:
     result.add("Operators", table, header)
     machine = [["device", data["device"]["name"]], ["arch", data["device"].get("arch", "")]]
     machine += [list(pair) for pair in data["versions"].items()]
-    result.add("Machine", [*machine, ["level", f"{data['level']}, {data['seconds']} s"]])
+    machine += [
+        ["level", f"{data['level']}, {data['seconds']} s"],
+        ["time", _spent(data["timing"])],
+    ]
+    result.add("Machine", machine)
     return result
+
+
+def _spent(times: Mapping[str, Any]) -> str:
+    """What the processes did, in one line."""
+    children = times["children"]
+    if not children:
+        return "no case was run"
+    started = max(child["ready"] - child["started"] for child in children)
+    compiling, compiled = (sum(c[key] for c in children) for key in ("compiling", "compiled"))
+    slowest = times["operators"][0]
+    return (
+        f"{len(children)} processes, ready after up to {started:.1f} s; {compiled} compilations, "
+        f"{compiling:.1f} s; longest: {slowest['what']}, {slowest['seconds']:.1f} s"
+    )
