@@ -52,8 +52,8 @@ def tiny_checkpoint(folder: str, vocabulary: int) -> None:
 def loaded(options: Any) -> tuple[Any, Any]:
     """Tokenizer and model."""
     if not options.tiny:
-        device = torch.accelerator.current_accelerator() if options.gpu else "cpu"
-        model = load_mxfp4(options.model, device=device)
+        device = torch.accelerator.current_accelerator() if options.gpu else None
+        model = load_mxfp4(options.model, device=device or "cpu")
         return hf.AutoTokenizer.from_pretrained(options.model), model
     tokenizer, _ = _common.load(options)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,8 +11,8 @@ transformers: :func:`liger_multi.patch` reaches them, and these layers too.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -195,13 +195,12 @@ def _layer_of(name: str) -> type[nn.Module]:
         function = _settled(self, functools.partial(_mixing, name))
         return (function or functools.partial(type(self).forward, self))(*args, **kwargs)
 
-    kinds = inspect.Parameter
-    parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
+    parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
     for one in MIXING[name][1].split():
-        parameter_kind = kinds.VAR_KEYWORD if one.startswith("**") else kinds.POSITIONAL_OR_KEYWORD
-        default = None if one.endswith("=") else kinds.empty
-        parameters.append(kinds(one.strip("*="), parameter_kind, default=default))
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        kind = Parameter.VAR_KEYWORD if one.startswith("**") else Parameter.POSITIONAL_OR_KEYWORD
+        default = None if one.endswith("=") else Parameter.empty
+        parameters.append(Parameter(one.strip("*="), kind, default=default))
+    forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from liger_multi.errors import loading
 
 if TYPE_CHECKING:
+    from liger_multi.integrations.codes import export_codes
     from liger_multi.integrations.lightning import LightningCallback
     from liger_multi.integrations.mxfp4 import (
         dequantize_weights,
@@ -29,6 +30,7 @@ __all__ = [
     "SharedPrefixes",
     "TrainerCallback",
     "dequantize_weights",
+    "export_codes",
     "load_mxfp4",
     "merge_adapters_mxfp4",
     "merge_mxfp4",
@@ -40,6 +42,7 @@ _HOMES = {
     "SharedPrefixes": "trainer",
     "TrainerCallback": "trainer",
     "dequantize_weights": "mxfp4",
+    "export_codes": "codes",
     "load_mxfp4": "mxfp4",
     "merge_adapters_mxfp4": "mxfp4",
     "merge_mxfp4": "mxfp4",

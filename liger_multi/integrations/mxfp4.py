@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.errors import PatchError
+from liger_multi.integrations.codes import export_codes
 from liger_multi.ops import QuantizedWeight
 from liger_multi.patching.attention.interface import NAME, register_attention
 
@@ -84,9 +85,7 @@ def load_mxfp4(
     missing = [n for n, t in model.state_dict().items() if t.is_meta and n not in filled]
     if missing:
         raise PatchError(f"{folder} lacks {', '.join(missing[:5])}")
-    for module in model.modules():
-        if any(isinstance(p, QuantizedWeight) for p in module._parameters.values()):
-            module._register_state_dict_hook(_as_checkpoint)
+    export_codes(model)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -131,15 +130,6 @@ def _without_values(model: nn.Module, config: Any, device: torch.device | str) -
     for path, module in list(model.named_modules()):
         if any(b is not None and b.is_meta for b in module._buffers.values()):
             model.set_submodule(path, type(module)(config).to(device))
-
-
-def _as_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Blocks and scales under the names of the checkpoint."""
-    for name, weight in module._parameters.items():
-        if isinstance(weight, QuantizedWeight) and f"{prefix}{name}" in state:
-            del state[f"{prefix}{name}"]
-            blocks = weight.codes.unflatten(-1, (-1, 16))
-            state |= {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": weight.scales}
 
 
 def dequantize_weights(model: nn.Module) -> int:

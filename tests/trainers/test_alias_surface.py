@@ -434,11 +434,12 @@ def test_helpers(capsys):
     ],
 )
 def test_infer_device_arch(monkeypatch, arch, name):
+    infer_device_arch = helpers.infer_device_arch.__wrapped__  # without its cache
     monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
     monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
-    assert helpers.infer_device_arch() == name
+    assert infer_device_arch() == name
     monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
-    assert helpers.infer_device_arch() == "npu"
+    assert infer_device_arch() == "npu"
 
 
 def test_launch_settings():

@@ -402,14 +402,16 @@ FORWARDS = {
 
 def _sources() -> Iterator[tuple[str, str, str]]:
     """Submodule, the module here, and names of the first that the second has."""
+    modules = {path for paths in HOMES.values() for path in paths}
     for home, paths in HOMES.items():
         for path, names in paths.items():
             yield path, home, names
             if home == EXPORTED:
                 yield "transformers", home, names
     for file, _, name in (entry.partition(":") for entry in OF_OPS.split()):
-        for path in (f"ops.{file}", "ops"):
-            yield path, "op_functions", f"Liger{name}Function"
+        for path in (f"ops.{file}", "ops", f"transformers.{file}"):
+            if not path.startswith("transformers.") or path in modules:
+                yield path, "op_functions", f"Liger{name}Function"
     yield from ((path, "", "") for path in FORWARDS)
 
 

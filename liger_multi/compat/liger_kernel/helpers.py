@@ -104,8 +104,9 @@ _CHIPS = {
 """Beginning of an architecture's key to Liger-Kernel's name; the first counts."""
 
 
+@functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The family of a GPU by its name in Liger-Kernel, else the type of the device."""
+    """The family of a GPU by its name in Liger-Kernel, else the type of the device; cached."""
     device_type = infer_device()
     if device_type != "cuda":
         return device_type

@@ -184,7 +184,6 @@ def _norms() -> None:
 def _cross_entropies() -> None:
     fused = _place("fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy")
     plain = _place("tensor_parallel.cross_entropy.vocab_parallel_cross_entropy")
-    group_of = _place("parallel_state.get_tensor_model_parallel_group")
     loss = LigerMegatronCrossEntropy()
 
     def fused_vocab_parallel_cross_entropy(
@@ -199,8 +198,9 @@ def _cross_entropies() -> None:
         tp_group: Any = None,
     ) -> Tensor:
         call = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-        group = group_of() if tp_group is None else tp_group
-        return call(vocab_parallel_logits, target, group)  # type: ignore[no-any-return]
+        if tp_group is None:
+            tp_group = _place("parallel_state.get_tensor_model_parallel_group")()
+        return call(vocab_parallel_logits, target, tp_group)  # type: ignore[no-any-return]
 
     _replace(fused, fused_vocab_parallel_cross_entropy)
     _replace(plain, vocab_parallel_cross_entropy)

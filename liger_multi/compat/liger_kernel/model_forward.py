@@ -237,8 +237,10 @@ def remember(folders: Iterable[str]) -> None:
             namespace = vars(importlib.import_module(name))
         except ModuleNotFoundError:
             continue
-        kinds = [x for x in namespace.values() if isinstance(x, type) and x.__module__ == name]
-        for model_class in kinds:
+        model_classes = [
+            x for x in namespace.values() if isinstance(x, type) and x.__module__ == name
+        ]
+        for model_class in model_classes:
             own = vars(model_class).get("forward", lce_forward)
             if own is not lce_forward:
                 _stock.setdefault(model_class, own)

@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from typing import Any
 
 from torch import nn
@@ -189,12 +190,8 @@ def _known_types(model_types: tuple[str, ...]) -> list[str]:
 
 def _function(name: str) -> Callable[..., PatchReport | None]:
     model_types, flags = MODELS[name]
-    kinds = inspect.Parameter
     shown = inspect.Signature(
-        [
-            kinds(flag, kinds.POSITIONAL_OR_KEYWORD, default=_ON.get(flag))  # the model has none
-            for flag in flags
-        ]
+        [Parameter(flag, Parameter.POSITIONAL_OR_KEYWORD, default=_ON.get(flag)) for flag in flags]
     )
 
     def apply(*args: Any, **kwargs: Any) -> PatchReport | None:

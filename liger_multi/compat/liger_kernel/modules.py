@@ -37,7 +37,7 @@ def defaults_of(names: str, like: Callable[..., Any], **defaults: Any) -> dict[s
 
 
 class Options(nn.Module):
-    """Keeps the options of a function.
+    """Stores the options of a function.
 
     ``defaults`` has them in the order of Liger-Kernel's constructor; ``check`` is called with it.
     """
@@ -62,7 +62,7 @@ class Options(nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Options are no parameters."""
+            """Read an option as an attribute."""
 
     def check(self) -> None:
         """Check that the options are in range."""
@@ -104,7 +104,7 @@ def _module(
     check: Callable[[Options], None] = lambda o: None,
     **defaults: Any,
 ) -> type[Any]:
-    """A class that is constructed with options of a function, and called with its arguments."""
+    """Make a module class: constructed with the options of a function, called with its tensors."""
     call = adapter(function, f"{arguments} {options}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
 
 class LigerVocabParallelCrossEntropy(Options):
-    """The loss of every token, of logits whose classes are split over processes."""
+    """The loss of every token, with the classes of the logits split over processes."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "ignore_index": -100,
@@ -228,9 +228,9 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """The loss of rows and their targets, over the number of items where one is given.
+    """The fused loss of rows and targets, divided by the number of items where it is an argument.
 
-    Keywords that the fused loss does not have, such as a model passes on, are left out.
+    Keywords that a model passes on and the fused loss does not have are dropped.
     """
     names = LigerFusedLinearCrossEntropyLoss().options
     more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
@@ -267,7 +267,7 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """The loss of a causal model by its last hidden states; labels are shifted here."""
+    """The loss of a causal model from its last hidden states; labels are shifted here."""
     if shift_labels is None:
         if labels is None:
             raise ValueError("LigerForCausalLMLoss: needs labels or shift_labels, got neither")
@@ -326,27 +326,27 @@ _OF_GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "init_fn": 
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
-    """The norm of Gemma: in fp32, its weight is what is added to one."""
+    """Gemma's RMSNorm: computed in fp32, scaled by one plus the weight."""
 
     __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA)
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """As that of Gemma."""
+    """As :class:`LigerRMSNormForGemma`."""
 
     __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA, in_place=False)
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
-    """As that of Gemma."""
+    """As :class:`LigerRMSNormForGemma`."""
 
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    """As that of Gemma: its weight is what is added to one."""
+    """As :class:`LigerRMSNormForGemma`: scaled by one plus the weight."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNormForGemma):
-    """As that of Gemma, with the arguments of ``Gemma3RMSNorm``."""
+    """As :class:`LigerRMSNormForGemma`, with the arguments of ``Gemma3RMSNorm``."""
 
     __init__ = adapter(
         LigerRMSNorm.__init__,
@@ -357,7 +357,7 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """The norm of Gemma 4: in fp32, perhaps without a weight."""
+    """Gemma 4's RMSNorm: computed in fp32, with or without a weight."""
 
     __init__ = adapter(
         LigerRMSNorm.__init__,
@@ -373,7 +373,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """The same; without a weight it needs no width."""
+    """As :class:`LigerRMSNormForGemma4`; without a weight it takes no width."""
 
     def __init__(self, dim: int | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(dim or 1, *args, **kwargs)
@@ -381,20 +381,20 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
             raise TypeError("LigerRMSNormForMuseGlimmer: dim must be an integer, got None")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize the last axis, whatever its width where there is no weight."""
+        """Normalize the last axis; without a weight, of any width."""
         return functional.liger_rms_norm(
             hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """As that of Llama."""
+    """As :class:`LigerRMSNorm`, with the casts of Llama."""
 
     __init__ = adapter(LigerRMSNorm.__init__, _RMS, in_place=False)
 
 
 class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    """As that of Llama."""
+    """As :class:`LigerRMSNorm`, with the casts of Llama."""
 
 
 class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
@@ -607,7 +607,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerSwiGLUMLPForMuseGlimmer(nn.Module):
-    """A SwiGLU MLP whose activation the configuration does not name."""
+    """A SwiGLU MLP for configurations that name no activation."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -637,7 +637,7 @@ class LigerMLP(LigerSwiGLUMLPForMuseGlimmer):
 
 
 class LigerFalconH1MLP(LigerMLP):
-    """The same with the multipliers of the configuration."""
+    """As :class:`LigerMLP`, with the multipliers of the configuration."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -735,7 +735,7 @@ class LigerMultiTokenAttention(nn.Module):
 
 
 class LigerFusedNeighborhoodAttentionConfig:
-    """Arguments of the layer below."""
+    """Configuration of :class:`LigerFusedNeighborhoodAttentionLayer`."""
 
     def __init__(
         self,
