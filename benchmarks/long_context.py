@@ -7,13 +7,14 @@ Parts, each in processes of its own, so that a failure ends no other part:
 * ``dense`` and ``hybrid``: a model like Qwen3-8B or Qwen3.5-9B with random weights in bf16, the
   same way, with AdamW. Every length runs with one block of layers (one layer, or four of a hybrid),
   then with as many as the time allows. The states are those of all layers. Where layers are left
-  out, the step of the whole model is extrapolated (``layers``, ``block``, ``seconds_block``). Of
-  two steps the second counts: the first takes pinned memory of the host (``seconds_first``).
+  out, the step of the whole model is extrapolated (``layers``, ``block``, ``seconds_block``). Host
+  memory of a step is pinned before it. Lengths of ``--on-card`` run first, without offload.
 * ``variants``: some layers at one length: attention kept or computed again, offload or not, FP8;
   and the error of gradients in FP8.
 
 Every row is printed as JSON when it was measured. ``--seconds`` ends everything; ``--device cpu``
-tries all of it with gloo and tiny models.
+tries all of it with gloo and tiny models. ``--plan`` adds what a plan predicts, which needs no
+device and takes half a minute a row; ``--by-cards`` only predicts the longest rows.
 """
 
 from __future__ import annotations
@@ -96,10 +97,11 @@ TINY = {
 }
 CORRECT = ("qwen3-8b", "llama-3-8b", "qwen3.5-9b")
 LENGTHS = (131072, 262144, 524288)
-SHARE = 0.4  # of the time that is left, for a length that is not the last
-TWICE = 2.5  # steps of a length, in time: the first one takes host memory too
+COUNTS, SHARES = (1, 2, 4, 8, 16, 32), (2 * TILE, 4 * TILE)  # cards, and tokens of one
+SHARE = 0.6  # of the time that is left, for a length that is not the last
+ROUGH = 1.1  # times the step that one block of layers lets expect
 LATER = 45.0  # seconds that steps of all lengths leave to a part that follows
-AGAIN = 3.0  # seconds; what takes less is measured a second time
+AGAIN = 8.0  # seconds; what takes less runs again, without pinning host memory
 MARGIN = 6.0  # seconds, to end in time
 LOSS, GRADIENT, NOISE = 1e-5, 5e-4, 1e-6  # as tests/shard_models.py; noise of the largest gradient
 
@@ -178,7 +180,7 @@ class Setting:
 
         self._undo = contextlib.ExitStack()
         self.offload: Any = None
-        tiny = next(model.parameters()).device.type == "cpu"
+        self.tiny = tiny = next(model.parameters()).device.type == "cpu"
         self.tiles = max(1, tokens // (128 if tiny else TILE))
         tiled = memory.Settings(tiles=self.tiles, attention="liger_multi", patched=False)
         self._undo.enter_context(memory.apply(tiled, model))
@@ -192,6 +194,13 @@ class Setting:
             )
             self._undo.enter_context(self.offload)
 
+    def pin(self, count: float, nbytes: int) -> float:
+        """Take pinned memory for tensors of a step, which keeps it; seconds of that."""
+        start = time.perf_counter()
+        if self.offload and not self.tiny:
+            _ = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(int(count))]
+        return time.perf_counter() - start
+
     def exposed_seconds(self) -> float:
         """How long this card waited for copies."""
         return self.offload.exposed_seconds() if self.offload else 0.0
@@ -199,6 +208,10 @@ class Setting:
     def remove(self) -> None:
         """Take it back."""
         self._undo.close()
+        empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.13 on
+        empty = empty or getattr(torch._C, "_host_emptyCache", None)
+        if self.offload and empty and not self.tiny:
+            empty()
 
 
 # --- one rank ---
@@ -339,13 +352,13 @@ def correct(rank: Rank) -> None:
 def operations(config: Any, tokens: int, layers: int, passes: float) -> float:
     """Of a step with ``layers`` layers: GEMMs four times, attention ``passes`` of its forwards."""
     text = config.get_text_config()
-    kinds = (getattr(text, "layer_types", None) or ["full_attention"] * layers)[:layers]
+    layer_types = (getattr(text, "layer_types", None) or ["full_attention"] * layers)[:layers]
     heads = text.num_attention_heads * text.head_dim
     keys = text.num_key_value_heads * text.head_dim
     # a recurrent layer counts as projections of the same size
     linear = 2 * text.hidden_size * (2 * heads + 2 * keys + 3 * text.intermediate_size)
     head = 2 * text.hidden_size * text.vocab_size * 3
-    attention = 2 * tokens * heads * kinds.count("full_attention") * passes
+    attention = 2 * tokens * heads * layer_types.count("full_attention") * passes
     return float(tokens * (4 * linear * layers + head + attention))
 
 
@@ -440,12 +453,14 @@ def built(rank: Rank, name: str) -> Any:
 
 
 def block_of(config: Any) -> int:
-    """Layers after which kinds of layers repeat."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    return int(kinds.index("full_attention")) + 1
+    """Layers after which the types of layers repeat."""
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    return int(layer_types.index("full_attention")) + 1
 
 
-def affordable(rank: Rank, config: Any, tokens: int, few: float, share: float) -> int:
+def affordable(
+    rank: Rank, config: Any, tokens: int, few: float, share: float, pinning: float
+) -> int:
     """How many layers fit into a share of the time that is left, and into the host's memory.
 
     Args:
@@ -454,15 +469,17 @@ def affordable(rank: Rank, config: Any, tokens: int, few: float, share: float) -
         tokens: Of the row.
         few: Seconds of a step with one block of layers.
         share: Of the time.
+        pinning: Seconds that host memory of a layer takes; 0 where layers stay on the card.
     """
     block = block_of(config)
-    room = rank.agreed(rank.left() * share / TWICE, largest=False)
+    room = rank.agreed(rank.left() * share / ROUGH, largest=False)
     free = rank.agreed(host_free(), largest=False) / rank.size
     width = 5 * tokens // rank.size * config.hidden_size  # bytes of a layer on the host
-    per_work = 1.1 * few / operations(config, tokens, block, 3.5)
+    per_work = few / operations(config, tokens, block, 3.5)
     counts = range(2 * block, config.num_hidden_layers + 1, block)
-    fit = [n for n in counts if n * width < 0.9 * free]
-    return max((n for n in fit if per_work * operations(config, tokens, n, 3.5) < room), default=0)
+    fit = [n for n in counts if not pinning or n * width < 0.9 * free]
+    seconds = {n: per_work * operations(config, tokens, n, 3.5) + pinning * n for n in fit}
+    return max((n for n in fit if seconds[n] < room), default=0)
 
 
 def speed(rank: Rank, name: str) -> None:
@@ -470,39 +487,109 @@ def speed(rank: Rank, name: str) -> None:
     model = built(rank, name)
     config = copy.deepcopy(model.config.get_text_config())
     optimizer = harness.adamw(model.parameters(), rank.device)
-    lengths, block = rank.options.lengths, block_of(config)
+    on_card, block = rank.options.on_card, block_of(config)
+    lengths = [*((n, False) for n in on_card), *((n, True) for n in rank.options.lengths)]
     warm = 256 if rank.tiny else 8192
     setting = Setting(model, "keep_attention", warm // rank.size)
     for _ in range(2):  # compiles kernels, and makes the states of the optimizer
         seconds, _ = trained(rank, model, rank.ids(warm, config.vocab_size), optimizer)
     rank.say({"log": f"warm, {seconds:.2f} s for {warm} tokens, {rank.left():.0f} s left"})
     setting.remove()
-    for number, tokens in enumerate(lengths):
+    for number, (tokens, offload) in enumerate(lengths):
         if not rank.tiny:
             rank.module.empty_cache()
-        options = {"compress": rank.options.compress}
+        variant = (rank.options.compress or "bf16") if offload else "bf16, on the card"
+        options = {"compress": rank.options.compress} if offload else {"offload": False}
         setting = Setting(model, "keep_attention", tokens // rank.size, **options)
         ids = rank.ids(tokens, config.vocab_size)
         with fewer_layers(model, block):
             few, _ = trained(rank, model, ids)
             if few < AGAIN:
                 few, _ = trained(rank, model, ids)
+        nbytes = tokens // rank.size * config.hidden_size * (1 if rank.options.compress else 2)
+        of_block = setting.offload.offloaded_bytes / nbytes if offload else 0.0
+        pinning = rank.agreed(setting.pin(of_block + 1, nbytes))  # one more than there are
         share = 1.0 if number == len(lengths) - 1 else SHARE
-        layers = affordable(rank, config, tokens, few, share)
+        layers = affordable(rank, config, tokens, few, share, pinning * of_block / block)
         if not layers:
             rank.say({"log": f"{few:.1f} s for {block} layers, {tokens} tokens: no time for more"})
             setting.remove()
             continue
+        pinned = rank.agreed(setting.pin(of_block * layers / block, nbytes))
+        rank.say({"log": f"{few:.2f} s for {block} layers, {pinned:.1f} s to pin memory"})
         with fewer_layers(model, layers):
-            first = measured(rank, model, setting, ids, optimizer)  # takes pinned host memory
             row = measured(rank, model, setting, ids, optimizer)
-            row["seconds_first"] = first["seconds"]
+        row["seconds_pinned"] = pinned
         setting.remove()
         head = {"part": "step", "model": name, "cards": rank.size, "tokens": tokens}
-        head |= {"states": model.states, "variant": rank.options.compress or "bf16"}
+        head |= {"states": model.states, "variant": variant}
         head |= {"layers": layers, "block": block, "seconds_block": few, "tiles": setting.tiles}
         head["operations"] = operations(config, tokens, layers, 3.5)
         rank.say(layers_of({**head, **row}, config))
+
+
+def planned(row: dict[str, Any]) -> dict[str, int]:
+    """What a plan predicts for a step, of a card and of its host; states are of all layers."""
+    from liger_multi.memory import Settings
+    from liger_multi.memory.planning.cost import CARDS
+    from liger_multi.memory.planning.predict import Predictor
+    from liger_multi.memory.planning.shapes import Shapes
+
+    settings = Settings(
+        sequence=row["tokens"],
+        precision="amp" if row["states"] == "fp32" else "bf16",
+        recompute="keep_attention",
+        layers=row["layers"],
+        tiles=row["tiles"],
+        offload_activations=row["host_bytes_per_card"] > 0,
+        spread="fsdp2",
+        ranks=row["cards"],
+    )
+    whole = config_of(row["model"], tiny=False)
+    some = copy.deepcopy(whole)
+    some.num_hidden_layers = row["layers"]
+    some.layer_types = (getattr(whole, "layer_types", None) or [])[: row["layers"]] or None
+    predictors = [Predictor(Shapes(c, row["tokens"]), CARDS["h200"]) for c in (whole, some)]
+    states, of_some = (predictor.shared_bytes(settings) for predictor in predictors)
+    candidate = predictors[1].predict(settings)
+    peak = candidate.peak_bytes + (states - of_some) // row["cards"]
+    return {"planned_bytes": peak, "planned_host_bytes": candidate.host_bytes}
+
+
+def by_cards(name: str = "qwen3-8b") -> list[dict[str, Any]]:
+    """The longest rows that plans predict: peaks grow with the tokens of a card along a line."""
+    from liger_multi.memory.planning.cost import CARDS, DEFAULT_HOST_MEMORY
+    from liger_multi.memory.planning.search import HEADROOM
+
+    rows = []
+    for cards in COUNTS:
+        low, high = (
+            planned(
+                {
+                    "model": name,
+                    "cards": cards,
+                    "tokens": cards * share,
+                    "layers": config_of(name, tiny=False).num_hidden_layers,
+                    "tiles": share // TILE,
+                    "states": "fp32",
+                    "host_bytes_per_card": share,
+                }
+            )
+            for share in SHARES
+        )
+        for card in ("h100", "h200"):
+            room = {"planned_bytes": CARDS[card].memory, "planned_host_bytes": DEFAULT_HOST_MEMORY}
+            fitting = {}
+            for key, limit in room.items():
+                beyond = (1 - HEADROOM) * limit - low[key]
+                growth = (high[key] - low[key]) / (SHARES[1] - SHARES[0])
+                fitting[key] = SHARES[0] + beyond / growth
+            tokens = max(0, int(min(fitting.values())) // 1024 * 1024) * cards
+            bound = "host" if fitting["planned_host_bytes"] < fitting["planned_bytes"] else "card"
+            row = {"model": name, "card": card, "cards": cards, "tokens": tokens, "bound": bound}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -520,7 +607,7 @@ def variants(rank: Rank) -> None:
     MODELS[name][1]["num_hidden_layers"] = rank.options.layers
     model = built(rank, name)
     ids = rank.ids(tokens, model.config.vocab_size)
-    base: dict[str, Tensor] = {}
+    base: dict[str, Tensor] = {}  # on the host, so that peaks are those of steps
     for variant, (policy, options) in VARIANTS.items():
         setting = Setting(model, policy, tokens // rank.size, **options)
         took = 0.0
@@ -544,7 +631,7 @@ def errors(rank: Rank, model: Any, base: dict[str, Tensor]) -> dict[str, float]:
     ids = rank.ids(tokens, model.config.vocab_size)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     local = {
-        name: parameter.grad.to_local().float()
+        name: parameter.grad.to_local().float().cpu()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -555,6 +642,7 @@ def errors(rank: Rank, model: Any, base: dict[str, Tensor]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for name, grad in local.items():
         squares = torch.stack([(grad - base[name]).square().sum(), base[name].square().sum()])
+        squares = squares.to(rank.device)
         torch.distributed.all_reduce(squares)
         sums[name] = float((squares[0] / squares[1].clamp(min=1e-30)).sqrt())
     queries = [e for name, e in sums.items() if "q_proj" in name or "k_proj" in name]
@@ -604,7 +692,8 @@ def run_part(part: str, arguments: Sequence[str], end: float, ranks: int) -> lis
     environment = {
         # host memory is pinned in threads; freed blocks of other lengths are given back
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,"
-        "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
+        "pinned_use_cuda_host_register:True,pinned_num_register_threads:16",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # large pages are pinned in less time
         "NCCL_NVLS_ENABLE": "0",
         "OMP_NUM_THREADS": "1" if "cpu" in arguments else "8",
         **os.environ,
@@ -649,10 +738,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", default=PARTS[:3], choices=PARTS)
     parser.add_argument("--model", default="qwen3-8b", choices=tuple(MODELS))
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--on-card", type=int, nargs="*", default=(), help="lengths, no offload")
     parser.add_argument("--layers", type=int, default=4, help="of the part variants")
     parser.add_argument("--states", choices=("fp32", "bf16"), help="dtype of weights and AdamW")
     parser.add_argument("--compress", choices=("float8",), help="of activations")
     parser.add_argument("--seconds", type=float, default=240.0, help="after which all has ended")
+    parser.add_argument("--plan", action="store_true", help="also say what a plan predicts")
+    parser.add_argument("--by-cards", action="store_true", help="predict the longest rows")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -667,6 +759,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work(options)
     if options.device == "cpu" and options.lengths == LENGTHS:
         arguments += ["--lengths", "512", "1024"]
+    if options.by_cards:
+        head = {**store.head("longest-by-cards", options, torch.device("cpu")), "rows": by_cards()}
+        store.keep({**head, "device": store.ESTIMATED}, options)
+        return
     end = began + options.seconds
     rows: list[dict[str, Any]] = []
     for number, part in enumerate(options.parts):
@@ -678,7 +774,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         limit = end - LATER * later if part in ("dense", "hybrid") else end
         rows += run_part(part, arguments, limit, options.ranks)
     device = torch.device(options.device)
-    store.keep({**store.head("long-context", options, device), "rows": rows}, options)
+    head = store.head("long-context", options, device)
+    store.keep({**head, "rows": rows}, options)
+    steps = [row for row in rows if row["part"] == "step"] if options.plan else []
+    for row in steps:
+        row |= planned(row)
+        print(f"{row['peak_bytes']:,} bytes measured, {row['planned_bytes']:,} planned", flush=True)
+    if steps:
+        store.keep({**head, "rows": rows}, options)
 
 
 if __name__ == "__main__":

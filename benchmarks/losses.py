@@ -434,9 +434,9 @@ def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
         kept = target != -100
-        log_prob = apply(
-            hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs
-        )[: 1 + len(outputs)]
+        settings = (1.0, columns, None, 1.0, outputs)
+        results = apply(hidden[kept], weight, None, target[kept], *settings)
+        log_prob = results[: 1 + len(outputs)]
         return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in log_prob]
 
     return call
@@ -465,14 +465,14 @@ def trl_policy() -> Loss:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss: ours, plain PyTorch, and the inputs that it takes beside a head.
+    """A loss: ours, plain PyTorch, and the inputs that it takes besides a head.
 
     ``others`` are peers and other ways of ours to the same loss, by the provider's name.
     """
 
     ours: Loss
     torch: Loss
-    beside: tuple[str, ...]
+    more_inputs: tuple[str, ...]
     others: Mapping[str, Callable[[], Loss]]
     teacher: bool = False
 
@@ -564,7 +564,7 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Rows by provider: error against fp32, memory, time."""
     device = tensors["hidden"].device
-    clock, input_names = Clock(device), {"hidden", "weight", *case.beside}
+    clock, input_names = Clock(device), {"hidden", "weight", *case.more_inputs}
     inputs = {name: x for name, x in tensors.items() if name in input_names}
     rows: dict[str, dict[str, Any]] = {}
     runners: dict[str, tuple[Runner, int]] = {}

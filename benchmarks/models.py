@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import itertools
 import json
@@ -137,6 +138,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # 4 of the 24 layers of openai/gpt-oss-20b, which alternate windows and all tokens
+    "gpt-oss-20b-4-layers": (
+        "GptOss",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "vocab_size": 201088,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen2.5-vl-3b-8-layers": (
         "Qwen2_5_VL",
         {
@@ -174,6 +193,7 @@ NAMES = {
     "Qwen2_5_VL": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
 }
 """Classes of a family that does not name them as most do."""
+ATTENTION = {"GptOss": "eager"}  # SDPA has no sinks
 PATCHES = 32  # of a picture along each side, of which 2 x 2 become a token
 WARM_STEPS = 3
 
@@ -207,10 +227,10 @@ class Run:
         return f"{self.model}:{self.batch}x{self.tokens}{extra}"
 
 
-def _ours(model: Any) -> Any:
+def _ours(model: Any, **choices: Any) -> Any:
     import liger_multi
 
-    liger_multi.patch(model)
+    liger_multi.patch(model, **choices)
     return model
 
 
@@ -236,6 +256,7 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "stock": lambda model: model,
     "liger": _liger,
     "ours": _ours,
+    "ours+float8": functools.partial(_ours, linear_float8=True),
     "stock+compile": _compiled(lambda model: model),
     "liger+compile": _compiled(_liger),
     "ours+compile": _compiled(_ours),
@@ -256,7 +277,7 @@ def build(run: Run, device: torch.device, dtype: torch.dtype = torch.bfloat16) -
     names = NAMES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     config, class_name = (getattr(transformers, name) for name in names)
     config = config(**sizes)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = ATTENTION.get(family, "sdpa")
     torch.manual_seed(0)
     with torch.device(device):
         model = class_name._from_config(config, dtype=dtype)
@@ -556,7 +577,7 @@ def whole_models(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--limit-gb", type=float, help="memory that a process may take, in 1e9 bytes"
     )
-    parser.add_argument("--cards", type=int, default=1, help="over which parameters are sharded")
+    parser.add_argument("--cards", type=int, help="over which parameters are sharded, also one")
     store.add_options(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -584,7 +605,7 @@ def whole_models(arguments: Sequence[str]) -> int:
 def report(runs: list[Run], variants: list[str], options: argparse.Namespace) -> int:
     """Run everything, and print how it went; what is done is kept after every round."""
     # all load their packages at once; the device's memory is taken at the first turn
-    several = options.cards > 1
+    several = options.cards is not None
     workers: dict[Run, list[Turns]] = {
         run: [
             Cards(run, name, options.cards) if several else Worker(run, name, options.limit_gb)

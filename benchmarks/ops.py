@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 try:
     from rich.console import Console
 except ImportError:
@@ -27,31 +25,12 @@ except ImportError:
 from benchmarks import store
 from ci import results
 from liger_multi.bench import command, report
-from liger_multi.bench.cases import Case, differentiable, reference
 from liger_multi.bench.runner import BenchConfig, run_plan
 from liger_multi.dispatch.registry import unavailable
 from liger_multi.documents import plain
-from liger_multi.testing import FORMULAS
 
 ROOT = Path(__file__).parent.parent
 RED = 3  # exit code of a refusal
-
-
-DENSE = ("fused_moe", "lora_moe")
-"""Of these, the formula takes every token through every expert."""
-BY_TOKENS = ("gated_delta_rule", "kimi_delta_attention", "selective_scan", "ssd_scan")
-"""Of these, the formula goes token by token."""
-
-
-def fp64_reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The formula that the tests compare the operator with.
-
-    Where it would take minutes at the sizes of a model, the operator's own reference, which in fp64
-    the tests hold against the formula.
-    """
-    if case.op in (*DENSE, *BY_TOKENS):
-        return reference(case, tensors)
-    return differentiable(FORMULAS[case.op](**tensors, **case.sample.options))
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[BenchConfig, argparse.Namespace]:
@@ -69,7 +48,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[BenchConfig, argparse.Namesp
     except ValueError as wrong:
         parser.error(str(wrong))
     facts = {"commit": options.commit}
-    return replace(plan, fp64_reference=fp64_reference, facts=facts), options
+    return replace(plan, facts=facts), options
 
 
 def suite(plan: BenchConfig) -> results.Result:

@@ -23,6 +23,7 @@ from liger_multi import pictures
 
 DOCS = store.ROOT / "docs"
 LONG_NAMES = {
+    "gpt-oss-20b-4-layers": "gpt-oss-20B (4 of 24 layers, eager attention)",
     "qwen3-30b-a3b-4-layers": "Qwen3-30B-A3B (4 of 48 layers)",
     "qwen2.5-vl-3b-8-layers": "Qwen2.5-VL-3B (8 + 8 layers, pictures)",
 }
@@ -222,6 +223,51 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
         drawing.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
 
 
+# --- long rows ---
+
+
+def by_cards() -> Picture | None:
+    """The longest rows that plans predict, by cards, and those that ran."""
+    from benchmarks.tables.measured import PUBLISHED
+
+    planned: dict[str, dict[int, int]] = {}
+    for _, row in store.rows("longest-by-cards"):
+        planned.setdefault(row["card"].upper(), {})[row["cards"]] = row["tokens"]
+    ran: dict[int, int] = {}
+    for _, row in store.rows("long-context"):
+        if row["part"] == "step" and row["model"] == "qwen3-8b":
+            ran[row["cards"]] = max(row["tokens"], ran.get(row["cards"], 0))
+    peer = {PUBLISHED["cards"]: PUBLISHED["tokens"]}
+    return Picture({"planned": planned, "ran": ran, "peer": peer}, _by_cards) if planned else None
+
+
+def _by_cards(data: Mapping[str, Any], path: Path, plotted: str) -> None:
+    with pictures.figure(path, 7.2, 3.6, plotted) as drawing:
+        axis = drawing.subplots()
+        looks = {"H100": (pictures.SOFT, "o--"), "H200": (pictures.OURS, "o-")}
+        for card, points in data["planned"].items():
+            some = {int(cards): tokens for cards, tokens in points.items() if tokens}
+            color, look = looks[card]
+            axis.plot(list(some), list(some.values()), look, color=color, label=f"{card}, planned")
+        for name, color, what in (
+            ("ran", pictures.ALARM, "ran here"),
+            ("peer", pictures.LIGER, "TRL"),
+        ):
+            points = data[name].items()
+            xs, ys = zip(*((int(x), y) for x, y in points), strict=True) if points else ((), ())
+            axis.scatter(xs, ys, color=color, zorder=3, marker="D", label=what)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        cards = sorted({int(n) for points in data["planned"].values() for n in points})
+        axis.set_xticks(cards, [str(n) for n in cards])
+        rows = [2**n for n in range(17, 24)]
+        axis.set_yticks(rows, [f"{n // 1024:,}k" for n in rows])
+        axis.set_xlabel("cards")
+        axis.legend(loc="lower right")
+        title = "Longest row of Qwen3-8B [tokens], AdamW in fp32, 128 GiB of host a card"
+        drawing.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+
+
 # --- what other modules draw ---
 
 
@@ -269,6 +315,7 @@ def known() -> dict[str, Picture]:
         "headline.png": headline(),
         "longest.png": longest(),
         "roofline.png": roofline(),
+        "longest-by-cards.png": by_cards(),
         "plan-example.png": plan_example(),
         "memory-timeline-h200.png": timeline(),
         **dict(curves()),

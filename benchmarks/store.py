@@ -68,6 +68,7 @@ KINDS = {
     "four-bits": Kind(("work",), "side"),
     "shared-prefixes": Kind(("model", "shape"), "variant", ("floor", "unshared")),
     "long-context": Kind(("part", "model", "cards", "tokens", "layers"), "variant"),
+    "longest-by-cards": Kind(("model", "card", "cards")),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
     "memory": Kind(("case",)),

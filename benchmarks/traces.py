@@ -52,7 +52,7 @@ def spans(call: Call, device: torch.device) -> list[Span]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the kernels of operators."""
     from liger_multi.bench import providers
-    from liger_multi.bench.cases import cases, draw, reference, upstream
+    from liger_multi.bench.cases import cases, draw, upstream
     from liger_multi.bench.measure import Clock, Runner, ceilings
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces")
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.op} {case.label}: {provider}", flush=True)
             continue
         runner = Runner.make(
-            provider, draw(case.sample, device, dtype), upstream(case, device, dtype, reference)
+            provider, draw(case.sample, device, dtype), upstream(case, device, dtype)
         )
         calls = [traced(runner, clock) for _ in range(options.calls + 2)][2:]
         for direction, least in least_bytes(case.work(dtype)).items():

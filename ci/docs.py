@@ -16,6 +16,7 @@ import difflib
 import importlib
 import inspect
 import itertools
+import posixpath
 import re
 import shutil
 import textwrap
@@ -30,10 +31,17 @@ from benchmarks.tables import (
     float8,
     measured,
     performance,
+    table,
     traces,
 )
 from ci import verification
 from ci.npu import levels
+from liger_multi import losses, nn, ops
+from liger_multi.dispatch import registry
+from liger_multi.dispatch.bitwise import PROPERTIES
+from liger_multi.dispatch.op import OPS, replicated
+from liger_multi.testing import samples
+from liger_multi.testing.tolerance import TOLERANCES
 from tests.sweep import page as coverage
 from tests.trainers import runs
 
@@ -47,14 +55,12 @@ HEADING = re.compile(r"^([A-Z][A-Za-z ]*):$")
 
 def public_operators() -> dict[str, Callable[..., Any]]:
     """The public function of every operator, by name."""
-    ops = importlib.import_module("liger_multi.ops")
     functions = {n: f for n in ops.__all__ if inspect.isfunction(f := getattr(ops, n))}
     return {n: functions[n] for n in sorted(functions) if functions[n].__module__.endswith(f".{n}")}
 
 
 def forms(name: str) -> list[Callable[..., Any]]:
     """The public function of an operator, and those of its contract that return more."""
-    ops = importlib.import_module("liger_multi.ops")
     first = public_operators()[name]
     functions = [getattr(ops, n) for n in ops.__all__ if inspect.isfunction(getattr(ops, n))]
     return [first, *(f for f in functions if f.__module__ == first.__module__ and f is not first)]
@@ -74,11 +80,8 @@ def _record(backend: str) -> Any:
 
 def directions(backend: str, op: str) -> tuple[str, ...]:
     """Which directions of an operator a backend implements by itself."""
-    registry = importlib.import_module("liger_multi.dispatch.registry")
     module = registry.module(backend, op)
-    return tuple(
-        direction for direction in DIRECTIONS if getattr(module, direction, None) is not None
-    )
+    return tuple(name for name in DIRECTIONS if getattr(module, name, None) is not None)
 
 
 def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
@@ -102,10 +105,9 @@ def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str
 
 def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
     """Operators by the title of their family, in the order of the families."""
-    contracts = importlib.import_module("liger_multi.dispatch.op").OPS
     families: dict[str, list[str]] = {title: [] for title in OPERATOR_FAMILIES.values()}
     for name in operators:
-        families[OPERATOR_FAMILIES[contracts[name].family]].append(name)
+        families[OPERATOR_FAMILIES[OPS[name].family]].append(name)
     return families
 
 
@@ -118,11 +120,10 @@ SHARED_ROWS = {
 """Families that stand in the row of another one in the first page's table."""
 
 
-def table() -> str:
+def operator_table() -> list[str]:
     """The operator table of the first page, in Markdown: a row per family, or a few of them."""
     kernels = {"triton": "Triton: NVIDIA, AMD", "npu": "Ascend"}
-    rows = [["Operators", "", *kernels.values()], ["---"] * (2 + len(kernels))]
-    families = by_family(public_operators())
+    lines, families = [], by_family(public_operators())
     for first, others in SHARED_ROWS.items():
         families[first] += [name for title in others for name in families.pop(title)]
     for first, names in families.items():
@@ -132,20 +133,21 @@ def table() -> str:
             own = [name for name in names if directions(backend, name)]
             cells.append("all" if own == names else f"{len(own)} of {len(names)}" if own else "")
         listed = ", ".join(f"[`{name}`]({contract(name)})" for name in names)
-        rows.append([title, listed, *cells])
-    return _rows(rows)
+        lines.append([title, listed, *cells])
+    return text_table(("Operators", "", *kernels.values()), lines)
 
 
 def family_tables() -> str:
     """A table of operators for every family, with every backend and the dtypes."""
-    contracts = importlib.import_module("liger_multi.dispatch.op").OPS
     folders, text = backend_folders(), ""
     for family, title in OPERATOR_FAMILIES.items():
-        rows = [["Operator", "What", *folders, "Input dtypes"], ["---"] * (len(folders) + 3)]
-        for name, function in public_operators().items():
-            if contracts[name].family == family:
-                rows.append(_operator_row(name, sections(function), folders))
-        text += f"## {title[0].upper()}{title[1:]}\n\n{_rows(rows)}\n\n"
+        lines = [
+            _operator_row(name, sections(function), folders)
+            for name, function in public_operators().items()
+            if OPS[name].family == family
+        ]
+        rows = text_table(("Operator", "What", *folders, "Input dtypes"), lines)
+        text += "\n".join([f"## {title[0].upper()}{title[1:]}", "", *rows, "", ""])
     return text
 
 
@@ -155,8 +157,9 @@ def _operator_row(name: str, text: dict[str, str], folders: dict[str, Path]) -> 
     return [f"[`{name}`]({name}.md)", summary(text), *cells, dtypes[1] if dtypes else ""]
 
 
-def _rows(rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(markdown(c) for c in row) + " |" for row in rows)
+def text_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown whose cells are text of docstrings."""
+    return table(heads, [[markdown(c).replace("|", "\\|") for c in line] for line in lines])
 
 
 def sections(function: Callable[..., Any]) -> dict[str, str]:
@@ -190,15 +193,15 @@ def signature(function: Callable[..., Any]) -> str:
 
 
 def markdown(text: str) -> str:
-    """Docstring text as Markdown: code marks and references."""
-    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text.replace("``", "`"))
+    """Docstring text as Markdown: code marks, and references by their last name."""
+    text = re.sub(r":\w+:`~?([^`]*)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text)
+    return text.replace("``", "`")
 
 
 def operator_page(name: str) -> str:
     """The page of one operator."""
-    op = importlib.import_module("liger_multi.dispatch.op").OPS[name]
-    function, folders = public_operators()[name], backend_folders()
-    text = sections(function)
+    op, folders = OPS[name], backend_folders()
+    text = sections(public_operators()[name])
     out = [NOTE, "", f"# {name}", "", markdown(text.pop("")), ""]
     out += ["```python", snippet(name), "```", "", "## Signature", ""]
     out += ["```python", *map(signature, forms(name)), "```", ""]
@@ -217,7 +220,6 @@ def operator_page(name: str) -> str:
 
 def snippet(name: str) -> str:
     """A call of an operator that runs as it stands: the first sample of its contract."""
-    samples = importlib.import_module("liger_multi.testing.samples")
     sample = next(s for s in samples.of(name) if s.size == "small" and s.elements)
     parameters = inspect.signature(public_operators()[name]).parameters
     free = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
@@ -244,7 +246,10 @@ def drawn(spec: Any) -> str:
     shape = ", ".join(map(str, spec.shape))
     dtype = f", dtype={spec.dtype}" if spec.dtype is not None else ""
     if spec.classes:
-        return f"torch.randint({spec.classes}, ({shape}{',' * (len(spec.shape) == 1)}))"
+        least = f"{spec.least}, " * bool(spec.least)
+        return (
+            f"torch.randint({least}{spec.classes}, ({shape}{',' * (len(spec.shape) == 1)}){dtype})"
+        )
     if spec.positive:
         return f"torch.rand({shape}{dtype}) + 0.5"
     if spec.negative:
@@ -260,26 +265,25 @@ second."""
 
 
 def _tolerances() -> list[str]:
-    tolerances = importlib.import_module("liger_multi.testing.tolerance").TOLERANCES
-    rows = ["| dtype | of its own size | of the largest | reason |", "|---|---|---|---|"]
-    for dtype, allowed in tolerances.items():
-        numbers = f"{allowed.relative:.2g} | {allowed.of_largest:.2g}"
-        rows.append(f"| {str(dtype).removeprefix('torch.')} | {numbers} | {allowed.reason} |")
-    return rows
+    lines = [
+        (str(dtype).removeprefix("torch."), f"{t.relative:.2g}", f"{t.of_largest:.2g}", t.reason)
+        for dtype, t in TOLERANCES.items()
+    ]
+    return text_table(("dtype", "of its own size", "of the largest", "reason"), lines)
 
 
 def promises(op: Any) -> list[str]:
     """A table of what an operator promises of bits, by direction and property."""
-    bits = importlib.import_module("liger_multi.dispatch.bitwise")
     since = {"": "always", "deterministic": "`deterministic=True`", "rows": '`"rows"`'}
-    head = ["| | " + " | ".join(bits.PROPERTIES) + " |", "|---" * (len(bits.PROPERTIES) + 1) + "|"]
     reasons: dict[str, str] = {}
+    lines = []
     for direction in DIRECTIONS:
         promise = getattr(op.bitwise, direction)
-        cells = [since.get(promise.since(name), "no") for name in bits.PROPERTIES]
-        head.append(f"| {direction} | {' | '.join(cells)} |")
+        cells = [since.get(promise.since(name), "no") for name in PROPERTIES]
+        lines.append((direction, *cells))
         reasons |= {n: why for n, why in promise.because.items() if n not in promise.always}
-    return [*head, "", *[f"- `{name}`: {why}." for name, why in sorted(reasons.items())]]
+    listed = [f"- `{name}`: {why}." for name, why in sorted(reasons.items())]
+    return [*text_table(("", *PROPERTIES), lines), "", *listed]
 
 
 def _compiled(op: Any) -> str:
@@ -292,7 +296,6 @@ def _compiled(op: Any) -> str:
 
 
 def _sharded(op: Any) -> str:
-    replicated = importlib.import_module("liger_multi.dispatch.op").replicated
     if not op.rowwise:
         return "DTensors are refused. Pass local or full tensors."
     rows = ", ".join(f"`{name}`" for name in op.fwd.params if name in op.bitwise.batched)
@@ -324,12 +327,11 @@ OPTIONS_HEAD = "An option of a public operator selects these, such as `inplace=T
 
 def operators_page() -> str:
     """The list of operators, and those without a page."""
-    operators = importlib.import_module("liger_multi.dispatch.op").OPS
     out = [NOTE, "", "# Operators", "", OPERATORS_HEAD, family_tables()]
-    others = sorted(set(operators) - set(public_operators()))
+    others = sorted(set(OPS) - set(public_operators()))
     if others:
         out += ["## Operators behind options", "", OPTIONS_HEAD, "```"]
-        out += [line for name in others for line in _schemas(operators[name])] + ["```", ""]
+        out += [line for name in others for line in _schemas(OPS[name])] + ["```", ""]
     return "\n".join(out)
 
 
@@ -348,16 +350,15 @@ For a Hugging Face model, use [`liger_multi.patch`](patching.md) instead.
 
 def modules_page() -> str:
     """The page with every module."""
-    nn = importlib.import_module("liger_multi.nn")
     modules = {name: getattr(nn, name) for name in nn.__all__}
     texts = {name: sections(module) for name, module in modules.items()}
-    rows = [["Module", "What", "Like", "Operator"], ["---"] * 4]
+    lines = []
     for name, text in texts.items():
         like, op = " ".join(text["Like"].split()), text["Operator"]
         link = f"[`{op}`](ops/{op}.md)" if op in public_operators() else op
-        rows.append([f"[`{name}`](#{name.lower()})", summary(text), like, link])
+        lines.append([f"[`{name}`](#{name.lower()})", summary(text), like, link])
     out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", "", MODULES_HEAD]
-    out += ["| " + " | ".join(markdown(c) for c in row) + " |" for row in rows] + [""]
+    out += [*text_table(("Module", "What", "Like", "Operator"), lines), ""]
     for name, text in texts.items():
         arguments = re.sub(r"^(\w+): ", r"- \1: ", text["Args"], flags=re.MULTILINE)
         make, call = signature(modules[name].__init__), signature(modules[name].forward)
@@ -413,9 +414,9 @@ FIRST = re.compile(r"^(?=!\[|## )", re.MULTILINE)  # the first picture or headin
 
 def tasks() -> str:
     """The table of tasks, with links as they are from the root of the repository."""
-    lines = [["I want to", "Start with"], ["---", "---"]]
-    lines += [[f"[{task}]({page})", start] for task, start, page in TASKS]
-    return f"## Find your task\n\n{_rows(lines)}\n\n"
+    lines = [(f"[{task}]({page})", start) for task, start, page in TASKS]
+    rows = text_table(("I want to", "Start with"), lines)
+    return "\n".join(["## Find your task", "", *rows, "", ""])
 
 
 def front() -> str:
@@ -436,6 +437,7 @@ def tables() -> dict[str, Callable[[], str]]:
     lines: dict[str, Callable[[], list[str]]] = {
         **measured.TABLES,
         "bitwise-costs": bitwise.costs,
+        "op-table": operator_table,
         "loss-head": head,
         "loss-families": families,
         "trees-types": coverage.shared_prefixes,
@@ -448,7 +450,6 @@ def tables() -> dict[str, Callable[[], str]]:
         **performance.BLOCKS,
         **traces.BLOCKS,
         "headline": performance.headline,
-        "op-table": table,
         "trainers": runs.table,
     }
     return builders | {name: partial(_joined, make) for name, make in lines.items()}
@@ -576,7 +577,7 @@ def linked(text: str, folder: str, known: Mapping[str, str]) -> str:
         if link is None:
             return match[0]
         file, _, anchor = link.partition("#")
-        path = _normal(PurePosixPath(folder) / file)
+        path = posixpath.normpath(posixpath.join(folder, file))
         page = known.get(f"{path}#{anchor}") or known.get(path)
         if page is not None:
             return f"[{shown}]({page})"
@@ -586,17 +587,6 @@ def linked(text: str, folder: str, known: Mapping[str, str]) -> str:
         return f"{shown} (`{path}`)"  # no page of the site
 
     return CODE_OR_LINK.sub(changed, text)
-
-
-def _normal(path: PurePosixPath) -> str:
-    """A path without ``..``."""
-    parts: list[str] = []
-    for part in path.parts:
-        if part == ".." and parts:
-            parts.pop()
-        else:
-            parts.append(part)
-    return "/".join(parts)
 
 
 def configuration(operators: Iterable[str]) -> str:
@@ -638,8 +628,8 @@ def write_site(
             target.write_text(linked(text, "docs", known), encoding="utf-8")
         else:
             shutil.copyfile(path, target)
-    for made, make in whole.items():
-        target = pages / made
+    for page, make in whole.items():
+        target = pages / page
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(make(), encoding="utf-8")
     shutil.copyfile(THEME / "site.css", pages / "site.css")
@@ -674,31 +664,17 @@ def arguments(documented: Any) -> dict[str, str]:
     return texts
 
 
-def rows(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """A table in Markdown."""
-    table = [header, ("---",) * len(header), *lines]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
-
-
-def clean(text: str) -> str:
-    """Docstring text as Markdown."""
-    text = re.sub(r":\w+:`~?([^`]*)`", lambda m: f"`{m[1].rpartition('.')[2]}`", text)
-    return text.replace("``", "`")
-
-
 def options(options_class: type) -> list[str]:
     """The table of a dataclass of options."""
     defaults = {f.name: f.default for f in dataclasses.fields(options_class)}
-    lines = [
-        (f"`{n}`", f"`{defaults[n]!r}`", clean(t)) for n, t in arguments(options_class).items()
-    ]
-    return rows(("Option", "Default", "What"), lines)
+    lines = [(f"`{n}`", f"`{defaults[n]!r}`", t) for n, t in arguments(options_class).items()]
+    return text_table(("Option", "Default", "What"), lines)
 
 
 def head() -> list[str]:
     """The table of what a head takes."""
-    texts = arguments(importlib.import_module("liger_multi.losses").Head)
-    return rows(("Of a head", "What"), [(f"`{n}`", clean(t)) for n, t in texts.items()])
+    texts = arguments(losses.Head)
+    return text_table(("Of a head", "What"), [(f"`{n}`", t) for n, t in texts.items()])
 
 
 def loss_types(place: tuple[str, str]) -> Mapping[str, Any]:
@@ -711,30 +687,35 @@ def loss_types(place: tuple[str, str]) -> Mapping[str, Any]:
 
 def families() -> list[str]:
     """The table of all functions: what each is for, and its loss types."""
-    losses, lines = importlib.import_module("liger_multi.losses"), []
+    lines = []
     for title, name, _, place in FAMILIES:
         file = getattr(losses, name).__module__.replace(".", "/")
         types = ", ".join(f"`{n}`" for n in loss_types(place)) if place else "as `sequence_loss`"
         lines.append((title, f"[`{name}`](../{file}.py)", types))
-    return rows(("Losses", "Function", "Loss types"), lines)
+    return text_table(("Losses", "Function", "Loss types"), lines)
 
 
 def losses_whole() -> str:
     """The page with a section for every function: its arguments, loss types and options."""
-    losses, out = importlib.import_module("liger_multi.losses"), [NOTE, "", "# Loss options", ""]
+    out = [NOTE, "", "# Loss options", ""]
     out += ["How to use them: [losses](losses.md).", ""]
     for title, name, options_class, place in FAMILIES:
         function = getattr(losses, name)
         text = (inspect.getdoc(function) or "").split("Args:")[0].strip()
-        out += [f"## {title}", "", f"`losses.{name}`: {clean(text)}", ""]
-        table = [(f"`{n}`", clean(t)) for n, t in arguments(function).items() if n != "options"]
-        out += [*rows(("Argument", "What"), table), ""]
+        out += [f"## {title}", "", f"`losses.{name}`: {markdown(text)}", ""]
+        lines = [(f"`{n}`", t) for n, t in arguments(function).items() if n != "options"]
+        out += [*text_table(("Argument", "What"), lines), ""]
         if place is None:
             out += ["Further options are those of `sequence_loss`.", ""]
             continue
         what = "Divergence" if place[1] == "DIVERGENCES" else "Loss type"
         lines = [(f"`{n}`", str(formula.source)) for n, formula in loss_types(place).items()]
-        out += [*rows((what, "Source"), lines), "", *options(getattr(losses, options_class)), ""]
+        out += [
+            *text_table((what, "Source"), lines),
+            "",
+            *options(getattr(losses, options_class)),
+            "",
+        ]
     return "\n".join(out)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.tables import table
 from ci import results
 from ci.results import Result
 from liger_multi.testing.verify.run import FINDINGS
@@ -96,13 +97,13 @@ def _numbers_of(table: Path) -> str:
     """Where the numbers of a launch table come from: "measured" where some of them are."""
     entries = (yaml.safe_load(table.read_text(encoding="utf-8")) or {}).get("entries") or {}
     sources = [str(e.get("source")) for several in entries.values() for e in several]
-    kinds = {
+    origins = {
         next(
             (origin for start, origin in UNMEASURED.items() if source.startswith(start)), "measured"
         )
         for source in sources
     }
-    return "measured" if "measured" in kinds else ", ".join(sorted(kinds))
+    return "measured" if "measured" in origins else ", ".join(sorted(origins))
 
 
 def _own(name: str) -> tuple[str, ...]:
@@ -126,9 +127,19 @@ def _own(name: str) -> tuple[str, ...]:
 
 REPORTS = ROOT / "benchmarks" / "results" / "verify"
 COMPILED = "compiled and statically checked for {}"
-HEADER = (
-    "| Device | Backend | torch | Triton | ptxas | Driver | Right | Findings | Level | Date | By |"
-)
+HEADS = [
+    "Device",
+    "Backend",
+    "torch",
+    "Triton",
+    "ptxas",
+    "Driver",
+    "Right",
+    "Findings",
+    "Level",
+    "Date",
+    "By",
+]
 ABSENT = {"rocm": "not run on AMD hardware", "npu": "not run on an NPU"}
 """Backends that nobody has run on a device: drop one when a report of its device comes."""
 VENDORS = (
@@ -160,7 +171,7 @@ def name_of(report: Mapping[str, Any]) -> str:
 
 def rows() -> list[str]:
     """One row for each device, versions and backend; findings are named."""
-    lines = [HEADER, "|---" * (HEADER.count("|") - 1) + "|"]
+    lines = []
     for report in reports():
         known = report["versions"]
         for target, operators in report["operators"].items():
@@ -170,16 +181,15 @@ def rows() -> list[str]:
             cells = [name_of(report), target, *versions]
             cells += [f"{verdicts.count('right')} of {len(verdicts)}"]
             cells += [", ".join(f"`{op}`" for op in wrong) or "none"]
-            cells += [report["level"], report["date"], report["by"] or "-"]
-            lines.append(f"| {' | '.join(cells)} |")
-    amd = ", ".join(_compiled("gfx"))
-    lines.append(f"| AMD {amd} | rocm | - | - | - | - | - | compiled, {NOT_RUN} | - | - | - |")
-    return lines
+            lines.append([*cells, report["level"], report["date"], report["by"] or "-"])
+    gfx = f"AMD {', '.join(_compiled('gfx'))}"
+    amd = [gfx, "rocm", *["-"] * 5, f"compiled, {NOT_RUN}", *["-"] * 3]
+    return table(HEADS, [*lines, amd])
 
 
 def support() -> list[str]:
     """README's table of accelerators."""
-    lines = ["| Accelerator | Status |", "|---|---|"]
+    lines = []
     for vendor, backend, prefix, page, also in VENDORS:
         mine = [r for r in reports() if backend in r["operators"]]
         if backend == "cpu":
@@ -192,8 +202,8 @@ def support() -> list[str]:
         parts += [f"[verified](docs/verified.md) on {', '.join(verified)}"] if verified else []
         parts += [COMPILED.format(", ".join(archs))] if archs else []
         parts += [f"**{ABSENT[backend]}**"] if backend in ABSENT else []
-        lines.append(f"| {vendor} | {'; '.join(parts)}{f' ({page})' if page else ''} |")
-    return lines
+        lines.append((vendor, "; ".join(parts) + (f" ({page})" if page else "")))
+    return table(("Accelerator", "Status"), lines)
 
 
 def _compiled(prefix: str) -> list[str]:

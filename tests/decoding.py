@@ -41,16 +41,16 @@ def roll_out(policy, ids, count, *, greedy=True, chunk=None, mask=None, cache=No
     """Sequences whose last tokens are decoded one by one, and the log-probabilities of these."""
     name, generator = cache_parameter(type(policy).forward), torch.Generator().manual_seed(0)
     cache = transformers.DynamicCache(config=policy.config) if cache is None else cache
-    parts, seen, old, arguments = list(ids.split(chunk or ids.shape[1], 1)), 0, [], {}
+    parts, past, old, arguments = list(ids.split(chunk or ids.shape[1], 1)), 0, [], {}
     with torch.no_grad():
         while len(old) < count:
             part = parts.pop(0)
-            seen += part.shape[1]
+            past += part.shape[1]
             if mask is not None:
-                mask = F.pad(mask, (0, max(0, seen - mask.shape[1])), value=1)
-                arguments["attention_mask"] = mask[:, :seen]
+                mask = F.pad(mask, (0, max(0, past - mask.shape[1])), value=1)
+                arguments["attention_mask"] = mask[:, :past]
                 places = (mask.cumsum(-1) - 1).clamp_min(0)
-                arguments["position_ids"] = places[:, seen - part.shape[1] : seen]
+                arguments["position_ids"] = places[:, past - part.shape[1] : past]
             logits = policy(part, **{name: cache}, **arguments).logits
             if parts:
                 continue

@@ -128,8 +128,10 @@ def checked() -> list[str]:
     broken: dict[str, list[str]] = {}
     for (device, name, setting), rows in sorted(_bits().items()):
         for (direction, _), row in rows.items():
-            held = [key for key in ("repeat", "rows") if row.get(key) is not None]
-            counts[device] = counts.get(device, 0) + len({*held} & {*row.get("promised", ())})
+            measured_promises = [key for key in ("repeat", "rows") if row.get(key) is not None]
+            counts[device] = counts.get(device, 0) + len(
+                {*measured_promises} & {*row.get("promised", ())}
+            )
             for lost in row.get("broken", ()):
                 said = f"`{lost}` of `{name}` {direction}, setting {setting}"
                 broken.setdefault(device, []).append(said)
@@ -175,8 +177,8 @@ def _gib(count: float | None) -> str:
     return "-" if count is None else f"{count / 2**30:.1f}"
 
 
-def _yes(held: bool | None) -> str:
-    return "-" if held is None else "yes" if held else "no"
+def _yes(outcome: bool | None) -> str:
+    return "-" if outcome is None else "yes" if outcome else "no"
 
 
 def trained() -> list[str]:

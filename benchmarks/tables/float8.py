@@ -85,7 +85,7 @@ def _line(run: Mapping[str, Any], row: Row) -> list[str] | None:
         key=lambda r: PEERS.index(r["variant"]),
         default=None,
     )
-    held = [r.get("held_bytes", 0) + r["extra_bytes"] for r in (base, row)]
+    peak_bytes = [r.get("held_bytes", 0) + r["extra_bytes"] for r in (base, row)]
     errors = row.get("error", {})
     return [
         PARTS[row["part"]].format(name=row["name"]),
@@ -95,7 +95,7 @@ def _line(run: Mapping[str, Any], row: Row) -> list[str] | None:
         f"{row['both_ms'] / base['both_ms']:.2f}",
         f"{row['row_ms'] / base['row_ms']:.2f}" if "row_ms" in row and "row_ms" in base else "-",
         "-" if peer is None else f"{peer['both_ms']:.2f} ({peer['variant']})",
-        *(f"{n / 2**20:,.0f}" for n in held),
+        *(f"{n / 2**20:,.0f}" for n in peak_bytes),
         " / ".join(f"{100 * errors[k]:.1f} %" for k in ("y", "dx") if k in errors) or "-",
     ]
 

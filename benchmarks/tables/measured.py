@@ -11,9 +11,11 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
+from benchmarks import long_context as long_rows
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
 from benchmarks.tables import table
 
@@ -96,6 +98,9 @@ The files in `benchmarks/results` have every curve. `make test-full` trains some
 """
 
 
+JUDGED = ("used: loss", "gradient")
+
+
 def _percent(value: float) -> str:
     return f"{100 * value + 0.0:+.4f} %"
 
@@ -108,9 +113,9 @@ def _judged(verdict: Verdict) -> list[str]:
 
 def runs(data: Mapping[str, Any]) -> list[str]:
     """A row for every model, dtype and patch."""
-    columns = "| model | dtype | unpatched loss: first | last mean | patched by | last mean, "
-    columns += "difference | used: loss | gradient | in bounds | other weights: difference |"
-    lines = [columns, "|---|---|---|---|---|---|---|---|---|---|"]
+    heads = ["model", "dtype", "unpatched loss: first", "last mean", "patched by"]
+    heads += ["last mean, difference", *JUDGED, "in bounds", "other weights: difference"]
+    lines = []
     for row in data["rows"]:
         curves, stock = row["curves"], row["curves"]["stock"]["loss"]
         last = sum(stock[-LAST:]) / LAST
@@ -120,23 +125,21 @@ def runs(data: Mapping[str, Any]) -> list[str]:
                 verdict = convergence.judge(row, provider)
                 cells = [row["model"], SHORT[row["dtype"]], f"{stock[0]:.3f}", f"{last:.3f}"]
                 cells += [provider, _percent(verdict.final), *_judged(verdict), seed]
-                lines.append(f"| {' | '.join(cells)} |")
-    return lines
+                lines.append(cells)
+    return table(heads, lines)
 
 
 def bugs(data: Mapping[str, Any]) -> list[str]:
     """Seeded bugs, and whether the bounds found them."""
-    columns = "| bug | model | dtype | used: loss | gradient | found |"
-    lines = [columns, "|---|---|---|---|---|---|"]
+    lines = []
     for name, text in BUGS.items():
         for row in data["rows"]:
             if name in row["curves"]:
                 verdict = convergence.judge(row, name)
                 word = "no" if verdict.good else f"in step {verdict.beyond or row['steps']}"
                 used = _judged(verdict)[:-1]
-                cells = [text, row["model"], SHORT[row["dtype"]], *used, word]
-                lines.append(f"| {' | '.join(cells)} |")
-    return lines
+                lines.append([text, row["model"], SHORT[row["dtype"]], *used, word])
+    return table(("bug", "model", "dtype", *JUDGED, "found"), lines)
 
 
 def curves_page() -> str:
@@ -185,18 +188,17 @@ def _how(row: dict[str, Any]) -> str:
 
 def stories() -> list[str]:
     """Static and dynamic bytes, unpatched and patched, and what the patch saves of the peak."""
-    columns = "| model, batch x tokens | how | static | unpatched: dynamic | logits | peak "
-    columns += "| patched: dynamic | logits | peak | saved |"
-    lines = [columns, "|---|---|---|---|---|---|---|---|---|---|"]
+    peaks = ("logits", "peak")
+    heads = ("model, batch x tokens", "how", "static", "unpatched: dynamic", *peaks)
+    lines = []
     for _, row in store.rows("memory-estimates"):
         stock, ours = row["stock"], row["patched"]
         cells = [f"{row['model']}, {row['batch']} x {row['sequence']:,}", _how(row)]
         cells.append(_gib(stock["static_bytes"]))
         for peak in (stock, ours):
             cells += [_gib(peak[f"{n}_bytes"]) for n in ("dynamic", "logits", "peak")]
-        cells.append(f"{100 * (1 - ours['peak_bytes'] / stock['peak_bytes']):.0f} %")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append([*cells, f"{100 * (1 - ours['peak_bytes'] / stock['peak_bytes']):.0f} %"])
+    return table((*heads, "patched: dynamic", *peaks, "saved"), lines)
 
 
 def measured_peaks() -> list[str]:
@@ -204,10 +206,7 @@ def measured_peaks() -> list[str]:
     newest: dict[tuple[str, str], tuple[Any, Any]] = {}
     for data, row in store.rows("memory"):
         newest[store.device(data), json.dumps(row["case"], sort_keys=True)] = (data, row)
-    lines = [
-        "| device | case | limit, GB | measured, MiB | estimated, MiB | error |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for (device, _), (_, row) in newest.items():
         case = row["case"]
         name = [f"{case['model']} {case['batch']} x {case['sequence']}", case["dtype"]]
@@ -218,8 +217,9 @@ def measured_peaks() -> list[str]:
         error = f"{round(row['error_percent'], 1) + 0.0:+.1f} %" if got else "-"
         guess = f"{row['estimated_bytes'] / 2**20:,.1f}"
         limit = f"{case['limit_gb']:g}" if case["limit_gb"] else "-"
-        lines.append(f"| {device} | {', '.join(name)} | {limit} | {shown} | {guess} | {error} |")
-    return lines
+        lines.append((device, ", ".join(name), limit, shown, guess, error))
+    heads = ("device", "case", "limit, GB", "measured, MiB", "estimated, MiB", "error")
+    return table(heads, lines)
 
 
 def reused() -> list[str]:
@@ -257,18 +257,14 @@ def cards() -> list[str]:
     """Published figures that times are predicted with."""
     from liger_multi.memory.planning.cost import CARDS
 
-    columns = "| name | card | GB | bf16, TFLOPS | fp32, TFLOPS | FP8, TFLOPS | memory, GB/s "
-    lines = [
-        columns + "| link, GB/s | host, GB/s | from |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ("name", "card", "GB", "bf16, TFLOPS", "fp32, TFLOPS", "FP8, TFLOPS", "memory, GB/s")
+    lines = []
     for key, card in CARDS.items():
         rates = [card.products16 / 1e12, card.products32 / 1e12, card.products8 / 1e12]
         rates += [rate / 1e9 for rate in (card.bandwidth, card.link, card.host)]
         shown = (f"{rate:,.6g}" if rate else "-" for rate in rates)
-        cells = [f"`{key}`", card.name, f"{card.memory / 1e9:g}", *shown]
-        lines.append(f"| {' | '.join([*cells, card.source])} |")
-    return lines
+        lines.append([f"`{key}`", card.name, f"{card.memory / 1e9:g}", *shown, card.source])
+    return table((*heads, "link, GB/s", "host, GB/s", "from"), lines)
 
 
 def example() -> list[str]:
@@ -282,16 +278,15 @@ def example() -> list[str]:
     plan = TrainingPlan.from_data({**runs[-1]["plan"], "candidates": runs[-1]["rows"]})
     size = f"{plan.devices} x {plan.memory_bytes / 1e9:g} GB, {plan.batch} sequences a step"
     lines = [f"{plan.model}, {plan.layers} layers, {size}; {plan.simulations} steps simulated:", ""]
-    lines += [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
-    lines += [f"| {' | '.join(row_of(one))} |" for one in plan.candidates[:ROWS]]
-    limits = ["| limit | first way | smallest way |", "|---|---|---|"]
-    limits += [f"| largest micro-batch | {plan.largest_batch} | {plan.most_batch} |"]
-    longest = f"{plan.longest_sequence:,} | {plan.most_sequence:,}"
-    limits += [f"| longest sequence, tokens | {longest} |"]
+    lines += table(HEADER, map(row_of, plan.candidates[:ROWS]))
+    limits = [
+        ("largest micro-batch", f"{plan.largest_batch}", f"{plan.most_batch}"),
+        ("longest sequence, tokens", f"{plan.longest_sequence:,}", f"{plan.most_sequence:,}"),
+    ]
     if (store.ROOT / "docs" / "plan-example.png").exists():
         text = "Memory by part for each way to train, the budget as a dashed line"
         lines += ["", f"![{text}](plan-example.png)"]
-    return [*lines, "", *limits, ""]
+    return [*lines, "", *table(("limit", "first way", "smallest way"), limits), ""]
 
 
 def executed() -> list[str]:
@@ -337,14 +332,14 @@ def recompute() -> list[str]:
         by.setdefault(row["variant"], {})[row["patched"]] = row
     said = f"{store.device(data)}, torch {data['versions']['torch'].partition('+')[0]}, "
     said += f"{data['date'][:10]}; step and peak:"
-    lines = [said, "", "| | unpatched, ms | GiB | patched, ms | GiB |", "|---|---|---|---|---|"]
+    lines = []
     for variant, rows in by.items():
         cells = [variant]
         for patched in (False, True):
             row = rows[patched]
             cells += [f"{1e3 * row['step_seconds']:.0f}", f"{row['peak_bytes'] / 2**30:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return [said, "", *table(("", "unpatched, ms", "GiB", "patched, ms", "GiB"), lines)]
 
 
 # --- the page of the examples ---
@@ -363,13 +358,11 @@ def script(name: str) -> tuple[str, str, str]:
 def examples() -> list[str]:
     """A table of the scripts with what they took, and one of their commands for GPUs."""
     newest = {row["example"]: (run, row) for run, row in store.rows("examples")}
-    lines = ["| on a CPU | shows | time, s | CPU time, s | peak, MiB |", "|---|---|---|---|---|"]
-    commands = []
+    lines, commands = [], []
     for name, (_, row) in sorted(newest.items()):
         shows, tiny, gpu = script(name)
-        took = f"{row['seconds']:.0f} | {row['processor_seconds']:.0f}"
-        size = f"{row['peak_bytes'] / 2**20:.0f}"
-        lines.append(f"| [`{tiny}`]({name}.py) | {shows} | {took} | {size} |")
+        numbers = (row["seconds"], row["processor_seconds"], row["peak_bytes"] / 2**20)
+        lines.append((f"[`{tiny}`]({name}.py)", shows, *(f"{n:.0f}" for n in numbers)))
         commands.append(f"    {gpu}")
     runs = [run for run, _ in newest.values()]
     loads = sorted(row["load"] for _, row in newest.values())
@@ -378,7 +371,8 @@ def examples() -> list[str]:
     said += f"{run['date'][:10]}, other work beside (load average before each: {loads[0]} to "
     said += f"{loads[-1]}), which lengthens the first time and not the second:"
     gpus = "On GPUs; these commands have not been run on one:"
-    return [said, "", *lines, "", gpus, "", *commands]
+    heads = ("on a CPU", "shows", "time, s", "CPU time, s", "peak, MiB")
+    return [said, "", *table(heads, lines), "", gpus, "", *commands]
 
 
 # --- FP8 heads and LoRA layers ---
@@ -500,24 +494,52 @@ def _peak(row: Mapping[str, Any]) -> str:
 # --- long rows ---
 
 
+PUBLISHED = {"cards": 8, "tokens": 2**20, "seconds": 380.0, "peak_bytes": 56.2e9}
+"""Release notes of TRL 1.13: Qwen3-8B on 8 H100s, layers computed again, ring attention."""
+
+
+def _published() -> list[str]:
+    """TRL's run as a row; with attention computed again, that is 4.5 times its forward."""
+    sizes = long_rows.MODELS["qwen3-8b"][1]
+    config = SimpleNamespace(**sizes)
+    config.get_text_config = lambda: config
+    layers, tokens, seconds = sizes["num_hidden_layers"], PUBLISHED["tokens"], PUBLISHED["seconds"]
+    count = long_rows.operations(config, int(tokens), layers, 4.5)
+    return [
+        "qwen3-8b, TRL 1.13, published",
+        f"{PUBLISHED['cards']} x H100",
+        f"{tokens:,}",
+        "host",
+        str(layers),
+        f"{seconds:.1f}",
+        f"{tokens / seconds:,.0f}",
+        f"{count / seconds / PUBLISHED['cards'] / 1e12:.0f}",
+        _gib(PUBLISHED["peak_bytes"]),
+        *["-"] * 3,
+    ]
+
+
 def long_context() -> list[str]:
     """Steps with one long row over several cards, and ways to keep activations."""
     pairs = store.rows("long-context")
-    steps = [row for _, row in pairs if row["part"] == "step"]
+    steps = [(run, row) for run, row in pairs if row["part"] == "step"]
     variants = [row for _, row in pairs if row["part"] == "variant"]
     lines = [
         [
             row["model"] + (" in FP8" if row["variant"] == "float8" else ""),
-            str(row["cards"]),
+            f"{row['cards']} x {store.device(run).split()[1]}",
             f"{row['tokens']:,}",
+            "host" if row["host_bytes_per_card"] else "card",
             str(row["layers"]),
             f"{row['seconds_all_layers']:.1f}",
             f"{row['tokens_per_second']:,.0f}",
+            f"{row['tflops_per_card']:.0f}",
             _gib(row["peak_bytes"]),
-            f"{row['host_bytes_all_layers'] / 2**30:.0f}",
-            f"{row['exposed_percent']:.1f}",
+            _gib(row["planned_bytes"]) if "planned_bytes" in row else "-",
+            f"{row['host_bytes_all_layers'] / GIB:.0f}" if row["host_bytes_per_card"] else "-",
+            f"{row['exposed_percent']:.3f}" if row["host_bytes_per_card"] else "-",
         ]
-        for row in steps
+        for run, row in steps
     ]
     others = [
         [
@@ -527,17 +549,24 @@ def long_context() -> list[str]:
             f"{row['seconds']:.2f}",
             _gib(row["peak_bytes"]),
             _gib(row["host_bytes_per_card"]),
-            f"{row['exposed_percent']:.1f}",
+            f"{row['exposed_percent']:.3f}",
         ]
         for row in variants
     ]
     if not pairs:
         return ["Not measured yet."]
-    said = "A step of the whole model is extrapolated where fewer layers ran. Host: of all cards."
-    first = ["Model", "Cards", "Tokens", "Layers run", "s a step", "tokens/s", "GiB a card"]
+    said = (
+        "A step of the whole model is extrapolated where fewer layers ran; the peak is of those. "
+    )
+    said += "Host: of all cards. Exposed: the share of the step that waits for copies."
+    first = ["Model", "Cards", "Tokens", "Activations on the", "Layers run", "s a step", "tokens/s"]
+    first += ["TFLOP/s a card", "GiB a card", "planned", "host GiB", "exposed, %"]
     second = ["Activations", "Tokens", "Layers", "s", "GiB a card", "host GiB a card", "exposed, %"]
-    parts = [table([*first, "host GiB", "exposed, %"], lines), table(second, others)]
-    return [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
+    parts = [table(first, [*lines, _published()]), table(second, others)]
+    shown = [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
+    if (store.ROOT / "docs" / "longest-by-cards.png").exists():
+        shown += ["", "![Longest planned row by cards, and measured ones](longest-by-cards.png)"]
+    return shown
 
 
 # --- weights in 4 bits ---

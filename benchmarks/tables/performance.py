@@ -167,6 +167,7 @@ def whole_models() -> str:
                 title(run),
                 *[speed(rows.get(who)) for who in EAGER],
                 ratio(rows, "tokens_per_second", "liger"),
+                number(rows.get("ours+float8"), "tokens"),
                 *[number(rows.get(who), "GiB") for who in EAGER],
                 ratio(rows, "peak_bytes", "liger"),
                 store.device(data).split()[1],
@@ -174,7 +175,7 @@ def whole_models() -> str:
         )
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
     memory = [f"{PEOPLE[who]}, GiB" for who in EAGER]
-    heads = ["run", *heads, "ours / Liger", *memory, "ours / Liger", "card"]
+    heads = ["run", *heads, "ours / Liger", "in 8 bits, tokens/s", *memory, "ours / Liger", "card"]
     return block(runs, heads, lines)
 
 
@@ -475,6 +476,11 @@ def headline() -> str:
     for (run, count), (data, rows) in sorted(cards.items()):
         name = f"{title(run)} on each of {count} cards, FSDP2, speed"
         add([data], name, rows, "tokens", "tokens/s")
+    long_rows = [pair for pair in store.rows("long-context") if pair[1]["part"] == "step"]
+    if long_rows:
+        data, row = max(long_rows, key=lambda pair: pair[1]["tokens"])
+        name = f"{title(row['model'])}, a row of {row['tokens']:,} tokens over {row['cards']} cards"
+        add([data], f"[{name}](docs/long-context.md), speed", {"ours": row}, "tokens", "tokens/s")
     for (model, limit), some in sorted(longest().items(), key=str):
         if limit is not None:
             by_provider = {row["provider"]: row for _, row in some}

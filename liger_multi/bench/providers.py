@@ -99,18 +99,7 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
         "liger_kernel.ops:LigerMHCCoeffsFunction.apply",
         lambda f: (
             lambda x, weight, bias, scale: f(
-                x,
-                weight.mT.contiguous(),
-                bias,
-                scale[0],
-                scale[1],
-                scale[2],
-                True,
-                20,
-                1e-6,
-                0.0,
-                1e-6,
-                2.0,
+                x, weight.mT.contiguous(), bias, *scale[:3], True, 20, 1e-6, 0.0, 1e-6, 2.0
             )
         ),
     ),

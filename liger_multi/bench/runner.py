@@ -23,10 +23,8 @@ from liger_multi.bench.cases import (
     JUMPED,
     JUMPS,
     Case,
-    Reference,
     Truth,
     draw,
-    reference,
     truth,
     upstream,
 )
@@ -55,7 +53,6 @@ class BenchConfig:
         dtype: Of the floating-point inputs.
         seconds: For timing one case, all providers.
         quick: Few rounds, and small copies and products for the peak.
-        fp64_reference: What every result is compared with.
         facts: What else the result says of itself.
     """
 
@@ -65,7 +62,6 @@ class BenchConfig:
     dtype: torch.dtype
     seconds: float
     quick: bool
-    fp64_reference: Reference = reference
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -112,7 +108,7 @@ class Bench:
     ) -> None:
         self.say(case, "inputs")
         tensors = draw(case.sample, self.plan.device, self.plan.dtype)
-        douts = upstream(case, self.plan.device, self.plan.dtype, self.plan.fp64_reference)
+        douts = upstream(case, self.plan.device, self.plan.dtype)
         self._check(case, available, rows, tensors, douts)
         release(self.plan.device)
         usable = [p for p in available if rows[p.name]["status"] == "ok"]
@@ -145,12 +141,12 @@ class Bench:
     def _truth(self, case: Case, tensors: Mapping[str, Tensor], douts: tuple[Tensor, ...]) -> Truth:
         self.say(case, "fp64")
         try:
-            return truth(case, tensors, douts, torch.float64, self.plan.fp64_reference)
+            return truth(case, tensors, douts, torch.float64)
         except Exception as failure:
             if not out_of_memory(failure):
                 raise
         release(self.plan.device)
-        return truth(case, tensors, douts, torch.float32, self.plan.fp64_reference)
+        return truth(case, tensors, douts, torch.float32)
 
     def _check(
         self,

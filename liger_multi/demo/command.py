@@ -153,8 +153,10 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
     except (FileNotFoundError, ValueError) as error:  # no sources, or more steps than they give
         raise LigerMultiError(f"demo with {plan.total} steps: {error}") from error
     display.opening(text, tokenizer.get_vocab_size(), plan)
-    kinds = dict.fromkeys(arguments.models)
-    pairs = {model_type: _pair(model_type, data, plan, patch, display) for model_type in kinds}
+    model_types = dict.fromkeys(arguments.models)
+    pairs = {
+        model_type: _pair(model_type, data, plan, patch, display) for model_type in model_types
+    }
     problems = [
         line
         for model_type, pair in pairs.items()
