@@ -12,8 +12,10 @@ random numbers, no writes to inputs or attributes.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import itertools
 import pickle
 import random as random_numbers
 import sys
@@ -198,6 +200,8 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
     elif isinstance(value, torch.Generator):
         own = torch.Generator(value.device)
         own.set_state(value.get_state())
+    elif type(value) is itertools.count:  # since Python 3.14 it has no copy but its text
+        own = itertools.count(*ast.literal_eval(f"({repr(value)[len('count(') : -1]},)"))
     elif is_cache(value) or _is_state(value):
         own = copy.deepcopy(value)
     else:
