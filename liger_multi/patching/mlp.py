@@ -379,7 +379,7 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
 
 
 class _Marker(nn.Module):
-    """A stand-in for a dropout, whose effect on the output shows where it acts."""
+    """Takes the place of a dropout; its effect on the output shows where it acts."""
 
     def __init__(self) -> None:
         super().__init__()

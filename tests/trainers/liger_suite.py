@@ -3,9 +3,9 @@
 The source distribution of a release has the package and its tests. First every public name and
 signature of the package is compared with ours (test_alias_surface.py says what may differ). Then
 its tests run here as they are, with ``liger_kernel`` served by this library; at least
-:data:`SHARE` of those that run have to pass. Those that :data:`UNLIKE` names do not run. Parts of
-its kernels that they import are stand-ins; a test that uses one is skipped, and so is, on a CPU,
-one that takes longer than ``--limit``.
+:data:`SHARE` of those that run have to pass. Parts of its kernels that they import are there by
+name alone, and raise when they are used. On a CPU a test that takes longer than ``--limit`` is
+skipped.
 
 ``--imports PACKAGE==VERSION`` prints what a trainer imports of ``liger_kernel``, for
 ``alias_names.yaml``.
@@ -39,12 +39,6 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("backends", "chunked_loss", "megatron", "ops", "transformers", "triton")
 """Folders of its tests; the others are those of one vendor's kernels, and convergence."""
 SHARE = 0.96
-UNLIKE = {
-    r"^test/backends/": "the registry of its implementations, which is not served",
-    r"-luspo-": "LUSPO sums over padding there; padding is masked here",
-    r"test_monkey_patch\.py::test_apply_liger_kernel_to_": "source texts of forwards are compared",
-}
-"""Tests that cannot pass, by patterns of their ids, and why."""
 
 
 def fetch(requirement, folder):
@@ -146,10 +140,6 @@ def imports(requirement):
 # --- its tests: this module is their plugin too ---
 
 
-class StandInError(NotImplementedError):
-    """A part of a kernel was used."""
-
-
 class Missing:
     """Stands for a part of a kernel."""
 
@@ -162,7 +152,7 @@ class Missing:
         return Missing(f"{self.__name__}.{name}")
 
     def __call__(self, *args, **kwargs):
-        raise StandInError(self.__name__)
+        raise NotImplementedError(self.__name__)
 
     def __iter__(self):
         return iter(())
@@ -215,13 +205,6 @@ def pytest_configure(config):
             setattr(torch.cpu, name, function)
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        for pattern, reason in UNLIKE.items():
-            if re.search(pattern, item.nodeid):
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     limit = item.config.getoption("--seconds-of-a-test")
@@ -229,8 +212,6 @@ def pytest_runtest_call(item):
     signal.alarm(limit)
     try:
         return (yield)
-    except StandInError as error:
-        pytest.skip(f"needs {error}, a part of its kernels")
     finally:
         signal.alarm(0)
 

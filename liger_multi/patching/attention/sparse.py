@@ -134,7 +134,7 @@ def range_mask(mask: object, queries: int) -> RangeMask | None:
 
 
 class _Recorder:
-    """A stand-in for a tensor that records the operations that it defines; others raise."""
+    """Takes the place of a tensor and records the operations that it defines; others raise."""
 
     @classmethod
     def __torch_function__(

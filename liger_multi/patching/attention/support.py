@@ -229,7 +229,7 @@ SCALE = 8**-0.5
 
 
 class _Stand(nn.Module):
-    """A stand-in for an attention module, with the attributes that eager functions read."""
+    """The attributes of an attention module that eager functions read."""
 
     def __init__(self, groups: int, size: int, sinks: Tensor) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class PackedModel(_Model):
 
 
 class _Telling:
-    """A stand-in for a model in one call; it passes ids of samples to the inner model."""
+    """Takes the place of a model in one call, and passes ids of samples to the inner model."""
 
     def __init__(self, model: Any, inner: str, seq_idx: Tensor) -> None:
         self._liger_multi_model = model
