@@ -7,8 +7,8 @@ Parts, each in processes of its own, so that a failure ends no other part:
 * ``dense`` and ``hybrid``: a model like Qwen3-8B or Qwen3.5-9B with random weights in bf16, the
   same way, with AdamW. Every length runs with one block of layers (one layer, or four of a hybrid),
   then with as many as the time allows. The states are those of all layers. Where layers are left
-  out, the step of the whole model is extrapolated (``layers``, ``block``, ``seconds_block``). Of
-  two steps the second counts: the first takes pinned memory of the host (``seconds_first``).
+  out, the step of the whole model is extrapolated (``layers``, ``block``, ``seconds_block``). Host
+  memory of a step is pinned before it. Lengths of ``--on-card`` run first, without offload.
 * ``variants``: some layers at one length: attention kept or computed again, offload or not, FP8;
   and the error of gradients in FP8.
 
@@ -96,10 +96,10 @@ TINY = {
 }
 CORRECT = ("qwen3-8b", "llama-3-8b", "qwen3.5-9b")
 LENGTHS = (131072, 262144, 524288)
-SHARE = 0.4  # of the time that is left, for a length that is not the last
-TWICE = 2.5  # steps of a length, in time: the first one takes host memory too
+SHARE = 0.6  # of the time that is left, for a length that is not the last
+ROUGH = 1.1  # times the step that one block of layers lets expect
 LATER = 45.0  # seconds that steps of all lengths leave to a part that follows
-AGAIN = 3.0  # seconds; what takes less is measured a second time
+AGAIN = 8.0  # seconds; what takes less runs again, without pinning host memory
 MARGIN = 6.0  # seconds, to end in time
 LOSS, GRADIENT, NOISE = 1e-5, 5e-4, 1e-6  # as tests/shard_models.py; noise of the largest gradient
 
@@ -178,7 +178,7 @@ class Setting:
 
         self._undo = contextlib.ExitStack()
         self.offload: Any = None
-        tiny = next(model.parameters()).device.type == "cpu"
+        self.tiny = tiny = next(model.parameters()).device.type == "cpu"
         self.tiles = max(1, tokens // (128 if tiny else TILE))
         tiled = memory.Settings(tiles=self.tiles, attention="liger_multi", patched=False)
         self._undo.enter_context(memory.apply(tiled, model))
@@ -192,6 +192,13 @@ class Setting:
             )
             self._undo.enter_context(self.offload)
 
+    def pin(self, count: float, nbytes: int) -> float:
+        """Take pinned memory for tensors of a step, which keeps it; seconds of that."""
+        start = time.perf_counter()
+        if self.offload and not self.tiny:
+            _ = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(int(count))]
+        return time.perf_counter() - start
+
     def exposed_seconds(self) -> float:
         """How long this card waited for copies."""
         return self.offload.exposed_seconds() if self.offload else 0.0
@@ -199,6 +206,10 @@ class Setting:
     def remove(self) -> None:
         """Take it back."""
         self._undo.close()
+        empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.13 on
+        empty = empty or getattr(torch._C, "_host_emptyCache", None)
+        if self.offload and empty and not self.tiny:
+            empty()
 
 
 # --- one rank ---
@@ -445,7 +456,9 @@ def block_of(config: Any) -> int:
     return int(kinds.index("full_attention")) + 1
 
 
-def affordable(rank: Rank, config: Any, tokens: int, few: float, share: float) -> int:
+def affordable(
+    rank: Rank, config: Any, tokens: int, few: float, share: float, pinning: float
+) -> int:
     """How many layers fit into a share of the time that is left, and into the host's memory.
 
     Args:
@@ -454,15 +467,17 @@ def affordable(rank: Rank, config: Any, tokens: int, few: float, share: float) -
         tokens: Of the row.
         few: Seconds of a step with one block of layers.
         share: Of the time.
+        pinning: Seconds that host memory of a layer takes; 0 where layers stay on the card.
     """
     block = block_of(config)
-    room = rank.agreed(rank.left() * share / TWICE, largest=False)
+    room = rank.agreed(rank.left() * share / ROUGH, largest=False)
     free = rank.agreed(host_free(), largest=False) / rank.size
     width = 5 * tokens // rank.size * config.hidden_size  # bytes of a layer on the host
-    per_work = 1.1 * few / operations(config, tokens, block, 3.5)
+    per_work = few / operations(config, tokens, block, 3.5)
     counts = range(2 * block, config.num_hidden_layers + 1, block)
-    fit = [n for n in counts if n * width < 0.9 * free]
-    return max((n for n in fit if per_work * operations(config, tokens, n, 3.5) < room), default=0)
+    fit = [n for n in counts if not pinning or n * width < 0.9 * free]
+    seconds = {n: per_work * operations(config, tokens, n, 3.5) + pinning * n for n in fit}
+    return max((n for n in fit if seconds[n] < room), default=0)
 
 
 def speed(rank: Rank, name: str) -> None:
@@ -470,36 +485,42 @@ def speed(rank: Rank, name: str) -> None:
     model = built(rank, name)
     config = copy.deepcopy(model.config.get_text_config())
     optimizer = harness.adamw(model.parameters(), rank.device)
-    lengths, block = rank.options.lengths, block_of(config)
+    on_card, block = rank.options.on_card, block_of(config)
+    lengths = [*((n, False) for n in on_card), *((n, True) for n in rank.options.lengths)]
     warm = 256 if rank.tiny else 8192
     setting = Setting(model, "keep_attention", warm // rank.size)
     for _ in range(2):  # compiles kernels, and makes the states of the optimizer
         seconds, _ = trained(rank, model, rank.ids(warm, config.vocab_size), optimizer)
     rank.say({"log": f"warm, {seconds:.2f} s for {warm} tokens, {rank.left():.0f} s left"})
     setting.remove()
-    for number, tokens in enumerate(lengths):
+    for number, (tokens, offload) in enumerate(lengths):
         if not rank.tiny:
             rank.module.empty_cache()
-        options = {"compress": rank.options.compress}
+        variant = (rank.options.compress or "bf16") if offload else "bf16, on the card"
+        options = {"compress": rank.options.compress} if offload else {"offload": False}
         setting = Setting(model, "keep_attention", tokens // rank.size, **options)
         ids = rank.ids(tokens, config.vocab_size)
         with fewer_layers(model, block):
             few, _ = trained(rank, model, ids)
             if few < AGAIN:
                 few, _ = trained(rank, model, ids)
+        nbytes = tokens // rank.size * config.hidden_size * (1 if rank.options.compress else 2)
+        of_block = setting.offload.offloaded_bytes / nbytes if offload else 0.0
+        pinning = rank.agreed(setting.pin(of_block + 1, nbytes))  # one more than there are
         share = 1.0 if number == len(lengths) - 1 else SHARE
-        layers = affordable(rank, config, tokens, few, share)
+        layers = affordable(rank, config, tokens, few, share, pinning * of_block / block)
         if not layers:
             rank.say({"log": f"{few:.1f} s for {block} layers, {tokens} tokens: no time for more"})
             setting.remove()
             continue
+        pinned = rank.agreed(setting.pin(of_block * layers / block, nbytes))
+        rank.say({"log": f"{few:.2f} s for {block} layers, {pinned:.1f} s to pin memory"})
         with fewer_layers(model, layers):
-            first = measured(rank, model, setting, ids, optimizer)  # takes pinned host memory
             row = measured(rank, model, setting, ids, optimizer)
-            row["seconds_first"] = first["seconds"]
+        row["seconds_pinned"] = pinned
         setting.remove()
         head = {"part": "step", "model": name, "cards": rank.size, "tokens": tokens}
-        head |= {"states": model.states, "variant": rank.options.compress or "bf16"}
+        head |= {"states": model.states, "variant": variant}
         head |= {"layers": layers, "block": block, "seconds_block": few, "tiles": setting.tiles}
         head["operations"] = operations(config, tokens, layers, 3.5)
         rank.say(layers_of({**head, **row}, config))
@@ -604,7 +625,8 @@ def run_part(part: str, arguments: Sequence[str], end: float, ranks: int) -> lis
     environment = {
         # host memory is pinned in threads; freed blocks of other lengths are given back
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,"
-        "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
+        "pinned_use_cuda_host_register:True,pinned_num_register_threads:16",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # large pages are pinned in less time
         "NCCL_NVLS_ENABLE": "0",
         "OMP_NUM_THREADS": "1" if "cpu" in arguments else "8",
         **os.environ,
@@ -649,6 +671,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", default=PARTS[:3], choices=PARTS)
     parser.add_argument("--model", default="qwen3-8b", choices=tuple(MODELS))
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--on-card", type=int, nargs="*", default=(), help="lengths, no offload")
     parser.add_argument("--layers", type=int, default=4, help="of the part variants")
     parser.add_argument("--states", choices=("fp32", "bf16"), help="dtype of weights and AdamW")
     parser.add_argument("--compress", choices=("float8",), help="of activations")

@@ -556,7 +556,7 @@ def whole_models(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--limit-gb", type=float, help="memory that a process may take, in 1e9 bytes"
     )
-    parser.add_argument("--cards", type=int, default=1, help="over which parameters are sharded")
+    parser.add_argument("--cards", type=int, help="over which parameters are sharded, also one")
     store.add_options(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -584,7 +584,7 @@ def whole_models(arguments: Sequence[str]) -> int:
 def report(runs: list[Run], variants: list[str], options: argparse.Namespace) -> int:
     """Run everything, and print how it went; what is done is kept after every round."""
     # all load their packages at once; the device's memory is taken at the first turn
-    several = options.cards > 1
+    several = options.cards is not None
     workers: dict[Run, list[Turns]] = {
         run: [
             Cards(run, name, options.cards) if several else Worker(run, name, options.limit_gb)
