@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, store
+from liger_multi._torch_private import empty_host_cache
 
 PARTS = ("correct", "dense", "variants", "hybrid")
 TILE = 32768  # tokens that an MLP takes at a time
@@ -208,10 +209,8 @@ class Setting:
     def remove(self) -> None:
         """Take it back."""
         self._undo.close()
-        empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.13 on
-        empty = empty or getattr(torch._C, "_host_emptyCache", None)
-        if self.offload and empty and not self.tiny:
-            empty()
+        if self.offload and not self.tiny:
+            empty_host_cache()
 
 
 # --- one rank ---

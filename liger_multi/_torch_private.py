@@ -762,3 +762,11 @@ for _name in ("_record_memory_history", "_snapshot"):
         serves="memory profiles of a device",
         lost="profiles do not tell reserved memory",
     )
+
+
+def empty_host_cache() -> None:
+    """Give pinned host memory that no tensor uses back; public from PyTorch 2.13 on."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = empty or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
