@@ -527,7 +527,7 @@ def long_context() -> list[str]:
     lines = [
         [
             row["model"] + (" in FP8" if row["variant"] == "float8" else ""),
-            f"{row['cards']} x {store.device(run).split()[1]}",
+            f"{row['cards']} x {store.short(run)}",
             f"{row['tokens']:,}",
             "host" if row["host_bytes_per_card"] else "card",
             str(row["layers"]),

@@ -170,7 +170,7 @@ def whole_models() -> str:
                 number(rows.get("ours+float8"), "tokens"),
                 *[number(rows.get(who), "GiB") for who in EAGER],
                 ratio(rows, "peak_bytes", "liger"),
-                store.device(data).split()[1],
+                store.short(data),
             ]
         )
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
@@ -297,7 +297,7 @@ def losses() -> str:
                 *[_within(rows.get(name)) for name in who],
                 *[ratio(rows, "both_ms", name) for name in who[1:]],
                 *[number(rows.get(name), "GiB") for name in ("ours", "trl", "liger", "torch")],
-                store.device(data).split()[1],
+                store.short(data),
             ]
         )
     shown = {
