@@ -390,6 +390,35 @@ LORA_PARTS = {
 }
 
 
+PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "liger-kernel": "Liger-Kernel",
+    "trl": "TRL",
+}
+
+
+def provenance(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Card, dates and versions of some runs, a line per card."""
+    lines = []
+    by_card: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        by_card.setdefault(store.device(run), []).append(run)
+    for card, some in by_card.items():
+        days = sorted({run["date"][:10] for run in some})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        versions = []
+        for package, shown in PACKAGES.items():
+            known = sorted({run["versions"][package] for run in some if package in run["versions"]})
+            versions += [f"{shown} {' and '.join(v.partition('+')[0] for v in known)}"] * bool(
+                known
+            )
+        commits = sorted({run["commit"][:7] for run in some})
+        lines.append(f"{card}, {when}, commit {', '.join(commits)}; {', '.join(versions)}")
+    return f"Measured on {'. On '.join(lines)}."
+
+
 def measured(run: Mapping[str, Any]) -> str:
     """Where and when a run was."""
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch",))
@@ -543,6 +572,8 @@ def long_context() -> list[str]:
     ]
     others = [
         [
+            row["model"],
+            str(row["cards"]),
             row["variant"],
             f"{row['tokens']:,}",
             str(row["layers"]),
@@ -561,9 +592,17 @@ def long_context() -> list[str]:
     said += "Host: of all cards. Exposed: the share of the step that waits for copies."
     first = ["Model", "Cards", "Tokens", "Activations on the", "Layers run", "s a step", "tokens/s"]
     first += ["TFLOP/s a card", "GiB a card", "planned", "host GiB", "exposed, %"]
-    second = ["Activations", "Tokens", "Layers", "s", "GiB a card", "host GiB a card", "exposed, %"]
+    second = ["Model", "Cards", "Activations", "Tokens", "Layers", "s", "GiB a card"]
+    second += ["host GiB a card", "exposed, %"]
     parts = [table(first, [*lines, _published()]), table(second, others)]
-    shown = [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
+    shown = [
+        said,
+        "",
+        provenance(run for run, _ in pairs),
+        "",
+        *parts[0],
+        *([""] + parts[1] if others else []),
+    ]
     if (store.ROOT / "docs" / "longest-by-cards.png").exists():
         shown += ["", "![Longest planned row by cards, and measured ones](longest-by-cards.png)"]
     return shown
