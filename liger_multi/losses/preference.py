@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.losses.one_pass import mean_logits
-from liger_multi.losses.shared import Options, counted, lengths, masked_mean
+from liger_multi.losses.shared import Options, counted, either, lengths, masked_mean
 from liger_multi.losses.sources import IGNORED, Source, log_square_sum, tokens
 from liger_multi.ops import LogProbOutput
 
@@ -766,9 +766,9 @@ def kto_loss(
     assert own.log_prob is not None
     sums = own.log_prob.sum(-1)
     ratio = sums - before
-    zero = torch.as_tensor(0.0 if kl is None else kl, device=sums.device).detach().to(sums.dtype)
-    sign = torch.where(good, 1.0, -1.0)
-    weight = torch.where(good, o.desirable_weight, o.undesirable_weight)
+    zero = torch.as_tensor(0.0 if kl is None else kl, dtype=sums.dtype, device=sums.device).detach()
+    sign = either(good, 1.0, -1.0)
+    weight = either(good, o.desirable_weight, o.undesirable_weight)
     loss = (weight * torch.sigmoid(-o.beta * sign * (ratio - zero))).mean()
     with torch.no_grad():
         up, count = o.beta * ratio.detach(), good.sum()

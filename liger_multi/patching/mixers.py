@@ -23,6 +23,7 @@ from liger_multi._torch_private import constant_in_graphs
 from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.errors import PackingError
+from liger_multi.parameters import has
 from liger_multi.patching import shards
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.facts import ModelFacts
@@ -217,7 +218,7 @@ def gates(module: nn.Module) -> bool:
     module_class = unpatched_class(module)
     if not _takes_a_row(module_class.forward):
         return False
-    biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
+    biased = tuple(has(m, "bias") for m in (inner, into, out))
     return _gates(module_class, scalars(module), biased, inner.kernel_size[0], module)
 
 
