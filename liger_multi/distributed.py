@@ -32,7 +32,7 @@ from liger_multi.patching.head.storage import is_lazy, real_tensor
 from liger_multi.patching.mixers import FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.hybrids import PackedModel
 from liger_multi.patching.packing.samples import rows_of, sample_ids, several
-from liger_multi.patching.packing.tree import offered
+from liger_multi.patching.packing.tree import Tree, offered, running, spread_over
 from liger_multi.patching.swap import unpatched_class
 
 __all__ = ["shard_sequence", "unshard_sequence"]
@@ -54,6 +54,7 @@ class _Sharded:
     packed: bool = True  # whether one process keeps samples apart, or that is not known
     tokens: int = 0  # of a row of the running call
     targets: int = 0
+    as_tuple: bool = False  # whether the running call returns a tuple
     handles: list[Any] = field(default_factory=list)
 
     @property
@@ -284,34 +285,13 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     rows = rows_of(arguments)
     if rows is None:
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
-    if offered(rows.shape[1], rows.shape[0]) is not None:
-        raise ValueError("shard_sequence: rows of shared prefixes are not spread over ranks")
     sharded.tokens = rows.shape[1]
-    padding = -rows.shape[1] % ranks.size
-    labels: Any = arguments.get("labels")
-    targets: Any = arguments.get("shift_labels")
-    if labels is not None and sharded.shares:
-        raise ValueError(
-            "shard_sequence(shares=True): a share has no label for its last token; make the loss "
-            "of the logits and of labels that are shifted before they are cut"
-        )
-    if sharded.shares or (labels is None and targets is None):
-        return None
-    sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
-    if targets is None:
-        if labels.shape != rows.shape[:2]:
-            raise ValueError(
-                f"shard_sequence: labels must be of every token, {tuple(rows.shape[:2])}, got "
-                f"{tuple(labels.shape)}"
-            )
-        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    count = arguments.get("num_items_in_batch")
-    share = ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
-    new = {
-        "labels": share,
-        "shift_labels": share,
-        "num_items_in_batch": (targets != IGNORED).sum().clamp(min=1) if count is None else count,
-    }
+    return_dict = arguments.get("return_dict")
+    if return_dict is None:
+        return_dict = getattr(getattr(model, "config", None), "return_dict", True)
+    sharded.as_tuple = not (return_dict or sharded.shares)
+    new = {"return_dict": True} if sharded.as_tuple else {}  # whose parts have names
+    new |= _targets_of_rank(sharded, arguments, rows, ranks)
     names = parameters_of(_forward(model))
     args = tuple(
         new.pop(name) if name in new else value for name, value in zip(names, args, strict=False)
@@ -320,6 +300,35 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
 
 
 outside_of_graphs(_before_model, "rows are spread eagerly")
+
+
+def _targets_of_rank(
+    sharded: _Sharded, arguments: Mapping[str, Any], rows: Tensor, ranks: shards.Ranks
+) -> dict[str, Any]:
+    """The arguments of a loss of the rank's tokens; none without labels."""
+    labels: Any = arguments.get("labels")
+    targets: Any = arguments.get("shift_labels")
+    if labels is not None and sharded.shares:
+        raise ValueError(
+            "shard_sequence(shares=True): a share has no label for its last token; make the loss "
+            "of the logits and of labels that are shifted before they are cut"
+        )
+    is_tree = offered(rows.shape[1], rows.shape[0]) is not None  # which has no labels
+    if sharded.shares or is_tree or (labels is None and targets is None):
+        return {}
+    sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
+    if targets is None:
+        if labels.shape != rows.shape[:2]:
+            raise ValueError(
+                f"shard_sequence: labels must be of every token, {tuple(rows.shape[:2])}, got "
+                f"{tuple(labels.shape)}"
+            )
+        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    count, padding = arguments.get("num_items_in_batch"), -rows.shape[1] % ranks.size
+    share = ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
+    if count is None:
+        count = (targets != IGNORED).sum().clamp(min=1)
+    return {"labels": share, "shift_labels": share, "num_items_in_batch": count}
 
 
 def _refuse_compiled() -> None:
@@ -354,29 +363,23 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
     if ranks is None or sharded.shares:
         return None
     labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
-    whole = not (labeled and model.training)
-    if isinstance(output, tuple):
-        values = list(output)
-        has_loss = isinstance(values[0], Tensor) and values[0].ndim == 0
-        headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
-        if whole and headed:  # else they are hidden states
-            values[has_loss] = _whole_rows(values[has_loss], sharded.tokens, ranks)
-        return (*(shards.total(x, ranks) for x in values[:has_loss]), *values[has_loss:])
+    tree = offered(sharded.tokens, 1)
+    whole = not (tree.by_rank if tree is not None else labeled and model.training)
     if whole and isinstance(getattr(output, "logits", None), Tensor):
         output["logits"] = _whole_rows(output.logits, sharded.tokens, ranks)
-    loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        return output
-    balance = getattr(output, "aux_loss", None)
+    loss, balance = (getattr(output, name, None) for name in ("loss", "aux_loss"))
     if isinstance(getattr(output, "label_mask", None), Tensor):
         _gather_targets(sharded.targets, ranks, output)
-    if isinstance(balance, Tensor):  # every rank has all of it
-        scale: Any = getattr(model, "router_aux_loss_coef", None)
-        scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
-        once = scale * balance.detach() * (1 - 1 / ranks.size)
-        loss = loss - once.to(loss.device)
-    output["loss"] = shards.total(loss, ranks)
-    return output
+    if isinstance(balance, Tensor):  # every rank has all of it, but the gradient of its share
+        output["aux_loss"] = ranks.size * balance - (ranks.size - 1) * balance.detach()
+    if isinstance(loss, Tensor):
+        if isinstance(balance, Tensor):
+            scale: Any = getattr(model, "router_aux_loss_coef", None)
+            scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
+            once = scale * balance.detach() * (1 - 1 / ranks.size)
+            loss = loss - once.to(loss.device)
+        output["loss"] = shards.total(loss, ranks)
+    return output.to_tuple() if sharded.as_tuple else output
 
 
 def _whole_rows(logits: Tensor, tokens: int, ranks: shards.Ranks) -> Tensor:
@@ -399,10 +402,6 @@ def _gather_targets(targets: int, ranks: shards.Ranks, output: Any) -> None:
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == shape:
             output[name] = shards.gather(value, ranks, ranks.size)[:, :targets]
-    if isinstance(
-        balance := output.get("aux_loss"), Tensor
-    ):  # its gradient is of this rank's share
-        output["aux_loss"] = ranks.size * balance - (ranks.size - 1) * balance.detach()
 
 
 # --- a call of its layers: tokens, positions, masks ---
@@ -417,12 +416,25 @@ def _run_base(
     _refuse_compiled()
     arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
-    if not sharded.packed and several(arguments):
+    rows = rows_of(arguments)
+    assert rows is not None
+    if offered(rows.shape[1], rows.shape[0]) is not None:
+        raise PackingError(
+            f"shard_sequence: {unpatched_class(base).__name__} was called with shared prefixes by "
+            "itself; call the patched model with its head"
+        )
+    tree = running(rows.shape[1], rows.shape[0])
+    if tree is None and not sharded.packed and several(arguments):
         raise PackingError(
             f"shard_sequence: {unpatched_class(base).__name__} takes no packed rows in one process "
             "either: pass one sample per row"
         )
-    row, arguments = (_given_share if sharded.shares else _share)(base, arguments, ranks)
+    if sharded.shares:
+        row, arguments = _given_share(base, arguments, ranks)
+    else:
+        row, arguments = _share(base, arguments, ranks, tree)
+    if tree is not None:
+        spread_over(ranks)
     with shards.in_force(row):
         output = forward(**arguments)
     routed = getattr(output, "router_logits", None)
@@ -432,7 +444,7 @@ def _run_base(
 
 
 def _share(
-    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks
+    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks, tree: Tree | None = None
 ) -> tuple[shards.Row, dict[str, Any]]:
     """What arguments say of whole rows, and the arguments of this rank's share."""
     names = parameters_of(_forward(base))
@@ -442,7 +454,7 @@ def _share(
     padding = -length % ranks.size
     mask, positions = (cast(Any, arguments.get(n)) for n in ("attention_mask", "position_ids"))
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    ids = sample_ids(arguments)
+    ids = None if tree is not None else sample_ids(arguments)
     plain = isinstance(positions, Tensor) and positions.ndim == 2
     row = shards.Row(
         length + padding,
@@ -451,6 +463,7 @@ def _share(
         None if mask is None else F.pad(mask, (0, padding)).bool(),
         _continued(positions, padding) if plain else None,
         None if ids is None or mask is not None else _padded_ids(ids, padding),
+        None if tree is None else tree.padded(length + padding),
     )
     new = dict(arguments)
     for name in ("input_ids", "inputs_embeds"):
@@ -471,6 +484,8 @@ def _share(
         new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
     if isinstance(base, PackedModel) or "seq_idx" in new:
         seq_idx = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
+        if row.tree is not None and not row.tree.is_path:  # nothing comes after one path's padding
+            seq_idx = row.tree.ids(rows.device)
         new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from liger_multi import checks
 from liger_multi.errors import PackingError
-from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Tree, offer, planted
+from liger_multi.patching import shards
+from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Offer, Tree, offer, planted
 
 __all__ = ["Batch", "Scores", "from_batch", "log_probs", "pack", "scores", "shared"]
 
@@ -451,9 +452,15 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
             model was called.
         ValueError: An unknown ``router_counts``.
     """
-    checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
-    with offer(batch.tree, once=router_counts == "once") as announced:
+    with _announced(batch, router_counts):
         yield batch
+
+
+@contextlib.contextmanager
+def _announced(batch: Batch, router_counts: str, by_rank: bool = False) -> Iterator[Offer]:
+    checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
+    with offer(batch.tree, once=router_counts == "once", by_rank=by_rank) as announced:
+        yield announced
     if announced.taken_by is None:
         raise PackingError(
             f"trees.shared: no patched model was called with {batch.tree.tokens} tokens. Call "
@@ -468,7 +475,7 @@ class Scores(NamedTuple):
     Attributes:
         log_probs: Of the N predicted tokens, fp32.
         entropy: Of their distributions, fp32; None where it was not asked for.
-        output: What the model returned.
+        output: What the model returned. On a sharded model its logits are of the rank's tokens.
     """
 
     log_probs: Tensor
@@ -490,14 +497,24 @@ def scores(
     ``model`` may also be the forward of a patched model.
     """
     by = checks.number("trees", "temperature", temperature, 0, above=True)
-    with shared(batch, router_counts=router_counts):
+    with _announced(batch, router_counts, by_rank=True) as announced:
         output = model(**batch.inputs, **arguments)
-    logits = output.logits[:, batch.sources]
+    sources, targets, ranks = batch.sources, batch.targets, announced.ranks
+    own = None
+    if ranks is not None:  # every rank computes the head of its own tokens
+        share = -(-batch.tree.tokens // ranks.size)
+        own = (sources // share == ranks.rank).nonzero()[:, 0]
+        sources, targets = sources[own] - ranks.rank * share, targets[own]
+    logits = output.logits[:, sources]
     if by != 1:
         logits = logits / by
     log_p = logits.log_softmax(-1, dtype=torch.float32)
-    log_prob = log_p.gather(-1, batch.targets[None, :, None])[0, :, 0]
-    return Scores(log_prob, -(log_p.exp() * log_p).sum(-1)[0] if entropy else None, output)
+    values = [log_p.gather(-1, targets[None, :, None])[0, :, 0]]
+    if entropy:
+        values.append(-(log_p.exp() * log_p).sum(-1)[0])
+    if own is not None:
+        values = [shards.merge(x, own, len(batch.sources), ranks) for x in values]
+    return Scores(values[0], values[1] if entropy else None, output)
 
 
 def log_probs(

@@ -432,7 +432,7 @@ def _of_whole(
     if hidden and any(_has_part(mask_function, name) for name in BIDIRECTIONAL):
         real = torch.arange(row.tokens, device=options.get("device")) < row.tokens - row.padding
         padding_mask = real.expand(batch_size, -1)
-    with shards.suspended():
+    with shards.suspended(), run(row.tree):
         return mask(
             batch_size,
             row.tokens,

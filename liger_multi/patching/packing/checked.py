@@ -465,7 +465,8 @@ def check_shared(
     with known.lock:  # for any tree: ranks have different ones, but must run the same trials
         form = ("shared", _form(model, arguments))
         if form not in known:
-            known[form] = trial_of_tree(model, forward, arguments, rows)
+            with shards.suspended():
+                known[form] = trial_of_tree(model, forward, arguments, rows)
         verdict = known[form]
     name, attention = unpatched_class(model).__name__, set(_attentions(model)) - {NAME}
     way = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""
