@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import liger_multi
-from liger_multi import memory
+from liger_multi import losses, memory, trees
 from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.distributed import shard_sequence, unshard_sequence
-from liger_multi.errors import PatchError
+from liger_multi.errors import PackingError, PatchError
+from liger_multi.ops import LogProbOutput
 from liger_multi.patching import shards
 from tests import models
 from tests.sweep import cases
@@ -100,6 +101,90 @@ def check(name: str, checkpointing: bool = False) -> None:
         if form == "packed" and name in UNPACKED:
             continue
         compare_steps(step(one, batch), step(spread, batch))
+    unshard_sequence(spread)
+
+
+# --- trees ---
+
+
+def groves(vocabulary: int) -> dict[str, trees.Batch]:
+    """Two trees whose prompts and answers cross shares, one path, and padded rows as trees."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(3, vocabulary, (length,), generator=generator)
+
+    turns = (ids(3), [ids(4), (ids(6), [ids(2), ids(3)])])
+    groups = [(ids(13), [ids(5), ids(1), turns]), ([], [ids(7), ids(2)])]
+    prompts = ids(9), ids(5)
+    rows = [torch.cat([prompts[n > 1], ids(n + 3)]) for n in range(4)]
+    padded, mask = (
+        torch.nn.utils.rnn.pad_sequence(x, batch_first=True)
+        for x in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return {
+        "nested": trees.pack(groups, pad_to=3),
+        "a path": trees.pack([(ids(20), [ids(17)])]),
+        "rows": trees.from_batch(padded, mask, prompt_lengths=[9, 9, 5, 5]),
+    }
+
+
+def policy(output: LogProbOutput, targets: torch.Tensor) -> torch.Tensor:
+    signs = torch.tensor([1.0, -0.5, 2.0, -1.0])[: len(targets)]
+    options = {"loss_type": "grpo", "entropy_weight": 0.1}
+    old = torch.full_like(output.log_prob, -5.0)
+    return losses.policy_loss(output, targets, signs, old=old, **options)[0]
+
+
+def preference(output: LogProbOutput, targets: torch.Tensor) -> torch.Tensor:
+    return losses.dpo_loss(output, targets)[0]
+
+
+def scored(model: Any, batch: trees.Batch, loss_of: Any) -> torch.Tensor:
+    """A loss of log-probabilities and entropies."""
+    result = trees.scores(model, batch, temperature=0.7, entropy=True)
+    targets, values = batch.targets[None], (result.log_probs[None], result.entropy[None])
+    if batch.rows is not None:
+        targets = batch.to_rows(batch.targets).masked_fill(batch.rows < 0, -100)
+        values = tuple(batch.to_rows(x[0]) for x in values)
+    loss = loss_of(LogProbOutput(log_prob=values[0], entropy=values[1]), targets)
+    balance = getattr(result.output, "aux_loss", None)
+    return loss if balance is None else loss + 0.3 * balance
+
+
+def shown(model: Any, batch: trees.Batch, loss_of: Any) -> torch.Tensor:
+    """A loss of the logits of all tokens."""
+    with trees.shared(batch):
+        logits = model(**batch.inputs).logits
+    tokens = batch.tree.tokens - batch.tree.padding
+    return loss_of(logits[:, :tokens], batch.inputs["input_ids"][:, :tokens])
+
+
+def forest(name: str, checkpointing: bool = False) -> None:
+    """Compare trees on all ranks with one process; every rank has the same number."""
+    one = build(name)
+    spread = copy.deepcopy(one)
+    if checkpointing:
+        spread.gradient_checkpointing_enable()
+        spread.train()
+    shard_sequence(spread)
+    forms = groves(one.config.get_text_config().vocab_size)
+    calls = [(scored, policy, form) for form in forms]
+    calls += [(scored, preference, "rows"), (shown, LOSSES["of each token"], "nested")]
+    for call, loss_of, form in calls:
+        steps = []
+        for model in (one, spread):
+            model.zero_grad()
+            loss = call(model, forms[form], loss_of)
+            loss.backward()
+            steps.append((float(loss.detach()), gradients_of(model)))
+        compare_steps(*steps)
+        of_ranks = [torch.zeros(()) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, loss.detach())
+        assert all(torch.equal(x, loss.detach()) for x in of_ranks)
+    assert shards.row() is None
+    with pytest.raises(PackingError, match="with its head"), trees.shared(forms["nested"]):
+        getattr(spread, spread.base_model_prefix)(**forms["nested"].inputs)
     unshard_sequence(spread)
 
 

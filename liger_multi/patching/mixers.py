@@ -519,9 +519,7 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
         weight = inner.weight.squeeze(1)
 
         call = functools.partial(ops.gated_short_conv, seq_idx=arguments.get("seq_idx"))
-        return self.out_proj(
-            _convolve("gated_short_conv", options, call, rows, weight, inner.bias)
-        )
+        return self.out_proj(_convolve("gated_short_conv", options, call, rows, weight, inner.bias))
 
     return cast(FunctionType, forward)
 
@@ -761,9 +759,7 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
         more |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
         if tree is not None:
             refuse_states(op, return_last_state)
-            return _along(
-                tree, op, options, rows, more, still=STILL if delta_softplus else 0.0
-            ).mT
+            return _along(tree, op, options, rows, more, still=STILL if delta_softplus else 0.0).mT
         call = functools.partial(
             ops.selective_scan_with_state if return_last_state else ops.selective_scan,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
