@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -63,7 +62,11 @@ class _Sharded:
         return None if shards.is_suspended() else self.ranks_of_call()
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
+def _sharded(model: nn.Module) -> _Sharded | None:
+    """What is known of a sharded model, which its hooks have: copies of a model have copies."""
+    hooks: list[Any] = list(model._forward_pre_hooks.values())
+    states = (h.args[0] for h in hooks if getattr(h, "func", None) is _before_model)
+    return next(states, None)
 
 
 def shard_sequence(
@@ -115,7 +118,7 @@ def shard_sequence(
     Source:
         All-to-all over heads: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
-    if model in _sharded:
+    if _sharded(model) is not None:
         raise PatchError(f"shard_sequence: {type(model).__name__} is sharded; unshard_sequence it")
     fixed = None if _is_function(mesh) else _ranks(mesh)
     ranks_of_call = (lambda: fixed) if fixed else functools.partial(_ranks_of_call, mesh)
@@ -129,7 +132,6 @@ def shard_sequence(
         Around(base, functools.partial(_run_base, sharded, base)),
         *(Around(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
     ]
-    _sharded[model] = sharded
     torch.compiler.reset()  # no graph knows of ranks
     if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):
         try:
@@ -174,7 +176,7 @@ def shard_on_meta(
 
 def unshard_sequence(model: nn.Module) -> nn.Module:
     """Undo :func:`shard_sequence`; a model that is not sharded stays as it is."""
-    sharded = _sharded.pop(model, None)
+    sharded = _sharded(model)
     for handle in sharded.handles if sharded else ():
         handle.remove()
     return model

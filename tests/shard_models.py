@@ -101,6 +101,8 @@ def check(name: str, checkpointing: bool = False) -> None:
         if form == "packed" and name in UNPACKED:
             continue
         compare_steps(step(one, batch), step(spread, batch))
+    clone = unshard_sequence(copy.deepcopy(spread))
+    assert clone.generate(batch["input_ids"][:, :5], max_new_tokens=1).shape[1] == 6
     unshard_sequence(spread)
 
 
@@ -160,6 +162,13 @@ def shown(model: Any, batch: trees.Batch, loss_of: Any) -> torch.Tensor:
     return loss_of(logits[:, :tokens], batch.inputs["input_ids"][:, :tokens])
 
 
+def tree_step(model: Any, batch: trees.Batch, call: Any = scored, loss_of: Any = policy) -> Any:
+    model.zero_grad()
+    loss = call(model, batch, loss_of)
+    loss.backward()
+    return float(loss.detach()), gradients_of(model)
+
+
 def forest(name: str, checkpointing: bool = False) -> None:
     """Compare trees on all ranks with one process; every rank has the same number."""
     one = build(name)
@@ -172,16 +181,11 @@ def forest(name: str, checkpointing: bool = False) -> None:
     calls = [(scored, policy, form) for form in forms]
     calls += [(scored, preference, "rows"), (shown, LOSSES["of each token"], "nested")]
     for call, loss_of, form in calls:
-        steps = []
-        for model in (one, spread):
-            model.zero_grad()
-            loss = call(model, forms[form], loss_of)
-            loss.backward()
-            steps.append((float(loss.detach()), gradients_of(model)))
+        steps = [tree_step(model, forms[form], call, loss_of) for model in (one, spread)]
         compare_steps(*steps)
-        of_ranks = [torch.zeros(()) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, loss.detach())
-        assert all(torch.equal(x, loss.detach()) for x in of_ranks)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, steps[1][0])
+        assert of_ranks == [steps[1][0]] * len(of_ranks)
     assert shards.row() is None
     with pytest.raises(PackingError, match="with its head"), trees.shared(forms["nested"]):
         getattr(spread, spread.base_model_prefix)(**forms["nested"].inputs)
@@ -207,12 +211,12 @@ LOSSES = {
 }
 
 
-def outside(name: str, patching: dict[str, Any]) -> None:
+def outside(name: str, patching: dict[str, Any], names: Any = LOSSES) -> None:
     """A loss that a caller makes of logits sees whole rows, whose length ranks do not divide."""
     one = build(name, **patching).train()
     spread = shard_sequence(copy.deepcopy(one))
     batch = batches(one.config.get_text_config().vocab_size)
-    for loss_of in LOSSES.values():
+    for loss_of in (LOSSES[name] for name in names):
         for form in ("row", "packed"):
             call = {n: x for n, x in batch[form].items() if n != "labels"}
             for return_dict in (True, False):
@@ -221,13 +225,14 @@ def outside(name: str, patching: dict[str, Any]) -> None:
                 )
     labels = batch["row"]["labels"]
     assert spread(**batch["row"], use_cache=False).logits.shape[1] < labels.shape[1]
-    results = []
-    for model in (one.eval(), spread.eval()):
-        with torch.no_grad():
-            output = model(**batch["row"], use_cache=False)
-        results.append((output.loss, output.logits.argmax(-1)))
-    assert torch.equal(results[0][1], results[1][1])
-    assert abs(results[0][0] / results[1][0] - 1) < LOSS
+    for return_dict in (True, False):
+        results = []
+        for model in (one.eval(), spread.eval()):
+            with torch.no_grad():
+                output = model(**batch["row"], use_cache=False, return_dict=return_dict)
+            results.append((tensors_of(output)[0], logits_of(output).argmax(-1)))
+        assert torch.equal(results[0][1], results[1][1])
+        assert abs(results[0][0] / results[1][0] - 1) < LOSS
 
 
 def headless() -> None:
@@ -267,11 +272,19 @@ def other_heads() -> None:
 def own_step(model: Any, call: Any, loss_of: Any, return_dict: bool) -> Any:
     model.zero_grad()
     output = model(**call, use_cache=False, return_dict=return_dict)
-    loss = loss_of(output.logits if return_dict else output[0], call["input_ids"])
+    loss = loss_of(logits_of(output), call["input_ids"])
+    loss = loss + 0.3 * sum(x for x in tensors_of(output) if not x.ndim)  # of routers
     loss.backward()
-    return float(loss), {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    return float(loss.detach()), gradients_of(model)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    values = output if isinstance(output, tuple) else output.to_tuple()
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return next(x for x in tensors_of(output) if x.ndim == 3)
 
 
 def compare_steps(one: Any, spread: Any) -> None:
@@ -443,16 +456,19 @@ def data_parallel() -> None:
     one = build("LlamaForCausalLM")
     spread = fsdp(copy.deepcopy(one), mesh)
     forms = batches(one.config.vocab_size)
-    rows = [forms["row"], forms["packed"]]
-    steps = [step(one, batch) for batch in rows]
+    forests = groves(one.config.vocab_size)
     group = mesh["dp"].get_local_rank()
-    loss = spread(**rows[group], use_cache=False).loss
-    loss.backward()
-    assert abs(float(loss) - steps[group][0]) <= LOSS * steps[group][0]
-    for name, parameter in spread.named_parameters():
-        expected = sum(gradients[name] for _, gradients in steps) / 2
-        error = (parameter.grad.full_tensor() - expected).abs().max()
-        assert float(error) <= GRADIENT * float(expected.abs().max()), name
+    for rows, run in (
+        ([forms["row"], forms["packed"]], step),
+        ([forests["nested"], forests["rows"]], tree_step),
+    ):
+        steps = [run(one, batch) for batch in rows]
+        loss, _ = run(spread, rows[group])
+        assert abs(loss - steps[group][0]) <= LOSS * abs(steps[group][0])
+        for name, parameter in spread.named_parameters():
+            expected = sum(gradients[name] for _, gradients in steps) / 2
+            error = (parameter.grad.full_tensor() - expected).abs().max()
+            assert float(error) <= GRADIENT * float(expected.abs().max()), name
 
 
 def restart(folder: str) -> None:

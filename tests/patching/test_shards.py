@@ -138,6 +138,7 @@ def test_trees_of_every_mixer(names, count, tmp_path):
 
 CALLS = """shard_models.outside("LlamaForCausalLM", {})
 shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
+shard_models.outside("MixtralForCausalLM", {}, ["of each token"])
 shard_models.headless()
 shard_models.other_heads()
 shard_models.interrupted()
