@@ -667,23 +667,21 @@ def _along(
         equal: As for :func:`scan`.
     """
     axes = shards.AXES[op]
-    letters = {**dict(enumerate(axes.rows)), **axes.named}
-    per_token = [key for key, names in letters.items() if "t" in names]
+    letters: dict[Any, str] = {**dict(enumerate(axes.rows)), **axes.named}
 
     def along(*rows: Any, **named: Any) -> Tensor:
         every: dict[Any, Any] = {**dict(enumerate(rows)), **named}
+        per_token = [key for key in every if "t" in letters.get(key, "")]
 
         def run(parts: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
             values = every | dict(zip(per_token, parts, strict=True))
             args = [values.pop(n) for n in range(len(rows))]
-            values = {name: value for name, value in values.items() if name in named}
             function = getattr(ops, f"{op}_with_state" if output_state else op)
-            y = run_bound(
-                options, (op,), functools.partial(function, initial_state=state, **values), *args
-            )
+            call = functools.partial(function, initial_state=state, **values)
+            y = run_bound(options, (op,), call, *args)
             return y if output_state else (y, None)
 
-        inputs = [PerToken(every.get(key), still if key == 1 else 0.0) for key in per_token]
+        inputs = [PerToken(every[key], still if key == 1 else 0.0) for key in per_token]
         return scan(tree, inputs, run, equal=equal)
 
     return shards.spread(op, along, rows, named)  # type: ignore[no-any-return]
