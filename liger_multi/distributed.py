@@ -41,6 +41,8 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position of a call."""
 TRIAL_TOKENS = 61  # a prime: no number of ranks divides it, so that padding is tried, too
 UNDIVIDED = "ranks do not divide"  # of a message that says what to do
+TAKES_ROWS = "_liger_multi_takes_rows"
+"""Attribute of a forward: a function that says of arguments whether it takes whole rows."""
 COARSE, FINE = 5e-2, 1e-3  # differences that rounding explains, in 16 bits and in more
 
 
@@ -54,6 +56,7 @@ class _Sharded:
     tokens: int = 0  # of a row of the running call
     targets: int = 0
     as_tuple: bool = False  # whether the running call returns a tuple
+    left: bool = False  # whether its forward takes whole rows
     handles: list[Any] = field(default_factory=list)
 
     @property
@@ -281,6 +284,10 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     ranks = sharded.ranks
     if ranks is None:
         return None
+    forwards = (vars(module).get("forward") for module in model.modules())
+    sharded.left = any(f(args, kwargs) for g in forwards if (f := getattr(g, TAKES_ROWS, None)))
+    if sharded.left:
+        return None
     _refuse_compiled()
     arguments = by_name(_forward(model), args, kwargs)
     _refuse_generation(model, arguments)
@@ -362,7 +369,7 @@ def _refuse_generation(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
     ranks = sharded.ranks
-    if ranks is None or sharded.shares:
+    if ranks is None or sharded.shares or sharded.left:
         return None
     labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
     tree = offered(sharded.tokens, 1)
@@ -372,8 +379,8 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
     loss, balance = (getattr(output, name, None) for name in ("loss", "aux_loss"))
     if isinstance(getattr(output, "label_mask", None), Tensor):
         _gather_targets(sharded.targets, ranks, output)
-    if isinstance(balance, Tensor):  # every rank has all of it, but the gradient of its share
-        output["aux_loss"] = ranks.size * balance - (ranks.size - 1) * balance.detach()
+    if isinstance(balance, Tensor) and tree is None:
+        output["aux_loss"] = shards.outside(balance, ranks)
     if isinstance(loss, Tensor):
         if isinstance(balance, Tensor):
             scale: Any = getattr(model, "router_aux_loss_coef", None)

@@ -469,18 +469,54 @@ def _announced(batch: Batch, router_counts: str, by_rank: bool = False) -> Itera
         )
 
 
+class Share(NamedTuple):
+    """The predicted tokens whose logits a rank has; all of them on one rank.
+
+    Attributes:
+        sources: Their places in its logits, ``(n,)``.
+        targets: The tokens, ``(n,)``.
+        places: Their places among the N predicted tokens; None for all of them.
+        count: N.
+        ranks: The ranks of a sharded model, or None.
+    """
+
+    sources: Tensor
+    targets: Tensor
+    places: Tensor | None
+    count: int
+    ranks: Any
+
+    @classmethod
+    def of(cls, batch: Batch, ranks: Any) -> Share:
+        """Those of this rank. Over ranks, this waits for the device."""
+        sources, targets = batch.sources, batch.targets
+        if ranks is None:
+            return cls(sources, targets, None, len(sources), None)
+        tokens = -(-batch.tree.tokens // ranks.size)
+        own = (sources // tokens == ranks.rank).nonzero()[:, 0]
+        return cls(sources[own] - ranks.rank * tokens, targets[own], own, len(sources), ranks)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Numbers ``(n,)`` of every rank's tokens as those of all N, on all ranks."""
+        if self.places is None:
+            return values
+        return shards.merge(values, self.places, self.count, self.ranks)
+
+
 class Scores(NamedTuple):
     """What :func:`scores` returns.
 
     Attributes:
         log_probs: Of the N predicted tokens, fp32.
         entropy: Of their distributions, fp32; None where it was not asked for.
-        output: What the model returned. On a sharded model its logits are of the rank's tokens.
+        output: What the model returned; a sharded model's logits are of the rank's tokens.
+        share: The tokens that this rank has predicted.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     output: Any
+    share: Share
 
 
 def scores(
@@ -499,22 +535,16 @@ def scores(
     by = checks.number("trees", "temperature", temperature, 0, above=True)
     with _announced(batch, router_counts, by_rank=True) as announced:
         output = model(**batch.inputs, **arguments)
-    sources, targets, ranks = batch.sources, batch.targets, announced.ranks
-    own = None
-    if ranks is not None:  # every rank computes the head of its own tokens
-        share = -(-batch.tree.tokens // ranks.size)
-        own = (sources // share == ranks.rank).nonzero()[:, 0]
-        sources, targets = sources[own] - ranks.rank * share, targets[own]
-    logits = output.logits[:, sources]
+    share = Share.of(batch, announced.ranks)  # every rank computes the head of its own tokens
+    logits = output.logits[:, share.sources]
     if by != 1:
         logits = logits / by
     log_p = logits.log_softmax(-1, dtype=torch.float32)
-    values = [log_p.gather(-1, targets[None, :, None])[0, :, 0]]
-    if entropy:
-        values.append(-(log_p.exp() * log_p).sum(-1)[0])
-    if own is not None:
-        values = [shards.merge(x, own, len(batch.sources), ranks) for x in values]
-    return Scores(values[0], values[1] if entropy else None, output)
+    log_prob = share.whole(log_p.gather(-1, share.targets[None, :, None])[0, :, 0])
+    own_entropy = -(log_p.exp() * log_p).sum(-1)[0] if entropy else None
+    return Scores(
+        log_prob, None if own_entropy is None else share.whole(own_entropy), output, share
+    )
 
 
 def log_probs(

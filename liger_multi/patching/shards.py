@@ -331,6 +331,14 @@ def total(x: Tensor, ranks: Ranks) -> Tensor:
     return loss
 
 
+def outside(x: Tensor, ranks: Ranks) -> Tensor:
+    """A number that all ranks have, each with the gradient of its share of tokens.
+
+    For losses outside of the model, as :func:`gather` with a factor of P.
+    """
+    return ranks.size * x - (ranks.size - 1) * x.detach()
+
+
 def merge(x: Tensor, places: Tensor, count: int, ranks: Ranks) -> Tensor:
     """Numbers of every rank's tokens at their places among ``count``, on all ranks.
 

@@ -189,6 +189,9 @@ def call_with_tree(
             f"{unpatched_class(model).__name__} did not ask which tokens a branch follows: compile "
             "its layers, not the model around them"
         )
+    balance = getattr(output, "aux_loss", None)
+    if offer.ranks is not None and isinstance(balance, Tensor):
+        output["aux_loss"] = shards.outside(balance, offer.ranks)
     return output
 
 
