@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -473,6 +473,7 @@ def _share(
         _continued(positions, padding) if plain else None,
         None if ids is None or mask is not None else _padded_ids(ids, padding),
         None if tree is None else tree.padded(length + padding),
+        ranks,
     )
     new = dict(arguments)
     for name in ("input_ids", "inputs_embeds"):
@@ -538,7 +539,11 @@ def _given_share(
     every = rows[:, :1].expand(-1, tokens, *rows.shape[2:])  # for its shape
     row, new = _share(base, {**arguments, "input_ids": every, "position_ids": whole}, ranks)
     kept = {name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}
-    return row, {**new, **{n: x for n, x in kept.items() if n in new}, "position_ids": positions}
+    return replace(row, ranks=None), {
+        **new,
+        **{n: x for n, x in kept.items() if n in new},
+        "position_ids": positions,
+    }
 
 
 def _continued(positions: Tensor, padding: int) -> Tensor:
@@ -556,7 +561,7 @@ def _padded_ids(ids: Tensor, padding: int) -> Tensor:
 def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
     """The logits of a router for the tokens of whole rows, as a loss of balance takes them."""
     rows = routed.reshape(-1, row.share, routed.shape[-1])
-    return shards.gather(rows, ranks)[:, : row.tokens - row.padding].flatten(0, 1)
+    return shards.gather(rows, ranks)[:, : row.length].flatten(0, 1)
 
 
 # --- a call of a mixer ---

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import liger_multi
-from liger_multi import losses, memory, trees
+from liger_multi import losses, memory, routes, trees
 from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.distributed import shard_sequence, unshard_sequence
 from liger_multi.errors import PackingError, PatchError
@@ -190,6 +190,34 @@ def forest(name: str, checkpointing: bool = False) -> None:
     with pytest.raises(PackingError, match="with its head"), trees.shared(forms["nested"]):
         getattr(spread, spread.base_model_prefix)(**forms["nested"].inputs)
     unshard_sequence(spread)
+
+
+def routed(name: str, checkpointing: bool) -> None:
+    """Routes are of whole rows: what ranks record is what one process does, and so for replays."""
+    one = build(name)
+    spread = copy.deepcopy(one).train()
+    if checkpointing:
+        spread.gradient_checkpointing_enable()
+    shard_sequence(spread)
+    vocabulary = one.config.get_text_config().vocab_size
+    rows, forests = batches(vocabulary), groves(vocabulary)
+    for run, batch in [(step, b) for b in rows.values()] + [
+        (tree_step, b) for b in forests.values()
+    ]:
+        recorded = []
+        for model in (one, spread):
+            with routes.record(model) as each:
+                run(model, batch)
+            recorded.append(each.layers)
+        assert all(map(torch.equal, *recorded))
+        experts = 1 + max(int(layer.max()) for layer in recorded[0])
+        changed = routes.Routes([(layer + 1) % experts for layer in recorded[0]])
+        steps = []
+        for model in (one, spread):
+            with routes.replay(model, changed):
+                steps.append(run(model, batch))
+        compare_steps(*steps)
+        assert abs(steps[0][0] / run(one, batch)[0] - 1) > LOSS  # routes matter
 
 
 # --- losses and metrics outside of the model ---

@@ -64,6 +64,7 @@ class Row:
         positions: ``(B or 1, tokens)``, or None.
         ids: The sample of every token ``(B or 1, tokens)``; None if positions do not tell.
         tree: The tree whose segments are the row, or None.
+        ranks: The ranks that call the model with whole rows; None if they bring their shares.
     """
 
     tokens: int
@@ -73,6 +74,12 @@ class Row:
     positions: Tensor | None
     ids: Tensor | None
     tree: Tree | None = None
+    ranks: Ranks | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row without padding."""
+        return self.tokens - self.padding
 
     def visible(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A mask function of transformers, limited to samples of the row."""

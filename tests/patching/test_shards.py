@@ -122,6 +122,13 @@ def test_layers_that_are_computed_again(call, tmp_path):
     run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True, call=call)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+def test_replayed_routes(count, checkpointing, tmp_path):
+    run(tmp_path, count, ("MixtralForCausalLM",), checkpointing, call="routed")
+
+
 def test_trees(tmp_path):
     run(tmp_path, 2, ("LlamaForCausalLM",), call="forest")
 
