@@ -78,8 +78,8 @@ def shard_sequence(
     """Spread the tokens of every row over ranks; the model is called with whole rows, as before.
 
     Every rank passes the same ``input_ids`` or ``inputs_embeds``, ``labels``, ``position_ids`` and
-    ``attention_mask``, of whole rows, packed or not. Lengths that ranks do not divide are padded
-    inside.
+    ``attention_mask``, of whole rows, packed or not, or a batch of shared prefixes. Lengths that
+    ranks do not divide are padded inside.
 
     Math:
         ``loss = sum over ranks of (sum of the losses of its tokens) / (targets of all rows)``, on

@@ -476,14 +476,14 @@ class Share(NamedTuple):
         sources: Their places in its logits, ``(n,)``.
         targets: The tokens, ``(n,)``.
         places: Their places among the N predicted tokens; None for all of them.
-        count: N.
+        total: N.
         ranks: The ranks of a sharded model, or None.
     """
 
     sources: Tensor
     targets: Tensor
     places: Tensor | None
-    count: int
+    total: int
     ranks: Any
 
     @classmethod
@@ -500,7 +500,7 @@ class Share(NamedTuple):
         """Numbers ``(n,)`` of every rank's tokens as those of all N, on all ranks."""
         if self.places is None:
             return values
-        return shards.merge(values, self.places, self.count, self.ranks)
+        return shards.merge(values, self.places, self.total, self.ranks)
 
 
 class Scores(NamedTuple):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from liger_multi import trees
-from liger_multi.integrations import SequenceParallel, TrainerCallback
+from liger_multi.integrations import SequenceParallel, SharedPrefixes, TrainerCallback
 from tests.models import arguments, build, rows, tokenizer, with_words
 
 LENGTHS = (13, 22, 9, 17)
@@ -77,6 +77,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "SFT of adapters": ("trl.SFT", TRL, "completion", {"peft_config": LORA}),
     "GRPO": ("trl.GRPO", GRPO, "prompt", {"reward_funcs": reward}),
     "GRPO of trees": ("trl.GRPO", GRPO, "prompt", {"reward_funcs": reward}),
+    "GRPO of trees by a mixin": (
+        "trl.GRPO",
+        {**GRPO, "beta": 0.1},
+        "prompt",
+        {"reward_funcs": reward, "peft_config": LORA},
+    ),
     "DPO of trees": ("trl.DPO", TRL, "pair", {"peft_config": LORA}),
 }
 
@@ -109,6 +115,8 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     known = "mixtral" if "experts" in kind else "llama"
     model = build(known) if plain else with_words(words, known)
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
+    if kind.endswith("mixin"):
+        trainer_class = type("Shared", (SharedPrefixes, trainer_class), {})
     torch.manual_seed(4)  # adapters are drawn
     args = config_class(**arguments(folder, **{**options, **more}))
     if args.fsdp:
@@ -120,7 +128,9 @@ def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
         args=args,
         train_dataset=data() if callable(data) else rows(data),
         eval_dataset=data() if callable(data) else None,
-        callbacks=[TrainerCallback(unpatch_at_end=True, shared_prefixes=" of trees" in kind)],
+        callbacks=[
+            TrainerCallback(unpatch_at_end=True, shared_prefixes=kind.endswith(" of trees"))
+        ],
         **({} if plain else {"processing_class": words}),
         **call,
     )

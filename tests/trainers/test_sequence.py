@@ -49,7 +49,7 @@ def test_trainer(kind, tmp_path):
 
 
 TRL = ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "SFT, own loss", "GRPO"]
-TRL += ["GRPO of trees", "DPO of trees"]
+TRL += ["GRPO of trees", "GRPO of trees by a mixin", "DPO of trees"]
 
 
 FSDP = ["Trainer"]
