@@ -39,8 +39,6 @@ LOSS, GRADIENT = 1e-5, 5e-4
 """Relative difference of losses; of gradients, to the largest number of their tensor."""
 NOISE = 1e-6  # of the largest gradient of a model: what is zero but for rounding
 
-UNPACKED = ("gpt_oss",)  # in one process, packed rows are refused
-
 
 def build(name: str, **patching: Any) -> Any:
     """A tiny patched model, by its class, with weights that let tokens matter."""
@@ -97,9 +95,7 @@ def check(name: str, checkpointing: bool = False) -> None:
         spread.gradient_checkpointing_enable()
         spread.train()
     shard_sequence(spread)
-    for form, batch in batches(one.config.get_text_config().vocab_size).items():
-        if form == "packed" and name in UNPACKED:
-            continue
+    for batch in batches(one.config.get_text_config().vocab_size).values():
         compare_steps(step(one, batch), step(spread, batch))
     clone = unshard_sequence(copy.deepcopy(spread))
     assert clone.generate(batch["input_ids"][:, :5], max_new_tokens=1).shape[1] == 6
