@@ -20,8 +20,7 @@ from liger_multi._torch_private import (
     flash_attention,
     flash_attention_backward,
 )
-from liger_multi.backends.triton.attention import attention as kernels
-from liger_multi.backends.triton.attention import blocks
+from liger_multi.backends.triton.attention import attention as kernels, blocks
 from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.reference.attention.attention import blocks_of, unless_causal
 from liger_multi.reference.common.strict import ordered_attention, strict

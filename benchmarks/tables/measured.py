@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks import convergence, store
-from benchmarks import long_context as long_rows
+from benchmarks import convergence, long_context as long_rows, store
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
 from benchmarks.tables import table
 

@@ -38,8 +38,7 @@ from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS
 from liger_multi.ops.cross_entropy import EVERYTHING
 from liger_multi.testing import samples
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 # --- calls ---
 

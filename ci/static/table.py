@@ -39,13 +39,13 @@ from ci.static import (
     StaticCase,
     Target,
     Variant,
+    code as static_code,
+    descriptors as static_descriptors,
     kernels,
     missing,
     report,
     variants,
 )
-from ci.static import code as static_code
-from ci.static import descriptors as static_descriptors
 from ci.static.code import CORES, Code
 
 # --- rows ---

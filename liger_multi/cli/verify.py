@@ -22,8 +22,7 @@ from liger_multi.dispatch.registry import backends, operators, serving
 from liger_multi.documents import write_whole
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
 from liger_multi.testing import samples
-from liger_multi.testing.verify import cases, quarantine
-from liger_multi.testing.verify import run as verdicts
+from liger_multi.testing.verify import cases, quarantine, run as verdicts
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import CORES, Result, Runner
 

@@ -10,8 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
 from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops.cross_entropy import writable_rows
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 FORMS = ("log_prob", "prob", "logits")
 REDUCTIONS = ("mean", "sum", "none")

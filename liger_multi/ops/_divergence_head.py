@@ -13,8 +13,7 @@ from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import REDUCTIONS, statistics
 from liger_multi.ops._formulas import Rows, reduced_rows, rows_of_heads
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 VOCABULARIES = ("equal", "common")
 GRADIENTS = "hidden_gradient weight_gradient bias_gradient denominator"

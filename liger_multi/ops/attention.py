@@ -17,8 +17,7 @@ from liger_multi.dispatch.torch_ops import LIBRARY
 from liger_multi.ops._formulas import MOST_SCORES, document_ids, statistics_dtype
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "attention",

@@ -13,8 +13,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import statistics_dtype
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "attention_residuals", family="residuals", bitwise=bitwise(PER_ROW, "blocks:1 y p:1 rstd:1", 1)

@@ -14,8 +14,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "log_prob", "entropy", "lse")

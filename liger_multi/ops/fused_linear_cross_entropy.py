@@ -17,14 +17,13 @@ from liger_multi.ops.cross_entropy import (
     OUTPUTS,
     RETURNS,
     CrossEntropyOutput,
+    formula as cross_entropy_formula,
     loss_of,
     named,
     options,
     shapes,
 )
-from liger_multi.ops.cross_entropy import formula as cross_entropy_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "fused_linear_cross_entropy",

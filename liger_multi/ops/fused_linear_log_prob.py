@@ -12,8 +12,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, head_work, strided
 from liger_multi.ops._samples import frozen
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
 op = Op(

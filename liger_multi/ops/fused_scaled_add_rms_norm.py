@@ -12,10 +12,8 @@ from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fp32_residual, terms
-from liger_multi.ops.rms_norm import CASTINGS, GEMMA, numbers
-from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.rms_norm import CASTINGS, GEMMA, forward as norm_shapes, numbers
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "fused_scaled_add_rms_norm",

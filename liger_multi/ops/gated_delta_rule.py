@@ -14,8 +14,7 @@ from liger_multi.ops._formulas import TOKENS_AT_ONCE, document_ids, statistics_d
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.attention import runs
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "gated_delta_rule",

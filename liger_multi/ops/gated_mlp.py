@@ -13,8 +13,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear import linear_of_mode
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 # traced: its GEMMs and its activation are then the compiler's to fuse

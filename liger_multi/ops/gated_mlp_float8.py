@@ -12,20 +12,18 @@ from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops._formulas import gated_product
-from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
-from liger_multi.ops.gated_mlp import work as work
+from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread, work as work
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
     fitting,
+    formula as linear_float8_formula,
     linear_float8_with_codes,
+    op as linear_op,
     row_scales,
     weight_scales_fit,
 )
-from liger_multi.ops.linear_float8 import formula as linear_float8_formula
-from liger_multi.ops.linear_float8 import op as linear_op
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate", "up", "down")
 _WIDE = tuple(f"{layer}_weight" for layer in LAYERS)

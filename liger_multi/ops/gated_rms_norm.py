@@ -14,8 +14,7 @@ from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 ACTIVATIONS = ("silu", "sigmoid")
 op = Op(

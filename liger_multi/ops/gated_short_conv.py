@@ -12,8 +12,7 @@ from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import check_filter, segments_of
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "gated_short_conv",

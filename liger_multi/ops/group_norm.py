@@ -12,8 +12,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op("group_norm", family="norms", bitwise=bitwise(PER_ROW, "x y mean rstd"))
 

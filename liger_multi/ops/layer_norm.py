@@ -21,8 +21,7 @@ from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.rms_norm import EPS
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "layer_norm",

@@ -13,8 +13,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.dispatch.stored import has_stored
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 # traced: a compiled graph has the same GEMMs as without the operator
 op = Op(

@@ -14,8 +14,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import rounded
 from liger_multi.ops.linear import work as work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 SMALLEST = 2**22 + 1

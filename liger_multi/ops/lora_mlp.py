@@ -33,8 +33,7 @@ from liger_multi.ops.lora_update import (
     in_float8,
     lora_update,
 )
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate", "up", "down")
 _BIASES = tuple(f"{layer}_bias" for layer in LAYERS)

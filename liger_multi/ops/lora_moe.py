@@ -12,17 +12,19 @@ from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._adapters import LoRA, adapters, factors, scales
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.ops.fused_moe import _GPT_OSS as GPT_OSS
-from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
-from liger_multi.ops.fused_moe import _case as experts_case
-from liger_multi.ops.fused_moe import _count as count
-from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
-from liger_multi.ops.fused_moe import formula as fused_moe_formula
-from liger_multi.ops.fused_moe import work as moe_work
+from liger_multi.ops.fused_moe import (
+    _GPT_OSS as GPT_OSS,
+    ACTIVATIONS,
+    UNGATED,
+    _case as experts_case,
+    _count as count,
+    _shapes_fit as shapes_fit,
+    formula as fused_moe_formula,
+    work as moe_work,
+)
 from liger_multi.ops.lora_update import adapter_dtypes, frozen
 from liger_multi.ops.swiglu_clamped import numbers
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate_up", "down")
 _FACTORS = tuple(f"{layer}_{part}" for layer in LAYERS for part in "ab")

@@ -20,8 +20,7 @@ from liger_multi.ops.linear_float8 import (
     weight_scales_fit,
 )
 from liger_multi.ops.lora_update import adapted_layer, adapter_dtypes, fit, frozen, in_float8
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("q", "k", "v")
 _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias"))

@@ -12,8 +12,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.sparsemax import formula as sparsemax_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op("multi_token_attention", family="attention", bitwise=bitwise(BY_OUR_GEMM, "scores y p"))
 

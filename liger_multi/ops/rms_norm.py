@@ -20,8 +20,7 @@ from liger_multi.ops._float8 import (
 from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
 FACTOR = "factor"

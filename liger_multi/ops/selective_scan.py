@@ -12,10 +12,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
-from liger_multi.ops.ssd_scan import first_tokens, shapes_are
-from liger_multi.ops.ssd_scan import formula as ssd_scan_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.ssd_scan import first_tokens, formula as ssd_scan_formula, shapes_are
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "selective_scan",

@@ -15,8 +15,7 @@ from liger_multi.ops._formulas import TOKENS_AT_ONCE, sequence_runs, statistics_
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "ssd_scan",

@@ -15,8 +15,7 @@ from liger_multi.ops.fused_linear_log_prob import (
     formula_of_logits,
     named,
 )
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "token_log_prob",

@@ -9,8 +9,7 @@ from typing import Any, Optional, Protocol
 import torch
 from torch import Tensor
 
-from liger_multi.reference.cross_entropy import reduction as reduction_of
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import reduction as reduction_of, rows as rows_of
 from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from liger_multi._torch_private import may_overwrite
 from liger_multi.reference.common.retry import retried
 from liger_multi.reference.common.strict import by_rows
-from liger_multi.reference.cross_entropy import reduction as reduction_of
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import reduction as reduction_of, rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
 from liger_multi.reference.cross_entropy.fused_linear import (
     Accumulator,

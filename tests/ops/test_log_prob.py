@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
-from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop, rows as rows_of
 from liger_multi.reference.cross_entropy.token_log_prob import implement_token_log_prob
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess

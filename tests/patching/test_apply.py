@@ -37,6 +37,8 @@ from liger_multi.patching import (
     NormKind,
     PatchReport,
     Replacement,
+    mlp as find_mlps,
+    norms as find_norms,
     patch,
     patched,
     real_logits,
@@ -45,8 +47,6 @@ from liger_multi.patching import (
     unpatch,
     unregister,
 )
-from liger_multi.patching import mlp as find_mlps
-from liger_multi.patching import norms as find_norms
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.testing.bitwise import STEPS, batches, digest, train, train_twice

@@ -23,12 +23,9 @@ import torch
 import yaml
 
 import liger_multi
-from benchmarks import examples as example_runs
-from benchmarks import pictures, store
-from benchmarks.tables import measured as docs_benchmarks
-from benchmarks.tables import performance as docs_performance
-from ci import docs
-from ci import verification as docs_status
+from benchmarks import examples as example_runs, pictures, store
+from benchmarks.tables import measured as docs_benchmarks, performance as docs_performance
+from ci import docs, verification as docs_status
 from liger_multi.cli import main as command_line
 from tests import comparing, harness
 

@@ -21,8 +21,8 @@ from liger_multi.backends.triton.attention.indexer_scores import (
     _padded,
     _steps,
     backward,
+    supports as takes_heads,
 )
-from liger_multi.backends.triton.attention.indexer_scores import supports as takes_heads
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, tile_rows
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
