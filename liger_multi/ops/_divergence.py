@@ -1,6 +1,6 @@
 """What the divergences share: shape rules, checks and samples."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def declare(op: Op) -> None:
     def forward(
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         beta: float,
         form: str,
         teacher_form: str,
@@ -61,7 +61,7 @@ def declare_inplace(op: Op) -> None:
     def forward(
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         beta: float,
         form: str,
         teacher_form: str,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +36,9 @@ def declare(op: Op) -> None:
         weight: Tensor,
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
-        target: Optional[Tensor],
-        bias: Optional[Tensor],
-        teacher_bias: Optional[Tensor],
+        target: Tensor | None,
+        bias: Tensor | None,
+        teacher_bias: Tensor | None,
         beta: float,
         scale: float,
         ignore_index: int,
@@ -46,7 +46,7 @@ def declare(op: Op) -> None:
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         needs_hidden: bool,
         needs_weight: bool,

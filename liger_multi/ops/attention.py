@@ -4,7 +4,7 @@ Windows, packing, padding and global tokens become such ranges.
 """
 
 import functools
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ op = Op(
 
 @op.forward(returns="y", residuals="p rstd")
 def forward(
-    blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
+    blocks: Tensor, query: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
     numbers = [blocks.new_empty(blocks.shape[:-1], dtype=wide) for _ in range(2)]

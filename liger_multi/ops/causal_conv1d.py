@@ -1,6 +1,6 @@
 """Contract of ``causal_conv1d``, and what says where the sequences of a packed row begin."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,9 @@ op = Op(
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
 ) -> Tensor:
     """Shape rule; channels are the last axis of x and initial_state."""

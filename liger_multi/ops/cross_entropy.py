@@ -3,7 +3,7 @@
 Behind ``inplace=True`` stands an operator of its own, whose gradient replaces the logits.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +91,11 @@ def named(
 def forward(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     validate: bool,
     outputs: str,
@@ -126,11 +126,11 @@ inplace_op = Op(
 def forward_inplace(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     validate: bool,
     outputs: str,

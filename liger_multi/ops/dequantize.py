@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,11 +52,11 @@ FORMATS: Mapping[str, FourBitFormat] = {
 def forward(
     codes: Tensor,
     scales: Tensor,
-    global_scale: Optional[Tensor],
-    zeros: Optional[Tensor],
-    scale_levels: Optional[Tensor],
-    scale_absmax: Optional[Tensor],
-    scale_offset: Optional[Tensor],
+    global_scale: Tensor | None,
+    zeros: Tensor | None,
+    scale_levels: Tensor | None,
+    scale_absmax: Tensor | None,
+    scale_offset: Tensor | None,
     format: str,
     group: int,
     divides: bool,

@@ -1,6 +1,6 @@
 """Contract of ``dyt``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ op = Op(
 
 
 @op.forward(returns="y")
-def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+def forward(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     dtype = torch.promote_types(x.dtype, alpha.dtype)
     for parameter in (weight, bias):
         dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)

@@ -1,6 +1,6 @@
 """Contract of ``fused_add_rms_norm``."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class QuantizedAddRMSNormOutput(NamedTuple):
 
 @op.forward(returns="y new_residual", residuals="rstd")
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, rstd = norm_shapes(s, weight, eps, offset, casting)

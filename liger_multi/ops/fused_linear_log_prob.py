@@ -1,6 +1,6 @@
 """Contract of ``fused_linear_log_prob``."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +39,14 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     ignore_index: int,
-    softcap: Optional[float],
+    softcap: float | None,
     logit_scale: float,
     chunk: int,
     budget: int,
     accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype],
+    compute_dtype: torch.dtype | None,
     compact: bool,
     validate: bool,
     keep: bool,

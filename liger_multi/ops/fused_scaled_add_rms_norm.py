@@ -1,7 +1,5 @@
 """Contract of ``fused_scaled_add_rms_norm``."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ op = Op(
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

@@ -1,7 +1,6 @@
 """Contract of ``gated_delta_rule``."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ def forward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     output_final_state: bool,

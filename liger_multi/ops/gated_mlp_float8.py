@@ -1,7 +1,7 @@
 """Contract of ``gated_mlp_float8``."""
 
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,18 +44,18 @@ def forward(
     gate_weight: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
-    gate_weight_scale: Optional[Tensor],
-    up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
-    gate_weight_codes: Optional[Tensor],
-    up_weight_codes: Optional[Tensor],
-    down_weight_codes: Optional[Tensor],
+    gate_weight_scale: Tensor | None,
+    up_weight_scale: Tensor | None,
+    down_weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    gate_weight_codes: Tensor | None,
+    up_weight_codes: Tensor | None,
+    down_weight_codes: Tensor | None,
     needs_x: bool,
     needs_gate_weight: bool,
     needs_up_weight: bool,

@@ -1,7 +1,7 @@
 """Contract of ``gated_rms_norm``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ op = Op(
 @op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

@@ -1,7 +1,6 @@
 """Contract of ``gated_short_conv``."""
 
 import math
-from typing import Optional
 
 from torch import Tensor
 
@@ -22,9 +21,7 @@ op = Op(
 
 
 @op.forward(returns="y")
-def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:2], x.shape[2] // 3))
 
 

@@ -1,7 +1,6 @@
 """Contract of ``group_norm``."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ op = Op("group_norm", family="norms", bitwise=bitwise(PER_ROW, "x y mean rstd"))
 
 @op.forward(returns="y", residuals="mean rstd")
 def forward(
-    x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=acc_dtype) for _ in range(2))

@@ -1,6 +1,6 @@
 """Contract of ``indexer_topk``: the keys that a lightning indexer selects, and their scores."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     w: Tensor,
-    ranges: Optional[Tensor],
+    ranges: Tensor | None,
     topk: int,
     causal: bool,
     scale: float,

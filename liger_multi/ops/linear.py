@@ -1,7 +1,7 @@
 """Contract of ``linear``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +28,7 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs_x: bool, needs_weight: bool
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 

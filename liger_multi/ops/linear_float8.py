@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,11 +45,11 @@ class LinearFloat8Output(NamedTuple):
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
-    weight_codes: Optional[Tensor],
+    bias: Tensor | None,
+    weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    weight_codes: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,12 +44,12 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_up_scale: float,
     down_scale: float,
     activation: str,
@@ -88,7 +88,7 @@ def _unread(needs_x: bool, needs_gate_up_a: bool, needs_gate_up_b: bool) -> tupl
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     dy, gate_up, routing = (kwargs[n] for n in ("dy", "gate_up", "routing"))
 
-    def gradient(name: str, like: Optional[Tensor], shape: Any) -> Tensor:
+    def gradient(name: str, like: Tensor | None, shape: Any) -> Tensor:
         if like is None:
             return gate_up.new_empty(0)  # type: ignore[no-any-return]
         return like.new_empty(shape if kwargs[f"needs_{name}"] else (0,))

@@ -1,7 +1,6 @@
 """Contract of ``modulated_rms_norm``."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ op = Op(
 def forward(
     x: Tensor,
     scale: Tensor,
-    shift: Optional[Tensor],
-    weight: Optional[Tensor],
+    shift: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

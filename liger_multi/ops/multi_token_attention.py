@@ -1,7 +1,6 @@
 """Contract of ``multi_token_attention``."""
 
 import math
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
 def forward(
     scores: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     stride: int,
     padding: int,
     dilation: int,

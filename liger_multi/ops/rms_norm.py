@@ -1,6 +1,6 @@
 """Contract of ``rms_norm``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ op = Op(
 
 @op.forward(returns="y", residuals="rstd")
 def forward(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype

@@ -1,7 +1,7 @@
 """Contract of ``selective_scan``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     delta_softplus: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Contract of ``sparse_attention``: softmax attention of every query over a list of keys."""
 
 import math
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
 def forward(
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     value_dim: int,
     scale: float,

@@ -1,6 +1,6 @@
 """Contract of ``token_log_prob``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def forward(
     logits: Tensor,
     target: Tensor,
     ignore_index: int,
-    softcap: Optional[float],
+    softcap: float | None,
     logit_scale: float,
     validate: bool,
     outputs: str,

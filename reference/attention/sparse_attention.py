@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -126,7 +125,7 @@ class _Lists:
 def forward(
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     value_dim: int,
     scale: float,
@@ -158,7 +157,7 @@ def backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     y: Tensor,
     lse: Tensor,

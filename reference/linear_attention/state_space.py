@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class StepSizes(NamedTuple):
         return dsteps * torch.sigmoid(raw) if self.softplus else dsteps
 
 
-def gated(y: Tensor, z: Optional[Tensor]) -> Tensor:
+def gated(y: Tensor, z: Tensor | None) -> Tensor:
     """``y silu(z)``, or y without a gate."""
     return y if z is None else y * F.silu(z)
 

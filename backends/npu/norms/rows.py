@@ -12,8 +12,6 @@ has some columns and every so many rows, and leaves one partial.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -177,8 +175,8 @@ def _norm_weight_kernel(
 
 def normalize(
     x: Tensor,
-    residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    residual: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -220,9 +218,9 @@ def normalize(
 
 def kernel_gradients(
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -289,9 +287,9 @@ def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, rounds: bool) -> Tenso
 
 def gradients(
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

@@ -24,7 +24,6 @@ are run-time numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -233,7 +232,7 @@ def by_rows(*tensors: Tensor) -> Rows:
     return views, *views[0].shape, tuple([t.stride(0) for t in views])
 
 
-Multipliers = tuple[Optional[float], Optional[float]]
+Multipliers = tuple[float | None, float | None]
 NONE: Multipliers = (None, None)
 
 
@@ -463,7 +462,7 @@ def _clamped_backward_kernel(
 def _launch_clamped(
     name: str,
     kernel: object,
-    tensors: tuple[Optional[Tensor], ...],
+    tensors: tuple[Tensor | None, ...],
     shape: tuple[int, ...],
     numbers: Numbers,
     interleaved: bool,

@@ -6,7 +6,6 @@ Scores of all keys exist for some queries at a time. The selection reads them fr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -83,7 +82,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     w: Tensor,
-    ranges: Optional[Tensor],
+    ranges: Tensor | None,
     topk: int,
     causal: bool,
     scale: float,

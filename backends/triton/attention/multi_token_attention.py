@@ -16,7 +16,6 @@ Sparsemax is that of sparsemax.py, of scores that are -inf past the diagonal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -527,7 +526,7 @@ def _transposing(weight: Tensor, p: Tensor, unit: int) -> TransposeConfig:
 def forward(
     scores: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     stride: int,
     padding: int,
     dilation: int,
@@ -545,7 +544,7 @@ def forward(
 def backward(
     dy: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     p: Tensor,
     stride: int,
     padding: int,

@@ -10,8 +10,6 @@ pass scales it for each term whose factor is not 1.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -143,7 +141,7 @@ def _scaled_add_rms_norm_forward_wide_kernel(
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -193,9 +191,9 @@ def forward(
 
 def backward(
     new_residual: Tensor,
-    dy: Optional[Tensor],
-    dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    dy: Tensor | None,
+    dnew_residual: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

@@ -15,7 +15,6 @@ and reads them back in reverse order. Sums of rows and columns that are masked a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -587,7 +586,7 @@ class TritonParts:
         scale: Tensor,
         rstd: Tensor,
         length: int,
-        grads: tuple[Optional[Tensor], ...],
+        grads: tuple[Tensor | None, ...],
         options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

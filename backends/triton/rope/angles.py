@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -318,7 +317,7 @@ def _step(x: Tensor, axis: int) -> int:
 
 def rotate(
     op: str,
-    sources: tuple[Optional[Tensor], Optional[Tensor]],
+    sources: tuple[Tensor | None, Tensor | None],
     orders: tuple[str, str],
     dtypes: tuple[torch.dtype, torch.dtype],
     head_axis: int,
