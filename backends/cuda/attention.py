@@ -6,8 +6,6 @@ whatever else adds to the sum. The tables :data:`ROUTES` and :data:`ORDERED` cho
 measurements.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

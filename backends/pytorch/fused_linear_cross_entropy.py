@@ -5,8 +5,6 @@ before the scale of a loss arrives, which matters in fp16. It returns no ``lse``
 and no gradient of a scalar loss needs it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Samples shared by operators over rows: shapes, strides, limits, frozen inputs, real sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Softmax attention over lists of keys, by blocks of queries whose keys are gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

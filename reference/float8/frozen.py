@@ -5,8 +5,6 @@ the codes of forward and ``s_w`` their scales, which go into the rows of dy befo
 rounded. So both GEMMs use one rounding of w, and dx is the gradient of what forward computed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

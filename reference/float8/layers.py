@@ -3,8 +3,6 @@
 The gradient of a weight is a GEMM of unrounded numbers.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

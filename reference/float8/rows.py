@@ -10,8 +10,6 @@ are dequantized first: codes have 4 significant bits and scales are powers of tw
 in bf16 too.
 """
 
-from __future__ import annotations
-
 import functools
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol

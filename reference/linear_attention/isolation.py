@@ -6,8 +6,6 @@ in such a matmul, and the sums of those who see it become NaN. Elsewhere, masks 
 multiply. Whatever is finite has the same bits as without.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

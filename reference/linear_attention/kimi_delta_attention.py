@@ -15,8 +15,6 @@ of neighbors. No difference of two sums is formed, so that gates lose no digit t
 other tokens; nor by their gradients, which go back through the same tree of sums.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ channels with 16 states on an EPYC core (2026-11). Blocks of channels and spans 
 memory. Backward keeps the state before every span, and computes the others again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

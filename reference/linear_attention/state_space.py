@@ -1,7 +1,5 @@
 """What state space models have around their scans: step sizes, the gate z, sums of gradients."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

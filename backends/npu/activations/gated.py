@@ -5,8 +5,6 @@ tanh, sigmoid(2 u). A piece is one step of columns of one row; contiguous tensor
 torch_npu's operators want gate and up in one tensor: of two, they would need a copy.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -22,8 +22,6 @@ second tensor of the logits' size, takes no negative ignore_index and none of th
 not used.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ sums a row's loss and ``slope``, and one writes the gradient, perhaps over the s
 The loops over chunks are those of the reference.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

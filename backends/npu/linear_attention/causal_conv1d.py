@@ -1,7 +1,5 @@
 """``y = u`` or ``silu(u)``: an Ascend kernel in each direction."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.npu.linear_attention.convolution import (

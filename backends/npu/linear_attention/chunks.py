@@ -12,8 +12,6 @@ differs is how many launches they take, and which:
   chunks per doubling, and no solver of triangular systems.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -14,8 +14,6 @@ its sequence, W - 1 at most. Nothing of other sequences is multiplied, so that t
 theirs. torch_npu has ``npu_masked_causal_conv1d`` for three weights, 64 channels and A5 alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ The formulas are those of the reference, and what differs is as in :mod:`.chunks
 once, and one launch per chunk in each pass over states, S' = U + z S.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

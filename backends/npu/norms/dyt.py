@@ -6,8 +6,6 @@ Backward owns columns: a program has some of them and every so many rows, so tha
 chip, and writes dx as it goes. torch_npu has no operator for it.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ torch_npu has no derivative of it: the gradient is that of the norm, to which th
 added.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

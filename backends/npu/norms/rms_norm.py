@@ -4,8 +4,6 @@ npu_gemma_rms_norm gives no gradient, and no error either. ``offset + weight`` s
 weight where that sum is exact.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ A program loops over rows, in steps of columns. Sums over rows are a kernel of t
 has some columns and every so many rows, and leaves one partial.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

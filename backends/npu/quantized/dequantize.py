@@ -7,8 +7,6 @@ and fp4 are selected one after another. Scales of E8M0 and E4M3 are made of thei
 A2 has no numbers in FP8; scales that are quantized themselves are opened by PyTorch before.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -5,8 +5,6 @@ backward reads. Rows of the norm are taken in the order that they have in memory
 nor a gradient is copied into another one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ sines s, each perhaps different for a and b,
 Channels are in fp32 inside and rounded once; those that are not rotated are copied by PyTorch.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -21,8 +21,6 @@ interleaved. An interleaved piece is loaded whole and split in registers. limit,
 are run-time numbers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

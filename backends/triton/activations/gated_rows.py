@@ -6,8 +6,6 @@ and rounded in a pass of its own. Gradients leave in FP8 for the layers of gate 
 gradient is a GEMM of codes: a row is multiplied by the scales of that layer's weight first.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Scores of all keys exist for some queries at a time. The selection reads them from there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

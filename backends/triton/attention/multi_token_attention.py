@@ -13,8 +13,6 @@ loads 16 bytes at a time only where it knows that a mask does not change within 
 Sparsemax is that of sparsemax.py, of scores that are -inf past the diagonal.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -24,8 +24,6 @@ softcap and the scale are None or run-time numbers, so that a temperature that c
 compile again. One program makes the loss of the rows: sums, and the denominators of the mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Cross entropy whose gradient overwrites the logits, by the row kernel of cross_entropy.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -18,8 +18,6 @@ and routing act(gate) up, which the gradient of the second weight needs, in the 
 over the pairs of a token reads each from its sorted row: every sum has one order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Gradients of grouped weights are one GEMM for every group, summed over its rows.
 tile of one group. A group without rows gets zeros, so that no fill comes first.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ that are: d = dy w + scale (dy b) a has no weight, so that drouting = sum of d a
 weighted act(gate) up stands on one side of both gradients of factors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -11,8 +11,6 @@ past the table's last tile return at once. No size is read back. ``order`` is th
 of which ``per`` share a row of the source.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Depthwise causal convolution, ``y = u`` or ``silu(u)``; convolution_kernels.py has the maths."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch

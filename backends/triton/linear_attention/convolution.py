@@ -1,7 +1,5 @@
 """Launches of depthwise causal convolutions; convolution_kernels.py has the maths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ gated_delta_rule_kernels.py. Backward makes A, P, the states and N again; nothin
 is kept between forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar

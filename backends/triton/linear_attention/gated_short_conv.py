@@ -1,7 +1,5 @@
 """Gated convolution, ``y = c u`` of the convolution u of ``b v``; see convolution_kernels.py."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch

@@ -5,8 +5,6 @@ Backward makes the gates, A, P, the states and N again; nothing but the argument
 forward and backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 

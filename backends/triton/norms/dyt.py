@@ -12,8 +12,6 @@ sums stay in registers and leave as one fp32 partial each, which a second kernel
 order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

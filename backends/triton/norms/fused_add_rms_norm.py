@@ -4,8 +4,6 @@ One pass each way: forward reads x and residual and writes their sum and its nor
 reads dy, the sum and the gradient of its other uses, and writes the gradient of both terms.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ The kernels of ``rms_norm`` compute ds from dy and the gradient of other uses of
 pass scales it for each term whose factor is not 1.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -11,8 +11,6 @@ one group of columns of a tile of rows. In backward it keeps to its group over s
 that the weight's gradient stays in registers. Groups too wide for registers are read in steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -11,8 +11,6 @@ combines those of a group, a third applies them. The sums of dw and db over samp
 one fp32 number per channel and sample, in a fixed order.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ loop over columns. There, every lane has a running mean and variance of its own 
 1962), which are merged at the end of the row (Chan, Golub and LeVeque 1983).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -11,8 +11,6 @@ as fp32 partials that another kernel adds in a fixed order. How many rows a modu
 run-time number. Rows too wide for registers are read in steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -11,8 +11,6 @@ rows stay in a few registers; they leave as one fp32 partial a program. Rows too
 are read in steps.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

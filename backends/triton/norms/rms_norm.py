@@ -13,8 +13,6 @@ program. A second kernel sums those in a fixed order. Rows too wide for register
 The launchers here also serve the norms of sums.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

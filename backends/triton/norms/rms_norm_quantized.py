@@ -1,7 +1,5 @@
 """RMSNorm that also rounds its rows to FP8, from registers."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.float8.rows import code_buffers

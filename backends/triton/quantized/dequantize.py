@@ -11,8 +11,6 @@ e = 0, whose numbers are subnormal in fp32 as well. Both codes of a byte are dec
 and joined, so that stores are contiguous. Everything is fp32, rounded once.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ fp32 partial a program. The numbers of rows and of blocks are run-time numbers. 
 registers are read twice, in steps of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -12,8 +12,6 @@ by N matrix in registers. Backward computes the iterates again, writes them to a
 and reads them back in reverse order. Sums of rows and columns that are masked are 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

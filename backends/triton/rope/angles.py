@@ -12,8 +12,6 @@ the other way round, and the angles of a token may be
 With several grids, each pair has its own row of angles, or its own position.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ channels of a pair are loaded as two tiles or, where they are neighbors, as one 
 registers. Sizes of batch and sequence are plain arguments: a new length compiles nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

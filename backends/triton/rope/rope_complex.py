@@ -1,7 +1,5 @@
 """Rotary embedding by complex numbers; the kernel is in angles.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 The kernel reads each pair's angles from its grid.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rotary embedding of integer positions, whose angles the kernel makes and never stores."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Pairs are loaded side by side, and stored half-split.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
