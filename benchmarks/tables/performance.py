@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import store
 from benchmarks.tables import measured, table
 from liger_multi.dispatch import registry
+from liger_multi.grouping import grouped
 from liger_multi.testing import samples
 
 Run = Mapping[str, Any]
@@ -87,10 +88,7 @@ def from_elsewhere(searches: Sequence[tuple[Run, Any]], who: str) -> str:
 def provenance(runs: Iterable[Run]) -> str:
     """Card, dates and versions of some runs, a line per card."""
     lines = []
-    by_card: dict[str, list[Run]] = {}
-    for run in runs:
-        by_card.setdefault(store.device(run), []).append(run)
-    for card, some in by_card.items():
+    for card, some in grouped((store.device(run), run) for run in runs).items():
         days = sorted({run["date"][:10] for run in some})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         versions = []

@@ -47,6 +47,7 @@ from ci.static import (
     variants,
 )
 from ci.static.code import CORES, Code
+from liger_multi.grouping import grouped
 
 # --- rows ---
 
@@ -531,9 +532,7 @@ def _short(row: Row) -> str:
 
 def block(name: str, rows: Sequence[Row]) -> list[str]:
     """The lines of one kernel in the baseline: its source, then a line a target and launch."""
-    launches: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        launches.setdefault((row.arch, row.case.label, row.case.identity), []).append(row)
+    launches = grouped(((row.arch, row.case.label, row.case.identity), row) for row in rows)
     out = [f"{name} {sources(name)}"]
     for (arch, label, _), (first, *others) in launches.items():
         facts = "; ".join([line(first), *map(_short, others)])
@@ -572,12 +571,12 @@ def compiled_by() -> str:
 @functools.cache
 def _facts() -> dict[str, str]:
     """For every kernel, the launches of its baseline."""
-    digests: dict[str, list[str]] = {}
-    for arch in TARGETS:
-        for case, variant in suite(arch):
-            text = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
-            digests.setdefault(case.name, []).append(text)
-    return {name: "\n".join(lines) for name, lines in digests.items()}
+    texts = (
+        (case.name, " ".join([arch, case.label, case.identity, variant.name, *formulas(case)]))
+        for arch in TARGETS
+        for case, variant in suite(arch)
+    )
+    return {name: "\n".join(lines) for name, lines in grouped(texts).items()}
 
 
 def sources(name: str) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 from liger_multi._version import __version__
 from liger_multi.dispatch.registry import backends, unavailable
 from liger_multi.documents import plain
+from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
 from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
@@ -106,10 +107,7 @@ def table(op: str, rows: Sequence[Row]) -> Table:
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one sample each."""
-    rows_by_sample: dict[str, list[Row]] = {}
-    for row in rows:
-        rows_by_sample.setdefault(row["sample"], []).append(row)
-    return list(rows_by_sample.values())
+    return list(grouped((row["sample"], row) for row in rows).values())
 
 
 def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
@@ -155,10 +153,8 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
                 f"{row['op']} {row['sample']}, {row['provider']}: {row['status']}: {row['reason']}",
                 markup=False,
             )
-    skipped: dict[tuple[str, str], list[str]] = {}
-    for item in result["skipped"]:
-        skipped.setdefault((item["provider"], item["reason"]), []).append(item["op"])
-    for (provider, reason), ops in skipped.items():
+    skipped = (((item["provider"], item["reason"]), item["op"]) for item in result["skipped"])
+    for (provider, reason), ops in grouped(skipped).items():
         console.print(f"skipped {provider} ({', '.join(ops)}): {reason}", markup=False)
 
 
