@@ -23,14 +23,7 @@ NAMES = ("log_prob", "entropy", "lse")
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def kernels(request):
-    """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(fused_linear_log_prob=["triton", "reference"]):
-            yield
-    else:
-        yield
+kernels = harness.interpreted_kernels("fused_linear_log_prob")
 
 
 def head(rows=40, width=16, classes=61, dtype=torch.float32, device="cpu", ignored=0.2):

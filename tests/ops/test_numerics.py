@@ -710,12 +710,7 @@ NAMES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def kernels(request):
-    """Interpreted kernels are pinned by name; elsewhere the device chooses."""
-    named = harness.interpreted() and "triton" in harness.selected_backends(request.config)
-    with liger_multi.use(**dict.fromkeys(NAMES, "triton") if named else {}):
-        yield
+kernels = harness.interpreted_kernels(*NAMES, order="triton")
 
 
 CLASSES = 97
