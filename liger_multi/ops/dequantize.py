@@ -145,13 +145,11 @@ def dequantize(
         scales.contiguous(),
         global_scale,
         None if zeros is None else zeros.contiguous(),
-        scale_levels,
-        scale_absmax,
-        scale_offset,
-        format,
-        size,
-        divides,
-        dtype,
+        **nested,
+        format=format,
+        group=size,
+        divides=divides,
+        dtype=dtype,
     )
     return result
 
