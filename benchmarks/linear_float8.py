@@ -302,7 +302,7 @@ def _step(model: Any, ids: Tensor, optimizer: Any) -> Call:
     return once
 
 
-def whole(place: Place, part: str) -> Iterator[Row]:
+def whole_steps(place: Place, part: str) -> Iterator[Row]:
     """Steps of a 1B model; of an 8B model, checkpointed, about 75 GiB."""
     model, ids = _built(place, part)
     fused = place.device.type == "cuda"
@@ -349,10 +349,10 @@ PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
     "linear": linear,
     "mlp": mlp,
     "layer": layer,
-    "small": functools.partial(whole, part="small"),
+    "small": functools.partial(whole_steps, part="small"),
     "lora": lora,
     "gradients": gradients,
-    "model": functools.partial(whole, part="model"),
+    "model": functools.partial(whole_steps, part="model"),
 }
 
 

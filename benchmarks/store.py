@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ci import results
+from liger_multi.documents import write_whole
 from liger_multi.grouping import grouped
 
 if TYPE_CHECKING:
@@ -270,15 +271,8 @@ def add(runs: Iterable[Run], folder: Path | None = None) -> list[Path]:
     by_path = grouped((path_of(run, folder), run) for run in new_runs)
     for path, new in by_path.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text(merge(load(path) if path.exists() else [], new)))
+        write_whole(path, text(merge(load(path) if path.exists() else [], new)).encode())
     return list(by_path)
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a whole file or nothing."""
-    temporary = path.with_suffix(".part")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -302,7 +296,7 @@ def keep(measured: Run | Sequence[Run], options: argparse.Namespace) -> list[Pat
     written = add(runs) if options.store else []
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        _replace(options.out, text(runs))
+        write_whole(options.out, text(runs).encode())
         written.append(options.out)
     return written
 

@@ -19,7 +19,7 @@ from benchmarks.tables import (
 )
 from benchmarks.traces import Span
 from ci import results
-from liger_multi import ops
+from liger_multi import ops, pictures
 from liger_multi.bench import (
     cases as bench_cases,
     measure as bench_measure,
@@ -198,16 +198,11 @@ def test_a_stopped_run_keeps_the_samples_that_are_done(tmp_path, planted):
     ]
 
 
-def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
-    path = tmp_path / "result.json"
+def test_a_picture_that_cannot_be_finished_is_not_left(tmp_path):
+    path = tmp_path / "picture.png"
     path.write_text("before")
-
-    def stop_halfway(temporary):
-        temporary.write_text("half")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), bench_report.whole(path) as temporary:
-        stop_halfway(temporary)
+    with pytest.raises(TypeError), pictures.figure(path, 2.0, 2.0) as drawing:
+        drawing.subplots(rows=1)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 

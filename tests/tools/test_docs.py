@@ -125,7 +125,7 @@ def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
 
 
 def test_a_page_that_is_made_whole_is_not_committed():
-    assert not [name for name in docs.whole() if (ROOT / "docs" / name).exists()]
+    assert not [name for name in docs.whole_pages() if (ROOT / "docs" / name).exists()]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
