@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks import convergence, store
-from benchmarks import long_context as long_rows
+from benchmarks import convergence, long_context as long_rows, store
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
 from benchmarks.tables import table
+from liger_multi.grouping import grouped
 
 # --- rows of operators ---
 
@@ -402,10 +402,7 @@ PACKAGES = {
 def provenance(runs: Iterable[Mapping[str, Any]]) -> str:
     """Card, dates and versions of some runs, a line per card."""
     lines = []
-    by_card: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        by_card.setdefault(store.device(run), []).append(run)
-    for card, some in by_card.items():
+    for card, some in grouped((store.device(run), run) for run in runs).items():
         days = sorted({run["date"][:10] for run in some})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         versions = []

@@ -13,8 +13,6 @@ What is subtracted from logits is natural: in a row with one class, the differen
 0. It is two numbers, as in cross_entropy.py: logits far from 0 keep their digits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -16,10 +16,7 @@ that are: d = dy w + scale (dy b) a has no weight, so that drouting = sum of d a
 weighted act(gate) up stands on one side of both gradients of factors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -156,7 +153,7 @@ def add_(
     w: Tensor,
     scale: float,
     groups: Groups,
-    bias: Optional[Tensor] = None,
+    bias: Tensor | None = None,
 ) -> None:
     """``rows += scale low @ w' + bias`` with the matrices (E, N, r) of their groups."""
     cols, rank = rows.shape[1], low.shape[1]
@@ -207,7 +204,7 @@ class Adapter:
         return product.mul_(self.scale)
 
 
-def _adapter(a: Optional[Tensor], b: Optional[Tensor], scale: float) -> Optional[Adapter]:
+def _adapter(a: Tensor | None, b: Tensor | None, scale: float) -> Adapter | None:
     """PEFT keeps b with the experts last; a copy of r columns lets tiles be read in lines."""
     return None if a is None or b is None else Adapter(a.contiguous(), b.contiguous(), scale)
 
@@ -221,12 +218,12 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_up_scale: float,
     down_scale: float,
     activation: str,
@@ -273,16 +270,16 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,

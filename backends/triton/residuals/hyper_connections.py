@@ -12,10 +12,7 @@ by N matrix in registers. Backward computes the iterates again, writes them to a
 and reads them back in reverse order. Sums of rows and columns that are masked are 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -592,7 +589,7 @@ class TritonParts:
         scale: Tensor,
         rstd: Tensor,
         length: int,
-        grads: tuple[Optional[Tensor], ...],
+        grads: tuple[Tensor | None, ...],
         options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
