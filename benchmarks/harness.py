@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -70,6 +71,22 @@ def adamw(parameters: Any, device: torch.device, rate: float = 1e-5) -> torch.op
     """AdamW as it is fastest: fused on a GPU of NVIDIA, in a loop elsewhere."""
     options: dict[str, bool] = {"fused": True} if device.type == "cuda" else {"foreach": False}
     return torch.optim.AdamW(parameters, lr=rate, **options)  # type: ignore[arg-type]
+
+
+def liger(model: Any) -> Any:
+    """A model that Liger-Kernel patched."""
+    peer = importlib.import_module("liger_kernel.transformers")
+    peer._apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def train_step(model: Any, ids: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Train a step on tokens that are their own labels; returns the loss."""
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
 
 
 def timed_steps(

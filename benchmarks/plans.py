@@ -137,12 +137,12 @@ CASES = (
 
 def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
     """The best, the slowest, one of the middle, then those between, as the host's memory allows."""
-    those = [one for one in fitting if one.host_bytes <= HOST_BYTES]
-    if not those:
+    runnable = [one for one in fitting if one.host_bytes <= HOST_BYTES]
+    if not runnable:
         return []
-    last = len(those) - 1
+    last = len(runnable) - 1
     places = dict.fromkeys([0, last, last // 2, last // 4, (3 * last + 1) // 4])
-    return [those[i] for i in list(places)[:most]]
+    return [runnable[i] for i in list(places)[:most]]
 
 
 def in_order(rows: Sequence[dict[str, Any]]) -> bool:

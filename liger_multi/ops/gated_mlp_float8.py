@@ -1,7 +1,7 @@
 """Contract of ``gated_mlp_float8``."""
 
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +12,18 @@ from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops._formulas import gated_product
-from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
-from liger_multi.ops.gated_mlp import work as work
+from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread, work as work
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
     fitting,
+    formula as linear_float8_formula,
     linear_float8_with_codes,
+    op as linear_op,
     row_scales,
     weight_scales_fit,
 )
-from liger_multi.ops.linear_float8 import formula as linear_float8_formula
-from liger_multi.ops.linear_float8 import op as linear_op
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate", "up", "down")
 _WIDE = tuple(f"{layer}_weight" for layer in LAYERS)
@@ -46,18 +44,18 @@ def forward(
     gate_weight: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
-    gate_weight_scale: Optional[Tensor],
-    up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
-    gate_weight_codes: Optional[Tensor],
-    up_weight_codes: Optional[Tensor],
-    down_weight_codes: Optional[Tensor],
+    gate_weight_scale: Tensor | None,
+    up_weight_scale: Tensor | None,
+    down_weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    gate_weight_codes: Tensor | None,
+    up_weight_codes: Tensor | None,
+    down_weight_codes: Tensor | None,
     needs_x: bool,
     needs_gate_weight: bool,
     needs_up_weight: bool,

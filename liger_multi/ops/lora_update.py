@@ -11,10 +11,8 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.ops.linear_float8 import CODES
-from liger_multi.ops.linear_float8 import formula as linear_float8_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.linear_float8 import CODES, formula as linear_float8_formula
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "lora_update",

@@ -23,6 +23,7 @@ from liger_multi._torch_private import constant_in_graphs
 from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.errors import PackingError
+from liger_multi.parameters import has
 from liger_multi.patching import shards
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.facts import ModelFacts
@@ -217,7 +218,7 @@ def gates(module: nn.Module) -> bool:
     module_class = unpatched_class(module)
     if not _takes_a_row(module_class.forward):
         return False
-    biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
+    biased = tuple(m is not None and has(m, "bias") for m in (inner, into, out))
     return _gates(module_class, scalars(module), biased, inner.kernel_size[0], module)
 
 
@@ -255,7 +256,7 @@ def _is_gated(
     mask[0, :3] = 0
     without_padding = masking(type(replica).forward)
 
-    def by(mask: Tensor | None, batch: int = 2) -> str | None:
+    def difference_of(mask: Tensor | None, batch: int) -> str | None:
         def stock(x: Tensor) -> Any:
             return replica.forward(x, attention_mask=mask)
 
@@ -271,7 +272,8 @@ def _is_gated(
             alone = difference or all(alike(stock(y), ours(y)) for y in sizes)
         return difference or (None if alone else "its output differs for tiny or large numbers")
 
-    return by(None) is None and by(mask) is None and by(mask[:1], 1) is None
+    cases = ((None, 2), (mask, 2), (mask[:1], 1))
+    return all(difference_of(*case) is None for case in cases)
 
 
 # --- functions ---

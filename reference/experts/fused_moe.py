@@ -5,7 +5,7 @@ of an expert are rows ``offsets[e]`` to ``offsets[e + 1]``; those of no expert c
 """
 
 from itertools import pairwise
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +61,7 @@ def gradients(dproduct: Tensor, gate_up: Tensor, activation_options: Any) -> Ten
     return torch.stack(parts, -1).flatten(-2)
 
 
-def sum_of_pairs(
-    pairs: Tensor, tokens: int, routing: Optional[Tensor], dtype: torch.dtype
-) -> Tensor:
+def sum_of_pairs(pairs: Tensor, tokens: int, routing: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The (weighted) sum over the pairs of every token, in fp32, rounded once."""
     acc_dtype = statistics_dtype(pairs.dtype)
     out = pairs.new_empty(tokens, pairs.shape[1], dtype=dtype)
@@ -84,8 +82,8 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     limit: float,
     alpha: float,
@@ -123,12 +121,12 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    down_bias: Optional[Tensor],
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,

@@ -5,7 +5,7 @@ adapter adds are GEMMs with r columns or terms, on the rows of its expert.
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,11 @@ THIN = LowRank()
 class Factors(NamedTuple):
     """The adapters of all experts of one layer; absent where it has none."""
 
-    a: Optional[Tensor]
-    b: Optional[Tensor]
+    a: Tensor | None
+    b: Tensor | None
     scale: float
 
-    def of(self, e: int) -> tuple[Optional[Tensor], Optional[Tensor], float]:
+    def of(self, e: int) -> tuple[Tensor | None, Tensor | None, float]:
         """The factors of one expert in at least fp32, so that rank-r products are not rounded."""
         if self.a is None or self.b is None:
             return None, None, self.scale
@@ -49,12 +49,12 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_up_scale: float,
     down_scale: float,
     activation: str,
@@ -96,16 +96,16 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,
@@ -169,7 +169,7 @@ def backward(
     return dx, drouting, *thin[0], *thin[1]  # type: ignore[return-value]
 
 
-def _oriented(weight: Optional[Tensor], e: int, transposed: bool) -> Any:
+def _oriented(weight: Tensor | None, e: int, transposed: bool) -> Any:
     """The matrix of an expert, outputs first; None if it is not read."""
     return None if weight is None else weight[e].mT if transposed else weight[e]
 

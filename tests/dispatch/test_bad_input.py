@@ -26,8 +26,7 @@ import yaml
 import liger_multi
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
-from liger_multi.dispatch import launch, registry
-from liger_multi.dispatch import resolve as planning
+from liger_multi.dispatch import launch, registry, resolve as planning
 from liger_multi.dispatch.config import configure, current, forget, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
 from liger_multi.memory import estimate
@@ -571,8 +570,7 @@ def test_any_text_as_configuration(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_text_as_plan(seed, tmp_path):
-    from liger_multi.memory.planning import Settings
-    from liger_multi.memory.planning import load as load_plan
+    from liger_multi.memory.planning import Settings, load as load_plan
 
     rng, path = random.Random(seed), tmp_path / "plan.yaml"
     good = {"version": 1, "settings": Settings().as_data()}

@@ -22,14 +22,14 @@ from ci.static import (
     StaticCase,
     Variant,
     kernels,
+    launch as static_launch,
     lower,
     missing,
     patterns,
     static_cases,
+    table as static_table,
     variants,
 )
-from ci.static import launch as static_launch
-from ci.static import table as static_table
 from ci.static.cases import calls, start
 from ci.static.code import CORES, Code, resident
 from ci.static.descriptors import misread

@@ -20,13 +20,10 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from benchmarks import long_context, plans
-from benchmarks import store as results
+from benchmarks import long_context, plans, store as results
 from benchmarks.memory import Case as Small
-from benchmarks.models import MODELS
-from benchmarks.models import Run as SeveralCards
-from benchmarks.plans import Case as Run
-from benchmarks.plans import executed
+from benchmarks.models import MODELS, Run as SeveralCards
+from benchmarks.plans import Case as Run, executed
 from liger_multi import configure
 from liger_multi.cli.main import main
 from liger_multi.dispatch import config as configuration

@@ -108,8 +108,7 @@ TREES = {  # roots with their branches, tokens of the row, least pairs of a bloc
 def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, monkeypatch):
     """Calls without ranges and their sum are what the ranges say."""
     device = harness.place_of("triton")
-    from liger_multi.backends.triton.attention import attention as kernels
-    from liger_multi.backends.triton.attention import blocks
+    from liger_multi.backends.triton.attention import attention as kernels, blocks
     from liger_multi.patching.packing import tree as plan
     from liger_multi.patching.packing.tree import planted
 

@@ -25,9 +25,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 import liger_multi
 from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import register_attention, unregister_attention
-from liger_multi.patching.attention import interface as attention
-from liger_multi.patching.attention import sparse
-from liger_multi.patching.attention import support as attention_support
+from liger_multi.patching.attention import (
+    interface as attention,
+    sparse,
+    support as attention_support,
+)
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
 from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (

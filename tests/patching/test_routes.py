@@ -12,8 +12,6 @@ transformers = pytest.importorskip("transformers")
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_PREFIX as PREFIX,
-)
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )

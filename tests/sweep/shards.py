@@ -21,8 +21,7 @@ from liger_multi.errors import PackingError, PatchError
 from tests.sweep.cases import Pair, build
 from tests.sweep.packing import unlike, weights_of
 from tests.sweep.run import _said, liven
-from tests.sweep.trees import GRADIENT, Verdict, filled
-from tests.sweep.trees import LENGTHS as SEGMENTS
+from tests.sweep.trees import GRADIENT, LENGTHS as SEGMENTS, Verdict, filled
 
 RANKS = 2
 LENGTHS = (11, 6, 20)  # samples of the packed row; ranks do not divide their sum

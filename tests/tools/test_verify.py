@@ -38,7 +38,6 @@ NAME = "interpreter"
 HEAD = """
 import os, time, torch
 from liger_multi.dispatch.launch import launch_config
-from typing import Optional
 from torch import Tensor
 from liger_multi.reference.{family}.{op} import backward, forward as right
 """
