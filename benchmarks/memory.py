@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import store
 from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps
-from liger_multi.memory import Estimate, estimate, measure, profile
+from liger_multi.memory import Estimate, compare, estimate, measure, profile
 from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
 
@@ -288,8 +288,6 @@ def on_device(case: Case, steps: int) -> dict[str, Any]:
 
 def profiled() -> dict[str, Any]:
     """Timelines of both models from the allocator's history, and how well they were named."""
-    from liger_multi.memory import compare
-
     device = device_of()
     profiles = []
     for patched in (False, True):

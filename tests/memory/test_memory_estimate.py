@@ -24,7 +24,7 @@ from liger_multi.memory import (
 )
 from liger_multi.memory.recorder import Recorder, stored
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
-from liger_multi.memory.simulation import MetaImplementations, Simulation, on_meta
+from liger_multi.memory.simulation import SCRATCH, MetaImplementations, Simulation, on_meta
 from liger_multi.memory.sizes import SIZES, config_of
 from tests.models import build
 
@@ -668,7 +668,6 @@ def test_scratch_of_launchers(name, direction):
     from ci.static import TARGETS, recorded
     from liger_multi.dispatch import registry
     from liger_multi.dispatch.launch import simulate
-    from liger_multi.memory.simulation import SCRATCH
 
     tensors = KERNELS[name]
     launcher = getattr(registry.module("triton", name), direction)
