@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import store
-from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps
+from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps, tracked_peak
 from liger_multi.memory import Estimate, compare, estimate, measure, profile
 from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
@@ -271,10 +271,7 @@ def on_cpu(case: Case) -> dict[str, Any]:
     model = case.build("cpu")
     optimizer, step = case.step(model)
     step()
-    states = [t for s in optimizer.state.values() for t in s.values()]
-    with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
-        step()
-    return {"measured_bytes": peak.peak_bytes}
+    return {"measured_bytes": tracked_peak(model, optimizer, step)}
 
 
 def on_device(case: Case, steps: int) -> dict[str, Any]:
