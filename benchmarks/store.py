@@ -122,6 +122,11 @@ def device(run: Mapping[str, Any]) -> str:
     return str(run["device"]["name"])
 
 
+def short(run: Mapping[str, Any]) -> str:
+    """The same without vendor and memory, for columns: ``H200``."""
+    return re.sub(r"^(NVIDIA|AMD Instinct|AMD) ", "", device(run)).split()[0]
+
+
 def card(run: Mapping[str, Any]) -> str:
     """The name of the file that a run belongs to; all processors share one."""
     name = re.sub(r"[^a-z0-9]+", "-", device(run).lower()).strip("-")

@@ -30,10 +30,12 @@ from liger_multi.losses.shared import (
     Options,
     counted,
     divisor,
+    either,
     lengths,
     masked_mean,
     of_tokens,
     positive,
+    reciprocal,
 )
 from liger_multi.losses.sources import IGNORED, Source, detached, tokens
 from liger_multi.ops import LogProbOutput
@@ -57,7 +59,7 @@ def cispo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
 def sapo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
     """A soft gate in the place of the clip."""
     a = c["advantage"]
-    t = torch.where(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+    t = either(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return -torch.sigmoid(t * (ratio - 1)) * (4 / t) * a
 
 
@@ -79,17 +81,21 @@ class Batch(NamedTuple):
 
 
 def _sequence_mean(b: Batch) -> Tensor:
-    return 1.0 / (lengths(b.mask).unsqueeze(1) * (b.mask.shape[0] * b.accumulation))
+    return reciprocal(lengths(b.mask).unsqueeze(1) * (b.mask.shape[0] * b.accumulation))
 
 
 def token_mean(b: Batch) -> Tensor:
     """The mean over the tokens of the batch."""
-    return 1.0 / (b.mask.sum().clamp(min=1) * b.accumulation)
+    return reciprocal(b.mask.sum().clamp(min=1) * b.accumulation)
+
+
+def _share(value: float, mask: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=mask.device)
 
 
 def _constant_length(b: Batch) -> Tensor:
     assert b.max_length is not None
-    return torch.as_tensor(1.0 / (b.mask.shape[0] * b.max_length * b.accumulation))
+    return _share(1.0 / (b.mask.shape[0] * b.max_length * b.accumulation), b.mask)
 
 
 def _step_mean(b: Batch) -> Tensor:
@@ -97,7 +103,7 @@ def _step_mean(b: Batch) -> Tensor:
 
 
 def _sequence_sum(b: Batch) -> Tensor:
-    return torch.as_tensor(1.0 / (b.mask.shape[0] * b.accumulation))
+    return _share(1.0 / (b.mask.shape[0] * b.accumulation), b.mask)
 
 
 class Policy(NamedTuple):
@@ -319,7 +325,7 @@ def policy_loss(
         accumulation,
         o.max_length,
     )
-    columns["share"] = POLICY[o.loss_type].weight(batch).to(mask.device).expand(mask.shape)
+    columns["share"] = POLICY[o.loss_type].weight(batch).expand(mask.shape)
     if o.entropy_weight:
         columns["entropy_share"] = token_mean(batch).mul(o.entropy_weight).expand(mask.shape)
     needed = o.entropy_weight or o.top_entropy < 1
@@ -469,8 +475,8 @@ def _vespo_weight(own: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> Te
         log_w = log_w + torch.where(mask, c["ratios"].log().clamp(low, high), 0).sum(-1)
     log_w = log_w.clamp(low, high).unsqueeze(1)
     good = c["advantage"] >= 0
-    k = torch.where(good, o.vespo_k_pos, o.vespo_k_neg)
-    rate = torch.where(good, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    k = either(good, o.vespo_k_pos, o.vespo_k_neg)
+    rate = either(good, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 
@@ -507,7 +513,7 @@ def _clips(ratio: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> dict[st
     low = (ratio < 1 - o.epsilon_low) & (a < 0)
     high = (ratio > 1 + o.epsilon_high) & (a > 0)
     some = mask.any(-1)
-    by_row = [torch.where(mask, x, False).sum(-1) / lengths(mask) for x in (low, high)]
+    by_row = [(x & mask).sum(-1) * reciprocal(lengths(mask)) for x in (low, high)]
     return {
         "clip_low": masked_mean(low.float(), mask),
         "clip_high": masked_mean(high.float(), mask),

@@ -23,6 +23,7 @@ from liger_multi.losses.shared import (
     SHARE,
     Options,
     counted,
+    either,
     lengths,
     masked_mean,
 )
@@ -773,9 +774,9 @@ def kto_loss(
     assert own.log_prob is not None
     sums = own.log_prob.sum(-1)
     ratio = sums - before
-    zero = torch.as_tensor(0.0 if kl is None else kl, device=sums.device).detach().to(sums.dtype)
-    sign = torch.where(good, 1.0, -1.0)
-    weight = torch.where(good, o.desirable_weight, o.undesirable_weight)
+    zero = torch.as_tensor(0.0 if kl is None else kl, dtype=sums.dtype, device=sums.device).detach()
+    sign = either(good, 1.0, -1.0)
+    weight = either(good, o.desirable_weight, o.undesirable_weight)
     loss = (weight * torch.sigmoid(-o.beta * sign * (ratio - zero))).mean()
     with torch.no_grad():
         up, count = o.beta * ratio.detach(), good.sum()

@@ -133,6 +133,17 @@ def lengths(mask: Tensor) -> Tensor:
     return mask.sum(-1).clamp(min=1)
 
 
+def reciprocal(count: Tensor) -> Tensor:
+    """``1 / count`` in fp32; the default dtype, which scripts set to 16 bits, has no say."""
+    return count.to(torch.float32).reciprocal()
+
+
+def either(condition: Tensor, yes: float, no: float) -> Tensor:
+    """One of two numbers, in fp32 as well."""
+    numbers = torch.full(condition.shape, no, dtype=torch.float32, device=condition.device)
+    return numbers.masked_fill(condition, yes)
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """The mean of ``x`` over tokens."""
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
@@ -195,7 +206,7 @@ def segment_weights(mask: Tensor, segments: Tensor | None) -> Tensor:
         sizes = torch.zeros(index.numel(), device=mask.device, dtype=torch.int64)
         sizes.index_add_(0, index, rows.reshape(-1).to(torch.int64))
         own, count = sizes[index].view(rows.shape), (sizes > 0).sum()
-    weights = torch.where(rows, 1.0 / own.clamp(min=1), 0.0) / count.clamp(min=1)
+    weights = torch.where(rows, reciprocal(own.clamp(min=1)), 0) / count.clamp(min=1)
     return weights.view(mask.shape)
 
 

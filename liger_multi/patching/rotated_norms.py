@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.arguments import cache_parameter, has_cache
+from liger_multi.parameters import has
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
@@ -430,7 +431,7 @@ def _replica(module: nn.Module, generator: torch.Generator) -> Any:
             layer: Any = part
             last = name in LAST
             inside, out = (layer.in_features, HIDDEN) if last else (HIDDEN, layer.out_features)
-            bias = getattr(layer, "bias", None) is not None
+            bias = has(layer, "bias")
             replica._modules[name] = linear(generator, inside, out, bias)
         else:
             replica._modules[name] = with_weights(skeleton(part), part, generator)

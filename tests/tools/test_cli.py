@@ -601,6 +601,13 @@ def test_an_ascii_terminal(a_model, command):
     assert b"\x1b" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["explain", "rms_norm"], ["explain", "nothing"]])
+def test_streams_that_are_closed(monkeypatch, arguments):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(arguments) == (2 if "nothing" in arguments else 0)
+
+
 def test_a_sequence_beyond_the_positions_has_a_note(capsys, a_model):
     assert main(["estimate", str(a_model), "--sequence", "5000"]) == 0
     assert "4,096 positions" in capsys.readouterr().out

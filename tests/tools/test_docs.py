@@ -549,6 +549,7 @@ def code(tmp_path):
 
 def checked(*command):
     """What a checker said, which finds the package of this checkout."""
+    pytest.importorskip(command[0])
     return subprocess.run(
         [sys.executable, "-m", *map(str, command)], cwd=ROOT, capture_output=True, text=True
     )
