@@ -26,7 +26,6 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     at_most,
     checked_cols,
-    exp2_near,
     log2_near,
     power_of_2,
     round_to,
@@ -164,7 +163,7 @@ def _log2_mixture(gap, beta):
     """
     teachers, students = _weights(beta)
     near = teachers * gap + _bend(gap, beta)
-    far = log2_near(students + teachers * exp2_near(gap))
+    far = log2_near(students + teachers * tl.exp2(gap))
     return tl.where(tl.abs(gap) < NEAR, near, far)
 
 
@@ -179,11 +178,11 @@ def _jensen_terms(s, t, beta):
     teachers, students = _weights(beta)
     gap = (t - s) * LOG2E
     far = at_most(tl.abs(gap), GONE)  # both may be -inf
-    large = exp2_near(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
+    large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
     up = t > s
     of_less = tl.where(up, students, teachers)
     near = _bend(gap, beta) - of_less * far
-    e = exp2_near(far * -1.0)
+    e = tl.exp2(far * -1.0)
     of_large = log2_near(tl.where(up, teachers, students) + of_less * e)
     of_large = tl.where(far < NEAR, near, of_large)
     of_small = e * (far + of_large)
