@@ -132,14 +132,16 @@ class SwappedType(type):
     def __setattr__(cls, name: str, value: Any) -> None:
         """Set an attribute; a property of ``parametrize`` becomes one of the original class."""
         swap = cls.__dict__.get("_liger_multi_swap")
-        ours = swap is None or not (isinstance(value, property) and is_parametrized(swap.stock))
-        type.__setattr__(cls if ours else swap.stock, name, value)
+        owner: type = cls
+        if swap is not None and isinstance(value, property) and is_parametrized(swap.stock):
+            owner = swap.stock
+        type.__setattr__(owner, name, value)
 
     def __delattr__(cls, name: str) -> None:
         """Delete an attribute, or such a property."""
         swap = cls.__dict__.get("_liger_multi_swap")
-        ours = swap is None or name in cls.__dict__
-        type.__delattr__(cls if ours else swap.stock, name)
+        owner: type = cls if swap is None or name in cls.__dict__ else swap.stock
+        type.__delattr__(owner, name)
 
 
 def is_parametrized(module_class: type) -> bool:
@@ -173,7 +175,7 @@ def patched_class(swap: Swap) -> type[nn.Module]:
     swapped_class = _classes.get(swap)
     if swapped_class is None:
         stock = swap.stock
-        bases = (swap.behavior, stock)
+        bases: tuple[type[nn.Module], ...] = (swap.behavior, stock)
         if swap.around is not None:
             bases = (swap.around, patched_class(replace(swap, around=None, around_settings=None)))
         if is_parametrized(stock):

@@ -338,6 +338,18 @@ def test_values_from_before_the_logits_are_theirs(form, twice, reduction, dtype,
     torch.testing.assert_close(*grads, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("form", COMPARED)
+def test_values_of_one_element_are_equal(form):
+    z = COMPARED[form](patched_head(24, VOCABULARY)(torch.randn(4, 40, 24)))
+    values, ids = z.topk(2, -1)
+    assert torch.equal(z.gather(-1, ids[..., :1]), values[..., :1])
+    assert torch.equal(z.max(-1, keepdim=True).values, values[..., :1])
+    z = COMPARED[form](patched_head(24, VOCABULARY)(torch.randn(4, 40, 24)))
+    token = z.gather(-1, z.argmax(-1, keepdim=True))
+    assert torch.equal(token, z.amax(-1, keepdim=True))
+    assert isinstance(z, LazyLogits)
+
+
 def test_an_index_of_no_class_raises_as_stock(models):
     for model in models:
         logits = model(input_ids=IDS).logits
