@@ -24,6 +24,9 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.one_pass import PASSES, Columns, token_sum
 from liger_multi.losses.shared import (
+    ABOVE_0,
+    AT_LEAST_0,
+    SHARE,
     Options,
     counted,
     divisor,
@@ -192,11 +195,21 @@ class PolicyOptions(Options):
     metrics: tuple[str, ...] = ("entropy",)
     passes: str = "auto"
 
+    WORDS = (("loss_type", POLICY), ("passes", PASSES))
+    METRICS = ("entropy",)
+    RANGES = (
+        ("beta", AT_LEAST_0),
+        ("epsilon_low", AT_LEAST_0),
+        ("epsilon_high", AT_LEAST_0),
+        ("top_entropy", SHARE),
+        ("sapo_temperature_pos", ABOVE_0),
+        ("sapo_temperature_neg", ABOVE_0),
+        ("delta", ABOVE_0),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.title()
-        checks.one_of(name, "loss_type", self.loss_type, POLICY)
-        checks.one_of(name, "passes", self.passes, PASSES)
         if self.level is not None:
             checks.one_of(name, "level", self.level, ("token", "sequence"))
         own = POLICY[self.loss_type].reads
@@ -207,19 +220,10 @@ class PolicyOptions(Options):
             )
         self.serves("correct_kl", False, self.beta != 0, "beta=0")
         self.serves("level", None, self.loss_type != "vespo", "vespo, whose weights are sequences'")
-        for key in ("beta", "epsilon_low", "epsilon_high"):
-            self.number(key, 0.0)
-        self.number("entropy_weight")
-        self.number("top_entropy", 0.0, 1.0)
-        for key in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            self.number(key, 0.0, above=True)
-        if self.delta is not None:
-            self.number("delta", 0.0, above=True)
         if self.loss_type == "dr_grpo" and (self.max_length is None or self.max_length < 1):
             raise ValueError(
                 f"{name}: dr_grpo needs max_length, at least 1, got {self.max_length!r}"
             )
-        checks.names(name, self.metrics, ("entropy",), "metrics")
 
     @property
     def sequence_level(self) -> bool:

@@ -516,7 +516,7 @@ def _replica_mlp(
     sizes = {2 * inner: 2 * small_inner, inner: small_inner, hidden: 24}
     replica = skeleton(module, sizes)
     for name, m in module._modules.items():
-        if name in layers:
+        if m is not None and name in layers:
             bias = has(m, "bias")
             inputs, outputs = (sizes[getattr(layers[name], f)] for f in _FEATURES)
             replica._modules[name] = linear(generator, inputs, outputs, bias)

@@ -252,8 +252,8 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
 
         passed.__name__ = _BARE[norm]  # an attribute of the class has this name
         targets[norm] = cast(FunctionType, passed)
-    function_copy, holds = redirect.redirected(function, targets), redirect.still(function, name)
-    cache = cache_parameter(function)
+    function_copy = redirect.redirected(function, targets)
+    holds, cache = redirect.currency_of(function, name), cache_parameter(function)
     only = cache is not None and redirect.only_calls(function, cache, "update")
     hands_cos = "cache_kwargs" in redirect.variables(function)
     return Copy(function_copy, function, holds, hands_cos, cache if only else None)

@@ -140,8 +140,7 @@ class SwappedType(type):
     def __delattr__(cls, name: str) -> None:
         """Delete an attribute, or such a property."""
         swap = cls.__dict__.get("_liger_multi_swap")
-        owner: type = cls if swap is None or name in cls.__dict__ else swap.stock
-        type.__delattr__(owner, name)
+        type.__delattr__(cls if swap is None or name in cls.__dict__ else swap.stock, name)
 
 
 def is_parametrized(module_class: type) -> bool:

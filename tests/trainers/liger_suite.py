@@ -15,11 +15,10 @@ import argparse
 import ast
 import collections
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import json
 import os
-import pkgutil
 import re
 import signal
 import subprocess
@@ -67,42 +66,57 @@ def parameters(call, skip):
 
 
 def entry(cls):
-    """Parameters of a function, or of a class's construction and call."""
+    """Parameters of a function, or of a class's construction, call and other public methods."""
     if not isinstance(cls, type):
         return {"call": parameters(cls, 0)} if inspect.isroutine(cls) else {}
+    own = [c for c in cls.__mro__ if not c.__module__.startswith(("torch", "builtins"))]
+    if any("apply" in vars(c) for c in own):
+        return {"call": parameters(cls.apply, 0)}
     if issubclass(cls, torch.autograd.Function):
-        own = any("apply" in vars(c) for c in cls.__mro__ if not c.__module__.startswith("torch."))
-        return {"call": parameters(cls.apply, 0) if own else parameters(cls.forward, 1)}
-    record = {"init": parameters(cls, 0)}
+        record = {"call": parameters(cls.forward, 1)}
+    else:
+        record = {"init": parameters(cls, 0)}
     if issubclass(cls, torch.nn.Module):
         record["call"] = parameters(cls.forward, 1)
-    return record
+    names = {name for c in own for name in vars(c) if not name.startswith("_")}
+    names -= {"forward", "backward", "extra_repr"}
+    public = {name: getattr(cls, name) for name in sorted(names)}
+    return record | {name: parameters(x, 0) for name, x in public.items() if inspect.isroutine(x)}
 
 
-def surface():
-    """Public names of the ``liger_kernel`` that is found, below it, each with its parameters."""
-    every, paths = {}, [NAME]
-    for path in paths:
-        try:
-            module = importlib.import_module(path)
-        except ImportError:
+def surface(root):
+    """Public names of the ``liger_kernel`` in a folder, below it, each with its parameters.
+
+    Of a module that cannot be imported here its own functions and classes, without parameters.
+    """
+    every = {}
+    for file in sorted(root.rglob("*.py")):
+        *folders, name = file.relative_to(root).with_suffix("").parts
+        below = folders if name == "__init__" else [*folders, name]
+        if any(part.startswith(("_", "cut")) for part in below):
             continue
-        every[path.partition(".")[2]] = {}
-        package = hasattr(module, "__path__")
-        for _, name, _ in pkgutil.iter_modules(module.__path__ if package else ()):
-            if not name.startswith(("_", "cut")):
-                paths.append(f"{path}.{name}")
-        for name, value in vars(module).items():
+        path, package = ".".join((NAME, *below)), name == "__init__"
+        every[".".join(below)] = {}
+        try:
+            names = vars(importlib.import_module(path))
+        except ImportError:
+            names = {
+                node.name: types.SimpleNamespace(__module__=path)
+                for node in ast.parse(file.read_text()).body
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            }
+        for name, value in [*names.items()]:
             home = getattr(value, "__module__", None) or ""
             ours = home == path or (package and home.partition(".")[0] == NAME)
             if ours and not name.startswith("_"):
-                every[f"{path}.{name}".partition(".")[2]] = entry(value)
+                every[".".join((*below, name))] = entry(value)
     return every
 
 
 def surface_of(source):
     """The surface of a package in a folder, read in a process of its own."""
-    code = f"import json, {PLUGIN} as m; print(json.dumps(m.surface()))"
+    root = str(Path(source, NAME))
+    code = f"import json, {PLUGIN} as m; print(json.dumps(m.surface(m.Path({root!r}))))"
     path = os.pathsep.join([str(source), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -198,6 +212,10 @@ def pytest_configure(config):
     load = finder._Loader.exec_module
     finder._Loader.exec_module = lambda self, module: (load(self, module), _with_stand_ins(module))
     liger_kernel.install(force=True)
+    helpers = Path("src", NAME, "testing", "__init__.py")  # which its tests compare with
+    spec = importlib.util.spec_from_file_location(f"{NAME}.testing", helpers)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
     loaded = importlib.import_module(f"{NAME}.transformers.functional")
     loaded.liger_softmax(torch.ones(2, 2, requires_grad=True)).sum().backward()  # no test loads it
     for name, function in OF_A_CPU.items():

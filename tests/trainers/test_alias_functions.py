@@ -4,6 +4,7 @@ Liger-Kernel's own tests (``make test-liger``) run its modules and losses in all
 """
 
 import importlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -509,7 +510,11 @@ function = functional.liger_fused_linear_scaled_cross_entropy_tp
 for a, b in zip(function(*ours, target, group, 0.7, return_entropy=True), got):
     assert torch.equal(a, b)
 
-apply = op_functions.LigerVocabParallelCEFunction.apply
+def apply(z, ids, *options):
+    of_ranks = op_functions.LigerVocabParallelCEFunction.apply
+    return of_ranks(z.unsqueeze(1), ids.unsqueeze(1), *options).squeeze(1)
+
+
 # a partition smooths over a rank's own classes, as Megatron-Core does
 for formula, mode, classes in (
     ("pytorch", "global", 12), ("megatron", "global", 12),
@@ -532,6 +537,8 @@ torch.testing.assert_close(
     apply(mine, target, group, -100, 0.0, "megatron", "partition").double(),
     F.cross_entropy(whole, target, reduction="none"), rtol=1e-5, atol=1e-5,
 )
+outside = apply(mine, target.masked_fill(target == 7, 12), group, -100, 0.0, "megatron", "global")
+assert outside[target == 7].eq(0).all() and outside[target > 7].gt(0).all()
 """
 
 
@@ -597,7 +604,7 @@ WIDE_STREAMS = torch.randn(3, 2, 8)
             lambda: modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)(
                 torch.randn(2, 6, 8), torch.ones(2, 6)
             ),
-            *(NotImplementedError, r"attention_mask is not served, got \(2, 6\)"),
+            *(NotImplementedError, r"Attention mask is not yet supported, got \(2, 6\)"),
         ),
         (
             lambda: modules.LigerFusedNeighborhoodAttention(9, 2),
@@ -607,9 +614,20 @@ WIDE_STREAMS = torch.randn(3, 2, 8)
             lambda: modules.LigerFusedNeighborhoodAttention(8, 2, 4),
             *(ValueError, "must be odd"),
         ),
+        *(
+            (
+                lambda sizes=sizes: modules.LigerFusedNeighborhoodAttention(8, 2, *sizes),
+                *(ValueError, "must be positive"),
+            )
+            for sizes in ((3, 0), (0, 1))
+        ),
         (
-            lambda: modules.LigerFusedNeighborhoodAttention(8, 2, 3, 0),
-            *(ValueError, "must be positive"),
+            lambda: modules.LigerFusedCETVDLoss()(R(1, 3, 5), R(1, 3, 5), torch.arange(3)),
+            *(ValueError, r"must be 2D .*got \(1, 3, 5\)"),
+        ),
+        (
+            lambda: modules.LigerVocabParallelCrossEntropy()(R(3, 5), torch.arange(3)),
+            *(ValueError, r"must be 3-D .*got \(3, 5\)"),
         ),
         (
             lambda: modules.LigerRMSNormForMuseGlimmer(),
@@ -622,7 +640,7 @@ WIDE_STREAMS = torch.randn(3, 2, 8)
         (lambda: modules.LigerRMSNorm(8, init_fn="normal"), ValueError, "init_fn must be"),
         (
             lambda: modules.LigerVocabParallelCrossEntropy(reduction="mean"),
-            *(ValueError, "reduction 'mean'; known: none"),
+            *(ValueError, "reduction must be 'none', got 'mean'"),
         ),
         (
             lambda: modules.LigerVocabParallelCrossEntropy(label_smoothing=1.0),
@@ -643,9 +661,41 @@ def test_errors_of_blocks_and_losses(call, error, text):
         call()
 
 
+def test_vocab_parallel_target_outside_costs_nothing():
+    """Megatron-Core has labels of -1 where its loss mask is 0; a NaN or an error would stay."""
+    logits, target = R(3, 2, 5).requires_grad_(), torch.tensor([[0, -1], [5, 4], [-100, 2]])
+    loss = modules.LigerVocabParallelCrossEntropy(label_smoothing=0.1)(logits, target)
+    inside = target.masked_fill((target < 0) | (target > 4), -100).flatten()
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), inside, label_smoothing=0.1, reduction="none"
+    ).view(3, 2)
+    torch.testing.assert_close(loss, expected)
+    loss.sum().backward()
+    assert logits.grad[[0, 1, 2], [1, 0, 0]].eq(0).all()
+
+
 def test_many_streams_warn():
     with pytest.warns(UserWarning, match="hc=17 is large"):
         modules.LigerMHC(nn.Identity(), hc=17, c=8)
+
+
+def test_multi_token_attention_starts_as_liger():
+    """A weight as a convolution's and a bias of zeros, from the same draws of the generator."""
+    torch.manual_seed(0)
+    module = modules.LigerMultiTokenAttention(4, 6, 3, groups=2)
+    torch.manual_seed(0)
+    expected = nn.init.kaiming_uniform_(torch.empty(6, 2, 3, 3), a=math.sqrt(5))
+    assert torch.equal(module.weight, expected)
+    nn.init.ones_(module.bias)
+    module.reset_parameters()
+    assert module.bias.eq(0).all()
+    assert modules.LigerMultiTokenAttention(4, 6, 3, bias=False).bias is None
+
+
+def test_neighborhood_attention_configuration():
+    options = modules.LigerFusedNeighborhoodAttentionConfig(64, 4, scale=0.5).to_dict()
+    assert (options["hidden_size"], options["scale"], len(options)) == (64, 0.5, 8)
+    assert modules.LigerFusedNeighborhoodAttentionConfig(**options).to_dict() == options
 
 
 def test_norms_of_muse_glimmer():

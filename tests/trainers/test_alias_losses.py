@@ -222,6 +222,37 @@ def test_grpo_without_reference(pairs, terms):
         policy_of(b, beta=0.5)
 
 
+def test_grpo_log_probabilities_before_reference_states(pairs):
+    b, both = pairs, {"ref_input": pairs.ref_hidden, "ref_weight": pairs.ref_weight}
+    expected, _ = policy_of(b, {"ref_per_token_logps": b.ref + 0.3}, beta=0.5)
+    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
+        got, _ = policy_of(b, {"ref_per_token_logps": b.ref + 0.3, **both}, beta=0.5)
+    b.same(got, expected)
+
+
+def test_policy_base_chunk_forward(pairs):
+    b, ids = pairs, pairs.target.clamp(min=0)
+    got = bases.LigerFusedLinearPPOBase.chunk_forward(b.hidden, b.weight, ids, b.bias, 0.7)
+    b.same((got * b.mask).sum(), b.each(b.logits, 0.7).sum())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+def test_reduce_grpo_loss(draw, loss_type):
+    loss, mask = draw(3, 5), torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
+    loss[0, 2] = torch.nan  # what does not count is not read
+    total, counts = torch.where(mask == 1, loss, 0).sum(-1), mask.sum(-1)
+    expected = {
+        "grpo": (total / counts).mean(),
+        "bnpo": total.sum() / counts.sum(),
+        "dapo": total.sum() / counts.sum(),
+        "dr_grpo": total.sum() / 15,  # of the length of the rows where none is told
+        "luspo": total.mean(),  # of numbers of tokens, as in TRL: the sum of an answer
+    }
+    torch.testing.assert_close(
+        policy._reduce_grpo_loss(loss, mask, loss_type, None), expected[loss_type]
+    )
+
+
 def test_vespo_sequence_ratio_counts_once(draw):
     log_ratio, mask = draw(3, 4) / 4, torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]])
     advantages, ratio = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([[0.5], [2.0], [1.5]])

@@ -23,11 +23,11 @@ from tests.models import (
     build,
     pair,
     patched_ops,
+    rows as data_of,
     tokenizer,
     trainer,
     with_words,
 )
-from tests.models import rows as data_of
 from tests.sweep import cases
 
 OPS = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "rope": 2, "swiglu": 2}
@@ -187,6 +187,25 @@ def test_auto_model(liger):
     assert issubclass(liger.AutoLigerKernelForCausalLM, AutoModelForCausalLM)
     model = liger.AutoLigerKernelForCausalLM.from_config(build().config, swiglu=False)
     assert patched_ops(model) == without("swiglu")
+
+
+def test_auto_model_calls_registered_function(liger, monkeypatch, tmp_path):
+    """Before the model is built, with the keywords that it names, as Liger-Kernel does."""
+    calls, model = [], build()
+    model.save_pretrained(tmp_path)
+
+    def register(rope=True, mine=1):
+        calls.append((rope, mine))
+
+    monkeypatch.setitem(liger.MODEL_TYPE_TO_APPLY_LIGER_FN, "llama", register)
+    auto = liger.AutoLigerKernelForCausalLM
+    for built in (
+        auto.from_config(model.config, rope=False, mine=2),
+        auto.from_pretrained(tmp_path, rope=False, dtype=torch.float32),
+        auto.from_pretrained(tmp_path, config=model.config, mine=3),
+    ):
+        assert patched_ops(built) == {}
+    assert calls == [(False, 2), (False, 1), (True, 3)]
 
 
 def test_registered_apply_function(liger, caplog, monkeypatch):

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -23,6 +24,7 @@ import liger_multi
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.compat.liger_kernel import finder, functional, helpers, op_functions
 from liger_multi.dispatch.config import current
+from liger_multi.errors import ConfigurationError
 from tests.trainers import liger_suite
 
 TRAINERS = yaml.safe_load(Path(__file__).with_name("alias_names.yaml").read_text())
@@ -43,15 +45,23 @@ SKIPPED = {
     "ops.*.get_num_warps": PARTS,
     "ops.fused_moe*": PARTS,
     "triton.monkey_patch.LigerTritonFileCacheManager": "Triton's own cache is used",
+    "ops.experimental.mm_int8int2*": "an experiment, whose own tests are skipped",
+    "transformers.moe*": "needs liger_cute_kernels, a package of its own",
     "testing*": "test helpers of the package itself",
 }
 """Patterns of names below the package that are not served, with the reason."""
 
-KERNEL_THERE = "on for every model type: what Liger-Kernel has no kernel for, ours has"
+APPLY = "transformers.*apply_liger_kernel_to_"
 OTHERWISE = {
-    "transformers.*apply_liger_kernel_to_*": KERNEL_THERE,
+    f"{APPLY}*.call: rope=True, not False": "no kernel there, or another form of it; here there is",
+    f"{APPLY}gemma4.call: layer_norm=True, not False": "of towers, where there are such norms",
+    f"{APPLY}*.call: swiglu=True, not False": "of experts; here they have an operator",
+    f"{APPLY}granite.call: cross_entropy=False, not True": "the fused loss is on, which it has not",
+    f"{APPLY}granite.call: fused_linear_cross_entropy=True, not False": "as above",
+    "chunked_loss.*.chunk_forward: not there": "logits of all rows are never held",
+    "chunked_loss.*Function.*_loss_fn: not there": "one operator; the base class takes a loss",
 }
-"""Patterns of names whose signature differs on purpose, with the reason."""
+"""Patterns of differences on purpose: a name, what of it, and how it differs; with the reason."""
 
 
 def served(name):
@@ -72,11 +82,13 @@ def matching(name, table):
 
 
 def differs(ours, real):
-    """How a function cannot be called as the package's; None where it can."""
-    if ours is None or real is None:
-        return None
+    """How a function cannot be called as the package's."""
+    if real is None:
+        return []
+    if ours is None:
+        return ["not there"]
     several = {parameter_kind for _, parameter_kind, _ in ours} & {"VAR_POSITIONAL", "VAR_KEYWORD"}
-    ours = [p for p in ours if not p[1].startswith("VAR")]
+    ours, reasons = [p for p in ours if not p[1].startswith("VAR")], []
     for i, (name, parameter_kind, default) in enumerate(
         p for p in real if not p[1].startswith("VAR")
     ):
@@ -86,14 +98,14 @@ def differs(ours, real):
         if mine is None and len(several) == 2:
             continue
         if mine is None:
-            return f"no {name}"
-        if parameter_kind != "KEYWORD_ONLY" and mine[1] == "KEYWORD_ONLY":
-            return f"{name} has no position"
-        if default is not None and "<" not in default and mine[2] != default:
-            return f"{name}={mine[2]}, not {default}"
+            reasons.append(f"no {name}")
+        elif parameter_kind != "KEYWORD_ONLY" and mine[1] == "KEYWORD_ONLY":
+            reasons.append(f"{name} has no position")
+        elif default is not None and "<" not in default and mine[2] != default:
+            reasons.append(f"{name}={mine[2]}, not {default}")
     more = [name for name, _, default in ours if default is None]
     more = [name for name in more if name not in {p[0] for p in real}]
-    return f"needs {more}" if more else None
+    return [*reasons, *(f"needs {name}" for name in more)]
 
 
 @pytest.mark.parametrize("package", TRAINERS)
@@ -113,32 +125,31 @@ def test_public_names_and_signatures_of_the_package(installed):
     lost = [name for name in real if served(name) is None]
     assert [n for n in lost if not matching(n, SKIPPED)] == []
     assert set(SKIPPED) - {p for n in lost for p in matching(n, SKIPPED)} == set()
-    wrong = {}
-    for name, there in real.items():
-        here = liger_suite.entry(served(name)) if there else {}
-        reasons = [differs(here.get(role), there[role]) for role in there]
-        if any(reasons):
-            wrong[name] = reasons
-    assert {n: why for n, why in wrong.items() if not matching(n, OTHERWISE)} == {}
+    wrong = []
+    for name in real.keys() - set(lost):
+        here = liger_suite.entry(served(name)) if real[name] else {}
+        for role, there in real[name].items():
+            wrong += [f"{name}.{role}: {reason}" for reason in differs(here.get(role), there)]
+    assert [difference for difference in wrong if not matching(difference, OTHERWISE)] == []
     assert set(OTHERWISE) - {p for n in wrong for p in matching(n, OTHERWISE)} == set()
 
 
 @pytest.mark.parametrize(
-    ("ours", "text"),
+    ("ours", "reasons"),
     [
-        (lambda x, y=1: None, None),
-        (lambda x, y=1, z=3: None, None),
-        (lambda *args, **kwargs: None, None),
-        (lambda x: None, "no y"),
-        (lambda y, x=1: None, "no x"),
-        (lambda x, y=2: None, "y=2, not 1"),
-        (lambda x, *, y=1: None, "y has no position"),
-        (lambda x, y=1, *, z: None, "needs ['z']"),
+        (lambda x, y=1: None, []),
+        (lambda x, y=1, z=3: None, []),
+        (lambda *args, **kwargs: None, []),
+        (lambda x: None, ["no y"]),
+        (lambda y, x=1: None, ["no x", "no y"]),
+        (lambda x, y=2, *, z: None, ["y=2, not 1", "needs z"]),
+        (lambda x, *, y=1: None, ["y has no position"]),
     ],
 )
-def test_signature_differences(ours, text):
+def test_signature_differences(ours, reasons):
     expected = liger_suite.parameters(lambda x, y=1: None, 0)
-    assert differs(liger_suite.parameters(ours, 0), expected) == text
+    assert differs(liger_suite.parameters(ours, 0), expected) == reasons
+    assert differs(None, expected) == ["not there"]
 
 
 # --- what install does ---
@@ -325,6 +336,43 @@ def test_unknown_impl_errors(call, args, options, error, message):
         call(*args, **options)
 
 
+@pytest.mark.parametrize(
+    ("needs", "arch", "reason"),
+    [
+        ({}, None, None),
+        ({"modules": ["sys"], "predicate": lambda: True}, None, None),
+        ({"modules": ["no_such_module"]}, None, "'no_such_module' is not importable"),
+        ({"requires_cuda": True}, None, "no CUDA device"),
+        ({"min_cc": (9, 0), "max_cc": (9, 0)}, "sm90", None),
+        ({"requires_cuda": True}, "gfx942", None),
+        ({"min_cc": (10, 0)}, "sm90", r"sm90 is not in sm100\.\."),
+        ({"max_cc": (9, 0)}, "sm100", r"sm100 is not in \.\.sm90"),
+        ({"min_cc": (8, 0)}, "gfx942", r"gfx942 is not in sm80\.\."),
+        ({"predicate": lambda: False}, None, "predicate is False"),
+        ({"predicate": lambda: 1 / 0}, None, "predicate raised ZeroDivisionError"),
+    ],
+)
+def test_capability(monkeypatch, needs, arch, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: arch is not None)
+    monkeypatch.setattr(op_functions, "device_info", lambda _: SimpleNamespace(arch=arch))
+    capability = op_functions.Capability(**needs)
+    actual = capability.reason_if_unsatisfied()
+    assert capability.is_satisfied() == (reason is None)
+    assert re.search(reason, actual) if reason else actual is None
+
+
+def test_impl_is_callable():
+    impl = op_functions.get_registered("softmax", "pytorch")
+    assert impl.backend == "pytorch"
+    assert torch.equal(impl.call(LOGITS), LOGITS.softmax(-1))
+    of_class = op_functions.OpImpl("x", "mine", autograd_function=op_functions.LigerSoftmaxFunction)
+    assert torch.equal(of_class.call(LOGITS, mode="default"), LOGITS.softmax(-1))
+    with pytest.raises(TypeError, match=r"autograd_function registration.*\['dim'\]"):
+        of_class.call(LOGITS, dim=1)
+    with pytest.raises(RuntimeError, match="has no callable"):
+        op_functions.OpImpl("x", "mine").call(LOGITS)
+
+
 X, W = torch.randn(4, 6), torch.rand(6)
 Q = torch.randn(1, 2, 4, 6)
 ANGLES = torch.randn(1, 4, 6)
@@ -385,6 +433,11 @@ def test_impl_variable_at_install(installed, monkeypatch):
     ):
         alias.install()
     alias.uninstall()
+    with monkeypatch.context() as strict:
+        strict.setenv("LIGER_KERNEL_STRICT", "1")
+        with pytest.raises(op_functions.ImplNotAvailableError, match="'nvidia-cutile'"):
+            alias.install()
+    assert not alias.installed()
     monkeypatch.setenv("LIGER_KERNEL_IMPL", "pytorch")
     alias.install()
     assert chosen_backend() == ("reference",)
@@ -430,16 +483,35 @@ def test_helpers(capsys):
         ("sm103", "blackwell_ultra"),
         ("sm120", "blackwell_consumer"),
         ("sm61", "sm_61"),
-        ("gfx942", "gfx942"),
+        ("sm87", "sm_87"),
+        ("gfx90a", "cdna2"),
+        ("gfx942", "cdna3"),
+        ("gfx1101", "rdna3"),
+        ("gfx1200", "gfx1200"),
+        ("Ascend910B3", "ascend910"),
+        ("Ascend310P3", "ascend310"),
+        ("Ascend950", "npu"),
     ],
 )
 def test_infer_device_arch(monkeypatch, arch, name):
     infer_device_arch = helpers.infer_device_arch.__wrapped__  # without its cache
-    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    device_type = "npu" if arch.startswith("Ascend") else "cuda"
+    monkeypatch.setattr(helpers, "infer_device", lambda: device_type)
     monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
+    monkeypatch.setattr(helpers, "torch", SimpleNamespace(device=lambda *_: None))  # has no npu
     assert infer_device_arch() == name
-    monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
-    assert infer_device_arch() == "npu"
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cpu")
+    assert infer_device_arch() == "cpu"
+
+
+@pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
+def test_infer_device_arch_of_unknown_device(monkeypatch, error):
+    def fail(device):
+        raise error("no driver")
+
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(helpers, "device_info", fail)
+    assert helpers.infer_device_arch.__wrapped__() == "cuda"
 
 
 def test_launch_settings():
@@ -544,7 +616,7 @@ def test_megatron_norm_copies_and_state(names):
         names.LigerMegatronRMSNorm(LAYER, 8)
 
 
-def test_megatron_swiglu_fallback(names):
+def test_megatron_swiglu_fallback(names, caplog):
     x = torch.randn(4, 2, 12, requires_grad=True)
     gate, up = x.chunk(2, -1)
     mlp = names.LigerMegatronSwiGLU(lambda *args: args)
@@ -552,11 +624,16 @@ def test_megatron_swiglu_fallback(names):
     torch.testing.assert_close(mlp(x[0]), (F.silu(gate) * up)[0])
     bias = torch.ones(12)
     assert mlp(x, bias) == (x, bias, False, False)
-    assert mlp(x, None, False, True) == (x, None, False, True)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert mlp(x, None, False, True) == (x, None, False, True)
+    assert [r.getMessage() for r in caplog.records if "falling back" in r.msg] == [
+        "LigerMegatronSwiGLU is falling back to fallback_impl for cpu_offload_input"
+    ]
     alone = names.LigerMegatronSwiGLU()
     with pytest.raises(RuntimeError, match="fp8_input_store is not served"):
         alone(x, fp8_input_store=True)
-    with pytest.raises(ValueError, match=r"got \(12,\)"):
+    with pytest.raises(ValueError, match=r"must be 2D .*got \(12,\)"):
         alone(x[0, 0])
 
 
@@ -569,7 +646,7 @@ def test_megatron_cross_entropy_defaults(names):
         logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1 * 11 / 10
     )
     torch.testing.assert_close(loss(logits, target).flatten(), expected)
-    with pytest.raises(ValueError, match="reduction 'mean'"):
+    with pytest.raises(ValueError, match="reduction must be 'none'"):
         names.LigerMegatronCrossEntropy(reduction="mean")
 
 
@@ -621,12 +698,15 @@ def megatron(monkeypatch):
     def plain(vocab_parallel_logits, target, label_smoothing=0.0):
         return "plain"
 
+    def get_group(check_initialized=True):
+        assert not check_initialized, "there are no parallel groups"
+
     module(monkeypatch, "transformer.torch_norm", WrappedTorchNorm=Norm)
     module(monkeypatch, "models.backends", LocalSpecProvider=type("Local", (Provider,), {}))
     module(monkeypatch, "fusions.fused_cross_entropy", fused_vocab_parallel_cross_entropy=fused)
     module(monkeypatch, "fusions.fused_bias_swiglu", SwiGLUFunction=Function)
     module(monkeypatch, "tensor_parallel.cross_entropy", vocab_parallel_cross_entropy=plain)
-    module(monkeypatch, "parallel_state", get_tensor_model_parallel_group=lambda: None)
+    module(monkeypatch, "parallel_state", get_tensor_model_parallel_group=get_group)
     return module(monkeypatch, "user", LNImpl=Norm, loss=plain, fast=fused, act=Function)
 
 
@@ -667,6 +747,51 @@ def test_megatron_names_replaced_and_restored(names, megatron):
     assert late.norm is Norm
     assert {**vars(megatron)} == before
     assert local.layer_norm is own
+
+
+def test_megatron_replacements_name_their_originals(names, megatron):
+    before = dict(vars(megatron))
+    local = sys.modules["megatron.core.models.backends"].LocalSpecProvider
+    names.apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
+    for name in ("LNImpl", "loss", "fast", "act"):
+        assert getattr(megatron, name).__wrapped__ is before[name]
+        assert getattr(megatron, name).__liger_patched__
+    assert local.layer_norm.__wrapped__ is Provider.layer_norm
+
+
+def test_megatron_imported_again_is_patched_again(names, megatron, caplog):
+    """Whether it was done is asked of what stands there."""
+    asked = {"rms_norm": False, "cross_entropy": True, "swiglu": True}
+    names.apply_liger_kernel_to_megatron(**asked)
+    for name in ("fusions.fused_cross_entropy", "fusions.fused_bias_swiglu"):
+        module, again = sys.modules[f"megatron.core.{name}"], ModuleType(name)
+        vars(again).update({k: getattr(v, "__wrapped__", v) for k, v in vars(module).items()})
+        sys.modules[f"megatron.core.{name}"] = again
+    megatron.act, megatron.fast = Function, megatron.fast.__wrapped__
+    names.apply_liger_kernel_to_megatron(**asked)
+    assert megatron.act is not Function
+    assert "Could not find" not in caplog.text
+
+
+def test_megatron_loss_class_of_the_user(names, megatron, monkeypatch, caplog):
+    """A subclass in the public module is what the functions call; who calls them is looked for."""
+    made = []
+
+    class Mine(names.LigerMegatronCrossEntropy):
+        def __init__(self, **options):
+            super().__init__(**options)
+            made.append(options)
+
+    public = importlib.import_module("liger_kernel.megatron.cross_entropy")
+    monkeypatch.setattr(public, "LigerMegatronCrossEntropy", Mine)
+    megatron.fast = other = lambda *_: "another framework's"
+    names.apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
+    assert megatron.fast is other
+    assert "Could not find where this Megatron version calls" in caplog.text
+    megatron.loss(torch.randn(3, 2, 11), torch.randint(11, (3, 2)))
+    assert made == [{}, {}]
+    megatron.loss(torch.randn(3, 2, 11), torch.randint(11, (3, 2)), 0.0)
+    assert made == [{}, {}, {"label_smoothing": 0.0}]
 
 
 def test_megatron_replaces_only_requested(names, megatron):

@@ -17,6 +17,7 @@ returned with the loss has no gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -374,9 +375,10 @@ class LigerFusedLinearPPOBase(_EagerGradients):
         if use_ref_model and ref_per_token_logps is None:
             assert ref_input is not None
             assert ref_weight is not None
-            reference = losses.Head(ref_input, ref_weight, ref_bias, temperature=temperature)
             with torch.no_grad():
-                ref_per_token_logps = losses.tokens(reference, ids).log_prob
+                ref_per_token_logps = LigerFusedLinearPPOBase.chunk_forward(
+                    ref_input, ref_weight, ids, ref_bias, temperature
+                )
         columns = {
             "attention_mask": attention_mask,
             "advantages": advantages,
@@ -386,9 +388,8 @@ class LigerFusedLinearPPOBase(_EagerGradients):
         }
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
-            head, total = losses.Head(hidden, weight, bias, temperature=temperature), _Total()
-            own = losses.tokens(head, ids).log_prob
-            assert own is not None
+            total = _Total()
+            own = LigerFusedLinearPPOBase.chunk_forward(hidden, weight, ids, bias, temperature)
             for part in _chunks(len(own), chunk_size):
                 kwargs = {k: None if x is None else x[part] for k, x in columns.items()}
                 value, metrics = cls.ppo_loss_fn(per_token_logps=own[part], **kwargs, **options)
@@ -396,6 +397,20 @@ class LigerFusedLinearPPOBase(_EagerGradients):
             return total.loss, total.aux()
 
         return cls.run(ctx, (_input, weight, bias), loss)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def chunk_forward(
+        input_chunk: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        bias: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Log-probabilities of tokens in fp32; logits are never there as a whole."""
+        head = losses.Head(input_chunk, weight, bias, temperature=temperature)
+        log_prob = losses.tokens(head, selected_token_ids).log_prob
+        assert log_prob is not None
+        return log_prob
 
 
 def ranks() -> tuple[int, Any]:
@@ -412,6 +427,12 @@ def check_policy(
     if use_reference and all(columns is None for columns in reference):
         raise ArgumentError(
             f"{name}: If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
+        )
+    if use_reference and all(columns is not None for columns in reference):
+        warnings.warn(
+            f"{name}: Both ref_per_token_logps and ref_input are provided. Using "
+            "ref_per_token_logps.",
+            stacklevel=3,
         )
     if loss_type == "dr_grpo" and length is None:
         raise ArgumentError(

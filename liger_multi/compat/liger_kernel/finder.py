@@ -124,6 +124,7 @@ def install(*, force: bool = False) -> None:
 
     Raises:
         ImportError: The real package is installed, or imported already, and ``force`` is False.
+        ImplNotAvailableError: ``LIGER_KERNEL_IMPL`` under ``LIGER_KERNEL_STRICT=1`` is such a name.
     """
     if installed():
         return
@@ -134,11 +135,11 @@ def install(*, force: bool = False) -> None:
             f"{NAME} is installed ({where}); uninstall it (pip uninstall liger-kernel), or hide it "
             "in this process with install(force=True)"
         )
+    if os.environ.get("LIGER_KERNEL_IMPL"):
+        importlib.import_module(f"{HERE}.op_functions").read_variables()
     _forget()
     sys.meta_path.insert(0, _FINDER)
     _look_again()
-    if os.environ.get("LIGER_KERNEL_IMPL"):
-        importlib.import_module(f"{HERE}.op_functions").read_variables()
 
 
 def uninstall() -> None:
@@ -303,7 +304,7 @@ HOMES: dict[str, dict[str, str]] = {
     "policy": {
         "ops": "GrpoLossFunction",
         "ops.grpo_loss": "GrpoLossFunction",
-        "transformers.grpo_loss": "triton_grpo_loss",
+        "transformers.grpo_loss": "triton_grpo_loss _reduce_grpo_loss",
         "chunked_loss": "LigerFusedLinearGRPOLoss",
         "chunked_loss.grpo_loss": (
             "LigerFusedLinearGRPOLoss k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn"

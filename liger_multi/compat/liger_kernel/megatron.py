@@ -7,8 +7,10 @@ they need of a configuration by name.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from liger_multi import ops
 from liger_multi.compat.liger_kernel.modules import LigerVocabParallelCrossEntropy
 
 _HERE = "apply_liger_kernel_to_megatron"
+_LOG = logging.getLogger(__name__)
 
 
 class LigerMegatronRMSNorm(nn.Module):
@@ -48,18 +51,20 @@ class LigerMegatronRMSNorm(nn.Module):
         self.zero_centered_gamma = bool(
             zero_centered_gamma or getattr(config, "layernorm_zero_centered_gamma", False)
         )
+        self._offset = float(self.zero_centered_gamma)
         self.weight = nn.Parameter(torch.empty(self.hidden_size))
         # Megatron-Core sums gradients of such parameters over the ranks of a sequence
         self.weight.sequence_parallel = getattr(config, "sequence_parallel", False)  # type: ignore[attr-defined]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        nn.init.constant_(self.weight, 1.0 - self._offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; gamma around zero is added to one in fp32, the result has the dtype of x."""
-        offset, casting = (1.0, "gemma") if self.zero_centered_gamma else (0.0, "llama")
-        return ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting).to(x.dtype)
+        casting = "gemma" if self._offset else "llama"
+        y = ops.rms_norm(x, self.weight, self.eps, offset=self._offset, casting=casting)
+        return y.to(x.dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -81,8 +86,8 @@ class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
 class LigerMegatronSwiGLU(nn.Module):
     """:func:`liger_multi.ops.swiglu_packed` with the arguments of Megatron-Core's function.
 
-    ``fallback_impl`` is called for what is not served: a bias, FP8 inputs, offloaded inputs.
-    ``in_place`` changes nothing.
+    ``fallback_impl`` is called for what is not served: a bias, FP8 inputs, offloaded inputs. The
+    first call for each of them is logged. ``in_place`` changes nothing.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class LigerMegatronSwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         self.fallback_impl, self.in_place = fallback_impl, in_place
+        self._logged_fallbacks: set[str] = set()
 
     def forward(
         self,
@@ -103,26 +109,32 @@ class LigerMegatronSwiGLU(nn.Module):
             "fp8_input_store": fp8_input_store,
             "cpu_offload_input": cpu_offload_input,
         }
-        if any(asked.values()):
-            if self.fallback_impl is not None:
-                return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
-            raise RuntimeError(
-                f"LigerMegatronSwiGLU: {', '.join(n for n, on in asked.items() if on)} is not "
-                "served; pass fallback_impl=megatron.core.fusions.fused_bias_swiglu."
-                "bias_swiglu_impl, or turn it off"
-            )
+        reason = ", ".join(name for name, on in asked.items() if on)
+        if reason:
+            if self.fallback_impl is None:
+                raise RuntimeError(
+                    f"LigerMegatronSwiGLU: {reason} is not served; pass fallback_impl="
+                    "megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl, call "
+                    f"{_HERE}(swiglu=True), which leaves such calls to Megatron-Core, or turn it "
+                    "off"
+                )
+            if reason not in self._logged_fallbacks:
+                self._logged_fallbacks.add(reason)
+                _LOG.info("LigerMegatronSwiGLU is falling back to fallback_impl for %s", reason)
+            return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
         if input.ndim not in (2, 3):
             raise ValueError(
-                "LigerMegatronSwiGLU: input must be (tokens, 2 F) or (sequence, batch, 2 F), got "
-                f"{tuple(input.shape)}"
+                "LigerMegatronSwiGLU: input must be 2D (tokens, 2 F) or 3D (sequence, batch, 2 F), "
+                f"got {tuple(input.shape)}"
             )
         return ops.swiglu_packed(input)
 
 
 # --- Megatron-Core's places ---
 
+_MARK = "__liger_patched__"
+_FUSED_CALL_SITE = "models.common.language_module.language_module"
 _undo: list[Callable[[], None]] = []
-_done: set[str] = set()
 
 
 def _place(path: str) -> Any:
@@ -136,13 +148,14 @@ def _place(path: str) -> Any:
         return getattr(importlib.import_module(f"megatron.core.{module}"), name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{_HERE}: needs megatron.core.{path} of megatron-core (pip install megatron-core); "
-            f"{error}",
+            f"{_HERE} requires megatron-core (pip install megatron-core) with "
+            f"megatron.core.{path}; {error}",
             name=error.name,
         ) from error
     except AttributeError as error:
         raise ImportError(
-            f"{_HERE}: the installed megatron-core has no megatron.core.{path}"
+            f"{_HERE}: the installed megatron-core has no megatron.core.{path}; the symbol path "
+            "may have changed in this version"
         ) from error
 
 
@@ -154,18 +167,28 @@ def _rebind(old: Any, new: Any) -> None:
                 setattr(module, name, new)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """The same, until :func:`restore`: also in modules that are imported in between."""
-    _rebind(old, new)
-    _undo.append(lambda: _rebind(new, old))
+def _marked(new: Any, old: Any) -> Any:
+    """A replacement that says so, by the attributes that Liger-Kernel gives its own."""
+    setattr(new, _MARK, True)
+    new.__wrapped__ = old
+    return new
 
 
-def _norms() -> None:
-    torch_norm: Any = _place("transformer.torch_norm.WrappedTorchNorm")
-    provider = _place("models.backends.LocalSpecProvider")
-    layer_norm = provider.layer_norm
+def _replace(path: str, build: Callable[[Any], Any]) -> None:
+    """Replace something by what is built of it, until :func:`restore`.
 
-    class LigerOrTorchNorm(torch_norm):  # type: ignore[misc]
+    That reaches every module that has it by name, also those that are imported in between. What
+    stands there already from an earlier call stays.
+    """
+    old = _place(path)
+    if not hasattr(old, _MARK):
+        new = _marked(build(old), old)
+        _rebind(old, new)
+        _undo.append(lambda: _rebind(new, old))
+
+
+def _norm(torch_norm: Any) -> Any:
+    class _LigerOrTorchNorm(torch_norm):  # type: ignore[misc]
         """Ours where the configuration asks for an RMSNorm, else Megatron-Core's."""
 
         def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,42 +196,81 @@ def _norms() -> None:
                 return LigerMegatronRMSNorm(config, *args, **kwargs)
             return torch_norm(config, *args, **kwargs)
 
-    def chosen(self: Any, rms_norm: bool = False, *args: Any, **kwargs: Any) -> Any:
+    return _LigerOrTorchNorm
+
+
+def _norms() -> None:
+    provider = _place("models.backends.LocalSpecProvider")
+    layer_norm = provider.layer_norm
+
+    def patched_layer_norm(self: Any, rms_norm: bool = False, *args: Any, **kwargs: Any) -> Any:
         return LigerMegatronRMSNorm if rms_norm else layer_norm(self, rms_norm, *args, **kwargs)
 
-    _replace(torch_norm, LigerOrTorchNorm)
-    provider.layer_norm = chosen
-    _undo.append(lambda: setattr(provider, "layer_norm", layer_norm))
+    _replace("transformer.torch_norm.WrappedTorchNorm", _norm)
+    if not hasattr(layer_norm, _MARK):
+        provider.layer_norm = _marked(patched_layer_norm, layer_norm)
+        _undo.append(lambda: setattr(provider, "layer_norm", layer_norm))
+
+
+def _cross_entropy() -> Any:
+    """The class of the loss, where users put their own."""
+    public = sys.modules.get("liger_kernel.megatron.cross_entropy")
+    return getattr(public, "LigerMegatronCrossEntropy", LigerMegatronCrossEntropy)
+
+
+def _group(tp_group: Any) -> Any:
+    """The group of a call; without one, that of Megatron-Core where it was initialized."""
+    state = None if tp_group else importlib.import_module("megatron.core.parallel_state")
+    get = getattr(state, "get_tensor_model_parallel_group", None)
+    return get(check_initialized=False) if get else tp_group
+
+
+def _fused(original: Any) -> Any:
+    loss = _cross_entropy()()
+
+    def liger_fused_vocab_parallel_cross_entropy(
+        vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None
+    ) -> Tensor:
+        return loss(vocab_parallel_logits, target, _group(tp_group))  # type: ignore[no-any-return]
+
+    return liger_fused_vocab_parallel_cross_entropy
+
+
+def _unfused(original: Any) -> Any:
+    build = _cross_entropy()
+    loss = build()
+
+    def liger_vocab_parallel_cross_entropy(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        label_smoothing: float | None = None,
+        tp_group: Any = None,
+    ) -> Tensor:
+        call = loss if label_smoothing is None else build(label_smoothing=label_smoothing)
+        return call(vocab_parallel_logits, target, _group(tp_group))  # type: ignore[no-any-return]
+
+    return liger_vocab_parallel_cross_entropy
 
 
 def _cross_entropies() -> None:
-    fused = _place("fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy")
-    plain = _place("tensor_parallel.cross_entropy.vocab_parallel_cross_entropy")
-    loss = LigerMegatronCrossEntropy()
-
-    def fused_vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any
-    ) -> Tensor:
-        return loss(vocab_parallel_logits, target, tp_group)  # type: ignore[no-any-return]
-
-    def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        label_smoothing: float = 0.0,
-        tp_group: Any = None,
-    ) -> Tensor:
-        call = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-        if tp_group is None:
-            tp_group = _place("parallel_state.get_tensor_model_parallel_group")()
-        return call(vocab_parallel_logits, target, tp_group)  # type: ignore[no-any-return]
-
-    _replace(fused, fused_vocab_parallel_cross_entropy)
-    _replace(plain, vocab_parallel_cross_entropy)
+    for path in (_FUSED_CALL_SITE, "models.backends"):
+        with suppress(ImportError):  # which of them calls the fused loss depends on the version
+            importlib.import_module(f"megatron.core.{path}")
+    name, home = "fused_vocab_parallel_cross_entropy", "megatron.core.fusions.fused_cross_entropy"
+    _place(f"tensor_parallel.cross_entropy.{name.removeprefix('fused_')}")  # both, or neither
+    _replace(f"fusions.fused_cross_entropy.{name}", _fused)
+    _replace(f"tensor_parallel.cross_entropy.{name.removeprefix('fused_')}", _unfused)
+    fused = getattr(sys.modules[home], name)
+    modules = [m for n, m in sys.modules.items() if n.startswith("megatron.") and n != home]
+    if not any(value is fused for m in modules if m is not None for value in vars(m).values()):
+        _LOG.warning(
+            "Could not find where this Megatron version calls %s; with "
+            "cross_entropy_loss_fusion=True it may keep its own",
+            name,
+        )
 
 
-def _swiglu() -> None:
-    original: Any = _place("fusions.fused_bias_swiglu.SwiGLUFunction")
-
+def _swiglu(original: Any) -> Any:
     class SwiGLUFunction(original):  # type: ignore[misc]
         """Ours, and Megatron-Core's for FP8 inputs and offloaded inputs."""
 
@@ -220,14 +282,7 @@ def _swiglu() -> None:
                 return original.apply(input, fp8_input_store, cpu_offload_input)  # type: ignore[no-any-return]
             return ops.swiglu_packed(input)
 
-    _replace(original, SwiGLUFunction)
-
-
-_PARTS: dict[str, Callable[[], None]] = {
-    "rms_norm": _norms,
-    "cross_entropy": _cross_entropies,
-    "swiglu": _swiglu,
-}
+    return SwiGLUFunction
 
 
 def apply_liger_kernel_to_megatron(
@@ -240,20 +295,21 @@ def apply_liger_kernel_to_megatron(
     * ``cross_entropy``: :class:`LigerMegatronCrossEntropy` for the fused and the unfused function.
     * ``swiglu``: :func:`liger_multi.ops.swiglu_packed` for the fused activation without a bias.
 
-    A second call for the same part changes nothing.
+    A second call for the same part changes nothing. Replacements have the attributes
+    ``__liger_patched__`` and ``__wrapped__``.
 
     Raises:
         ImportError: Megatron-Core is not installed, or lacks a place.
     """
-    asked = {"rms_norm": rms_norm, "cross_entropy": cross_entropy, "swiglu": swiglu}
-    for part, on in asked.items():
-        if on and part not in _done:
-            _PARTS[part]()
-            _done.add(part)
+    if rms_norm:
+        _norms()
+    if cross_entropy:
+        _cross_entropies()
+    if swiglu:
+        _replace("fusions.fused_bias_swiglu.SwiGLUFunction", _swiglu)
 
 
 def restore() -> None:
     """Give Megatron-Core its own back; models that were built keep their norms."""
     while _undo:
         _undo.pop()()
-    _done.clear()

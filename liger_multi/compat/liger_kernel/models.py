@@ -235,8 +235,20 @@ TRL_HOMES = ("trl.experimental.orpo", "trl.trainer", "trl")
 """Where versions of TRL have their trainer, the newest first."""
 
 
-def _patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``build`` makes, patched by those keywords that are operators or flags of the table."""
+def _patched(
+    build: Callable[..., Any], config: Callable[[], Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """What ``build`` makes, patched by those keywords that are operators or flags of the table.
+
+    A function that somebody registered for the type is called with those that it names, before the
+    model is built.
+    """
+    if any(map(_registered, MODEL_TYPE_TO_APPLY_LIGER_FN)):
+        other = _registered(getattr(config(), "model_type", None))
+        if other is not None:
+            names = [name for name in inspect.signature(other).parameters if name in kwargs]
+            other(**{name: kwargs.pop(name) for name in names})
+            return build(*args, **kwargs)
     table = MODEL_TYPE_TO_APPLY_LIGER_FN.values()
     named = {name for function in table for name in inspect.signature(function).parameters}
     known = (named | {*BUILT_IN}) - {"model", "args", "kwargs"}
@@ -248,7 +260,7 @@ def _patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _auto_model() -> type[Any]:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]
         """``AutoModelForCausalLM`` whose models are patched.
@@ -261,11 +273,16 @@ def _auto_model() -> type[Any]:
         def from_pretrained(
             cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            return _patched(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+            path = pretrained_model_name_or_path
+
+            def config() -> Any:
+                return kwargs.get("config") or AutoConfig.from_pretrained(path, **kwargs)
+
+            return _patched(super().from_pretrained, config, path, *args, **kwargs)
 
         @classmethod
         def from_config(cls, config: Any, **kwargs: Any) -> Any:
-            return _patched(super().from_config, config, **kwargs)
+            return _patched(super().from_config, lambda: config, config, **kwargs)
 
     return AutoLigerKernelForCausalLM
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi import checks, ops
-from liger_multi import nn as ours
+from liger_multi import nn as ours, ops
 from liger_multi.compat.liger_kernel import functional, op_functions
 from liger_multi.compat.liger_kernel.functional import casting_of
 from liger_multi.compat.liger_kernel.signatures import (
@@ -195,7 +194,10 @@ class LigerVocabParallelCrossEntropy(Options):
     }
 
     def check(self) -> None:
-        checks.one_of(type(self).__name__, "reduction", self.reduction, ("none",))
+        if self.reduction != "none":
+            raise ArgumentError(
+                f"{type(self).__name__}: reduction must be 'none', got {self.reduction!r}"
+            )
         op_functions.validate_formula_and_mode(
             self.label_smoothing_formula, self.label_smoothing_mode
         )
@@ -717,9 +719,16 @@ class LigerMultiTokenAttention(nn.Module):
         self.kernel_size, self.stride = _pair(kernel_size), _pair(stride)
         self.padding, self.dilation = _pair(padding), _pair(dilation)
         self.groups, self.sparse = groups, sparse
-        start = nn.Conv2d(in_channels, out_channels, self.kernel_size, groups=groups, bias=bias)
-        self.weight = start.weight
-        self.register_parameter("bias", dict(start.named_parameters()).get("bias"))
+        shape = (out_channels, in_channels // groups, *self.kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as a convolution's; a bias of zeros."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, scores: Tensor) -> Tensor:
         return functional.liger_multi_token_attention(
@@ -752,6 +761,10 @@ class LigerFusedNeighborhoodAttentionConfig:
         self.kernel_size, self.dilation, self.bias = kernel_size, dilation, bias
         self.dropout, self.layer_norm_eps, self.scale = dropout, layer_norm_eps, scale
 
+    def to_dict(self) -> dict[str, Any]:
+        """The options by name."""
+        return dict(vars(self))
+
 
 class LigerFusedNeighborhoodAttention(nn.Module):
     """:func:`liger_multi.ops.neighborhood_attention` with its projections."""
@@ -771,6 +784,8 @@ class LigerFusedNeighborhoodAttention(nn.Module):
             raise ValueError(
                 f"hidden_size ({hidden_size}) must be divisible by num_heads ({num_heads})"
             )
+        if kernel_size < 1:
+            raise ValueError(f"kernel_size ({kernel_size}) must be positive")
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size ({kernel_size}) must be odd")
         if dilation < 1:
@@ -789,7 +804,7 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         if attention_mask is not None:
             raise NotImplementedError(
-                "LigerFusedNeighborhoodAttention: attention_mask is not served, got "
+                "LigerFusedNeighborhoodAttention: Attention mask is not yet supported, got "
                 f"{tuple(attention_mask.shape)}; a token sees its neighborhood"
             )
         heads = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)

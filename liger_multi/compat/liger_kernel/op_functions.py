@@ -7,11 +7,13 @@ The classes have ``apply``, which takes arguments by position. The functions of
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +24,16 @@ from torch import Tensor, nn
 from liger_multi import checks, configure, ops, use
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.signatures import (
+    ArgumentError,
     adapter,
     function_class,
     unpack_cross_entropy_result,
 )
 from liger_multi.dispatch import registry
+from liger_multi.dispatch.launch import device_info
 from liger_multi.nn import TiledMLP
 from liger_multi.nn.vocab_parallel import vocab_parallel_cross_entropy
-from liger_multi.ops.fused_linear_log_prob import named, prepared
-from liger_multi.ops.fused_linear_log_prob import op as of_head
+from liger_multi.ops.fused_linear_log_prob import named, op as of_head, prepared
 
 # --- which implementation runs, by Liger-Kernel's names ---
 
@@ -90,6 +93,31 @@ class Capability:
     requires_cuda: bool = False
     predicate: Callable[..., bool] | None = None
 
+    def is_satisfied(self, device: Any = None) -> bool:
+        """Whether it is all there now; nothing is kept."""
+        return self.reason_if_unsatisfied(device) is None
+
+    def reason_if_unsatisfied(self, device: Any = None) -> str | None:
+        """What is missing; None where nothing is."""
+        for name in self.modules:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # a library of a missing driver raises what it likes
+                return f"module {name!r} is not importable: {error}"
+        if self.requires_cuda or self.min_cc or self.max_cc:
+            if not torch.cuda.is_available():
+                return "no CUDA device is available"
+            arch = device_info(torch.device("cuda" if device is None else device)).arch
+            low, high = (cc and f"sm{cc[0]}{cc[1]}" for cc in (self.min_cc, self.max_cc))
+            number = int(arch[2:]) if arch.startswith("sm") else -1  # another vendor's has none
+            if (low and number < int(low[2:])) or (high and not 0 <= number <= int(high[2:])):
+                return f"device {arch} is not in {low or ''}..{high or ''}"
+        try:
+            satisfied = self.predicate is None or self.predicate()
+        except Exception as error:
+            return f"the predicate raised {error!r}"
+        return None if satisfied else "the predicate is False"
+
 
 PYTORCH_FALLBACK = Capability()
 
@@ -108,6 +136,25 @@ class OpImpl:
     preference_rank: int = 100
     tolerances: dict[Any, Any] = field(default_factory=dict)
     notes: str = ""
+
+    @property
+    def backend(self) -> str:
+        """The name of the implementation."""
+        return self.impl_name
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; ``autograd_function`` goes before ``forward``, and takes no keywords."""
+        name = f"OpImpl({self.op_name!r}, {self.impl_name!r})"
+        if self.autograd_function is not None:
+            if {*kwargs} - {"mode"}:
+                raise TypeError(
+                    f"{name} is an autograd_function registration, which takes arguments by "
+                    f"position, got {sorted(kwargs)}"
+                )
+            return self.autograd_function.apply(*args)
+        if self.forward is None:
+            raise RuntimeError(f"{name} has no callable")
+        return self.forward(*args, **kwargs)
 
 
 # --- what there is ---
@@ -147,7 +194,14 @@ def get_registered(op_name: str, backend: str) -> OpImpl | None:
 
 def _impl(op_name: str, name: str) -> OpImpl:
     rank = [*BACKENDS].index(name)
-    return OpImpl(op_name, name, modes=("default",), default_mode="default", preference_rank=rank)
+    return OpImpl(
+        op_name,
+        name,
+        forward=partial(FUNCTIONS[op_name], impl=name),
+        modes=("default",),
+        default_mode="default",
+        preference_rank=rank,
+    )
 
 
 def clear_available_cache() -> None:
@@ -217,12 +271,11 @@ def read_variables() -> None:
 
 
 def emit_fallback_warning(op_name: str, requested: str, actual: str, reason: str) -> None:
-    """Say that another implementation runs."""
-    warnings.warn(
-        f"{op_name}: {requested!r} is not available ({reason}); {actual!r} runs",
-        LigerImplFallbackWarning,
-        stacklevel=2,
-    )
+    """Say that another implementation runs; under ``LIGER_KERNEL_STRICT=1`` raise instead."""
+    message = f"{op_name}: {requested!r} is not available ({reason})"
+    if os.environ.get(STRICT) == "1":
+        raise ImplNotAvailableError(f"{message}; {actual!r} would run")
+    warnings.warn(f"{message}; {actual!r} runs", LigerImplFallbackWarning, stacklevel=2)
 
 
 def resolve_impl(op_name: str, requested: str | None = None, device: Any = None) -> OpImpl:
@@ -248,8 +301,6 @@ def resolve_impl(op_name: str, requested: str | None = None, device: Any = None)
     if name is None or name in there:
         return _impl(op_name, name or there[0])
     reason = "liger_multi has no such backend" if name in ABSENT else "not on this device"
-    if os.environ.get(STRICT) == "1":
-        raise ImplNotAvailableError(f"{op_name}: {name!r} is not available ({reason})")
     emit_fallback_warning(op_name, name, there[0], reason)
     return _impl(op_name, there[0])
 
@@ -324,11 +375,22 @@ def vocab_parallel(
     label_smoothing_formula: str,
     label_smoothing_mode: str,
 ) -> Tensor:
-    """The loss of every token in fp32, of logits whose classes are split over processes."""
+    """The loss of every token in fp32, of logits whose classes are split over processes.
+
+    A target outside of the vocabulary costs nothing: Megatron-Core has such targets, such as -1,
+    where its loss mask is 0.
+    """
     validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+    if vocab_parallel_logits.ndim != 3:
+        raise ValueError(
+            "vocab_parallel_logits must be 3-D (sequence, batch, classes), got "
+            f"{tuple(vocab_parallel_logits.shape)}"
+        )
     smoothing = FORMULAS[label_smoothing_formula]
     local = vocab_parallel_logits.shape[-1]
-    if tp_group is None or dist.get_world_size(tp_group) == 1:
+    size = 1 if tp_group is None else dist.get_world_size(tp_group)
+    target = torch.where((target >= 0) & (target < local * size), target, ignore_index)
+    if size == 1:
         share = label_smoothing * (local / max(1, local - 1) if smoothing == "megatron" else 1.0)
         return ops.cross_entropy(
             vocab_parallel_logits,
@@ -341,7 +403,7 @@ def vocab_parallel(
         vocab_parallel_logits,
         target,
         tp_group,
-        vocabulary=local * dist.get_world_size(tp_group),
+        vocabulary=local * size,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         smoothing=smoothing,
@@ -354,6 +416,11 @@ def cross_entropy_and_distance(
     student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy and total variation distance of every token, in fp32."""
+    if student_logits.ndim != 2:
+        raise ArgumentError(
+            "student_logits and teacher_logits must be 2D (rows, classes), got "
+            f"{tuple(student_logits.shape)}"
+        )
     cross = ops.cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
     distance = ops.tvd(
         student_logits,

@@ -379,6 +379,22 @@ def _reduced(
 GrpoLossFunction = function_class("GrpoLossFunction", grpo_loss)
 
 
+def _reduce_grpo_loss(
+    per_token_loss: Tensor,
+    completion_mask: Tensor | None,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items_in_batch: Tensor | float | None = None,
+) -> Tensor:
+    """The loss of a batch, of losses of its tokens."""
+    mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask
+    counted, none = mask != 0, torch.zeros_like(per_token_loss)
+    length = max_completion_length or per_token_loss.shape[1]
+    o = _options(loss_type, max_length=length)
+    loss = torch.where(counted, per_token_loss, 0)
+    return _reduced(loss, None, none, counted, o, num_items_in_batch)[0]
+
+
 _VESPO_OPTIONS: dict[str, Any] = {
     "vespo_k_pos": 2.0,
     "vespo_lambda_pos": 3.0,
