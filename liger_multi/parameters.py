@@ -37,8 +37,10 @@ def stored(module: nn.Module, name: str = "weight") -> Tensor | None:
     return None
 
 
-def has(module: nn.Module, name: str) -> bool:
+def has(module: nn.Module | None, name: str) -> bool:
     """Whether a module has a tensor of a name, which is not evaluated if it is computed."""
+    if module is None:
+        return False
     return hasattr(type(module), name) or stored(module, name) is not None
 
 

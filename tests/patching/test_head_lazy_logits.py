@@ -300,6 +300,56 @@ def test_unknown_results_are_computed(models, second):
     assert_same_training(*models, lambda m: SECOND[second](m(input_ids=IDS).logits).sum())
 
 
+COMPARED = {
+    "logits": lambda z: z,
+    "float": lambda z: z.float(),
+    "temperature": lambda z: z / 0.7,
+    "log_softmax": lambda z: z.log_softmax(-1),
+    "shifted": lambda z: z[:, :-1],
+    "rows": lambda z: z[1:3].flatten(0, 1),
+    "selected": lambda z: z[:, torch.arange(40) % 3 > 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["gather", "topk", "amax"])
+@pytest.mark.parametrize(
+    ("form", "twice"), [*((form, False) for form in COMPARED), ("float", True), ("shifted", True)]
+)
+def test_values_from_before_the_logits_are_theirs(form, twice, reduction, dtype, monkeypatch):
+    """Ranks of tokens and filters by the k-th largest compare values that differ by rounding."""
+    monkeypatch.setattr(reductions, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    head = patched_head(24, VOCABULARY).to(dtype)
+    hidden = torch.randn(4, 40, 24, dtype=dtype)
+    make, grads = COMPARED[form], []
+    for real in (False, True):
+        logits = head(hidden)
+        z = make(real_logits(logits) if real else logits)
+        ids = torch.arange(z.shape[-2]).expand(z.shape[:-1]).unsqueeze(-1)
+        arguments = {"gather": (-1, ids), "topk": (3,), "amax": (-1, True)}[reduction]
+        value = getattr(z, reduction)(*arguments)
+        value = value.values[..., -1:] if reduction == "topk" else value
+        again = make(logits) if twice else z
+        assert (again == value).any(-1).all()
+        (again.exp().sum() + value.sum()).backward()
+        grads.append(head.weight.grad.clone())
+        head.zero_grad()
+    limit = 4 * torch.finfo(dtype).eps * float(grads[1].abs().max())
+    torch.testing.assert_close(*grads, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("form", COMPARED)
+def test_values_of_one_element_are_equal(form):
+    z = COMPARED[form](patched_head(24, VOCABULARY)(torch.randn(4, 40, 24)))
+    values, ids = z.topk(2, -1)
+    assert torch.equal(z.gather(-1, ids[..., :1]), values[..., :1])
+    assert torch.equal(z.max(-1, keepdim=True).values, values[..., :1])
+    z = COMPARED[form](patched_head(24, VOCABULARY)(torch.randn(4, 40, 24)))
+    token = z.gather(-1, z.argmax(-1, keepdim=True))
+    assert torch.equal(token, z.amax(-1, keepdim=True))
+    assert isinstance(z, LazyLogits)
+
+
 def test_an_index_of_no_class_raises_as_stock(models):
     for model in models:
         logits = model(input_ids=IDS).logits

@@ -22,13 +22,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from liger_multi._torch_private import (
+    DisableTorchFunctionSubclass,
     WithoutAutocast,
     is_any_autocast_enabled,
     next_sequence_nr,
@@ -128,6 +129,50 @@ class Recorded:
         if self.deferred.sharded:
             return self.deferred.head(hidden)  # type: ignore[no-any-return]
         return self.deferred.product(hidden, *self.deferred.weights)
+
+
+class Answer(NamedTuple):
+    """Values of some rows of logits after steps, at indices; see :meth:`DeferredLogits.answered`.
+
+    The hidden states are views of the rows; the reference keeps their memory from being reused.
+    """
+
+    hidden: Tensor
+    steps: tuple[Step, ...]
+    indices: Tensor
+    values: Tensor
+
+    def covers(self, hidden: Tensor, index: Tensor) -> bool:
+        """Whether the rows are the same ones, and few pairs of indices are to be compared."""
+        mine = self.hidden
+        few = self.indices.shape[-1] * index.shape[-1] <= 64
+        same = (mine.shape, mine.stride()) == (hidden.shape, hidden.stride())
+        return few and same and mine.data_ptr() == hidden.data_ptr()
+
+    def repeat_in(self, index: Tensor, values: Tensor) -> None:
+        """Write these values where others of the same rows have the same index."""
+        with torch.no_grad():
+            same = index.unsqueeze(-1) == self.indices.unsqueeze(-2)
+            mine = self.values.gather(-1, same.to(torch.uint8).argmax(-1))
+            values.data.copy_(torch.where(same.any(-1), mine, values))
+
+    def rows_of(self, hidden: Tensor) -> Tensor | None:
+        """The numbers of the rows among those of ``hidden``; None if they are not all of them."""
+        width, mine = hidden.shape[-1], self.hidden
+        apart = (mine.data_ptr() - hidden.data_ptr()) // hidden.element_size()
+        strides = mine.stride()
+        sizes = [(n - 1) * s for n, s in zip(mine.shape, strides, strict=True)]
+        if (
+            not hidden.is_contiguous()
+            or not mine.numel()
+            or (mine.dtype, mine.shape[-1], strides[-1]) != (hidden.dtype, width, 1)
+            or any(s % width for s in (apart, *strides[:-1]))
+            or not 0 <= apart <= apart + sum(sizes) < hidden.numel()
+        ):
+            return None
+        numbers = torch.arange(hidden.numel() // width, device=hidden.device)
+        steps = [s // width for s in strides[:-1]]
+        return numbers.as_strided(mine.shape[:-1], steps, apart // width)
 
 
 class DeferredLogits:
@@ -280,8 +325,37 @@ class DeferredLogits:
     def compute(self) -> Tensor:
         """The real logits, differentiable where the deferred logits are."""
         with self.mode():
-            logits = self.finish(self.run(Job(_stock_forward), self.hidden))
+            logits = self.with_answers(self.finish(self.run(Job(_stock_forward), self.hidden)))
         return logits if self.grad else logits.detach()
+
+    def answered(self, index: Tensor, values: Tensor) -> None:
+        """Keep values at indices ``(rows..., k)`` that were returned before the logits exist.
+
+        They are rounded in their own way, and code compares them with the logits: the rank of a
+        token, a filter by the k-th largest. So logits that are computed later get these values, and
+        values of the same elements that were returned before are written into ``values``.
+        """
+        if isinstance(self.guard, Guard) and not self.sharded:
+            for answer in self.guard.answers:
+                if answer.steps == self.steps and answer.covers(self.hidden, index):
+                    answer.repeat_in(index, values)
+            pair = index.detach().clone(), values.detach().clone()  # which others may write
+            self.guard.answers.append(Answer(self.hidden.detach(), self.steps, *pair))
+
+    def with_answers(self, logits: Tensor) -> Tensor:
+        """The real logits with the values that were returned before, written past autograd."""
+        for answer in self.guard.answers if isinstance(self.guard, Guard) else ():
+            rows = answer.rows_of(self.hidden) if answer.steps == self.steps else None
+            if rows is None or not logits.is_contiguous():
+                continue
+            with torch.no_grad(), DisableTorchFunctionSubclass():
+                flat = logits.data.view(-1, self.vocabulary)
+                index = answer.indices.reshape(rows.numel(), -1)
+                inside = (index >= 0) & (index < self.vocabulary)
+                index, rows = index.clamp(0, self.vocabulary - 1), rows.reshape(-1, 1)
+                values = answer.values.reshape(index.shape).to(logits.dtype)
+                flat[rows, index] = torch.where(inside, values, flat[rows, index])
+        return logits
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the steps to raw logits."""
@@ -449,6 +523,7 @@ class Guard(_Circumstances):
             place = _place(tensor) if settled else None
             self.observed.append((name, tensor, version_of(tensor), place))
         self.known: list[Any] = []  # statistics that were computed of the logits' rows
+        self.answers: list[Answer] = []
 
     def check(self, head: Any) -> None:
         """Raise if hidden states or recorded weights were written since the forward pass.

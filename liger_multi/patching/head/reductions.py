@@ -178,6 +178,7 @@ def maximum(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False) ->
     if not along_classes(deferred, dim):
         return NotImplemented
     values, indices = by_rows(deferred, lambda z: tuple(z.max(-1, keepdim=True)))
+    deferred.answered(indices, values)
     return torch.return_types.max((shaped(values, keepdim), shaped(indices, keepdim)))
 
 
@@ -185,7 +186,11 @@ def amax(deferred: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
     """``logits.amax(-1)``."""
     if not along_classes(deferred, dim):
         return NotImplemented
-    return shaped(by_rows(deferred, lambda z: (z.amax(-1, keepdim=True),))[0], keepdim)
+    values, indices = by_rows(
+        deferred, lambda z: (z.amax(-1, keepdim=True), z.argmax(-1, keepdim=True))
+    )
+    deferred.answered(indices, values)
+    return shaped(values, keepdim)
 
 
 def topk(
@@ -194,7 +199,9 @@ def topk(
     """``logits.topk(k)``."""
     if not along_classes(deferred, dim):
         return NotImplemented
-    return _TopK(by_rows(deferred, lambda z: tuple(z.topk(k, -1, largest, sorted))))
+    values, indices = by_rows(deferred, lambda z: tuple(z.topk(k, -1, largest, sorted)))
+    deferred.answered(indices, values)
+    return _TopK((values, indices))
 
 
 def mean(
@@ -233,10 +240,13 @@ def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bo
         with contextlib.suppress(IndexError):  # out of range: PyTorch raises its own error
             log_prob = _token(deferred, index.squeeze(-1))
     if log_prob is not None:
-        return log_prob.to(deferred.dtype).unsqueeze(-1)
-    if index.shape[:-1] != deferred.hidden.shape[:-1]:
+        values = log_prob.to(deferred.dtype).unsqueeze(-1)
+    elif index.shape[:-1] == deferred.hidden.shape[:-1]:
+        values = by_rows(deferred, lambda z, i: (z.gather(-1, i),), index)[0]
+    else:
         return NotImplemented
-    return by_rows(deferred, lambda z, i: (z.gather(-1, i),), index)[0]
+    deferred.answered(index, values)
+    return values
 
 
 def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:

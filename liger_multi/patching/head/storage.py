@@ -134,9 +134,8 @@ class Slot:
                     real = deferred.compute()
                     computed[self] = loss_logits(real, deferred.settings, deferred.grad)
                 else:
-                    computed[self] = self.derive(
-                        *[parent.compute(computed) for parent in self.parents]
-                    )
+                    real = self.derive(*[parent.compute(computed) for parent in self.parents])
+                    computed[self] = self.deferred.with_answers(real)
         return computed[self]
 
     def needs(self, other: Slot) -> bool:
