@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import store
-from liger_multi.memory.measure import peak_memory, resolve_device
+from liger_multi.memory.measure import measure, peak_memory, resolve_device
+from liger_multi.memory.recorder import stored
 
 Call = Callable[[], Any]
 
@@ -65,6 +66,15 @@ def in_turns(
 def added_bytes(call: Call, device: torch.device) -> int:
     """Bytes that a call needed at most beside what was there."""
     return peak_memory(call, device=device)[1].added_bytes
+
+
+def tracked_peak(model: Any, optimizer: torch.optim.Optimizer, step: Call) -> int:
+    """The peak of a step on a CPU, by tracking storages."""
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    tensors = [t for p in model.parameters() for t in stored(p)]
+    with measure("cpu", known=[*tensors, *model.buffers(), *states]) as peak:
+        step()
+    return peak.peak_bytes
 
 
 def adamw(parameters: Any, device: torch.device, rate: float = 1e-5) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
+    coded_weights,
     fitting,
     formula as linear_float8_formula,
     linear_float8_with_codes,
@@ -299,19 +300,9 @@ def _case(
     }
 
 
-def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
-    """The tensors, with the weights of some layers as codes with scales."""
-    coded = dict(tensors)
-    for name in (f"{layer}_weight" for layer in names):
-        rows, columns = coded[name].shape
-        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return coded
-
-
 def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The tensors, with codes beside trained weights."""
-    coded, wide = _coded(tensors, *names), [f"{layer}_weight" for layer in names]
+    coded, wide = coded_weights(tensors, *names), [f"{layer}_weight" for layer in names]
     return {**coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}}
 
 
@@ -362,10 +353,10 @@ SAMPLES = (
     Sample("frozen-weights", _case((4,), 16, 32, **_FROZEN)),
     Sample("only-down-trained", _case((4,), 16, 32, gate_weight=True, up_weight=True, x=True)),
     Sample("only-gate-trained", _case((4,), 16, 32, down_weight=True, up_weight=True)),
-    Sample("codes", _coded(_case((2, 5), 16, 32), *LAYERS)),
+    Sample("codes", coded_weights(_case((2, 5), 16, 32), *LAYERS)),
     Sample("codes-of-trained", _rounded(_case((2, 5), 16, 32), *LAYERS)),
     Sample("codes-of-trained-down", _rounded(_case((6,), 16, 32, 0, True), "down")),
-    Sample("codes-of-up", _coded(_case((6,), 16, 32, 0, True), "up")),
+    Sample("codes-of-up", coded_weights(_case((6,), 16, 32, 0, True), "up")),
     # of so many different rows, fp32 and fp64 would round one to different codes
     Sample(
         "past-65535-rows",

@@ -301,6 +301,16 @@ def _case(
     return tensors | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
 
 
+def coded_weights(tensors: dict[str, T], *names: str) -> dict[str, T]:
+    """The tensors of a sample, with the weights of some layers as codes with scales."""
+    coded = dict(tensors)
+    for name in (f"{layer}_weight" for layer in names):
+        rows, columns = coded[name].shape
+        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return coded
+
+
 def _coded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:
     """The tensors, with a frozen weight as codes."""
     codes = T((out, width), CODES[0], 32.0, grad=False)

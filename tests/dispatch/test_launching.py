@@ -336,7 +336,6 @@ def test_forced_config_scope():
 
 def test_entries_of_another_variant_are_not_forced(monkeypatch):
     """With sizes beyond its bounds an entry runs; a kernel for another dtype may not compile."""
-    from dataclasses import dataclass
 
     @dataclass(frozen=True)
     class Config:

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks import long_context, plans, store as results
+from benchmarks.harness import tracked_peak
 from benchmarks.memory import Case as Small
 from benchmarks.models import MODELS, Run as SeveralCards
 from benchmarks.plans import Case as Run, executed
@@ -35,7 +36,6 @@ from liger_multi.memory import (
     apply,
     estimate,
     load,
-    measure,
     plan,
     simulation,
     sizes,
@@ -98,10 +98,7 @@ def measured(settings, model):
 
     with apply(settings, model):
         step()
-        states = [t for s in optimizer.state.values() for t in s.values()]
-        with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
-            step()
-    return peak.peak_bytes
+        return tracked_peak(model, optimizer, step)
 
 
 WAYS = {

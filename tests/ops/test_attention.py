@@ -15,7 +15,12 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.ops.attention import from_lengths, key_ranges
-from liger_multi.reference.attention import attention as reference
+from liger_multi.reference.attention import (
+    attention as reference,
+    indexer_scores,
+    indexer_topk,
+    sparse_attention,
+)
 from liger_multi.reference.attention.sparse_attention import SumsByKey, add_rows_
 from liger_multi.reference.common import strict
 from liger_multi.reference.residuals import attention_residuals as depth_reference
@@ -592,8 +597,6 @@ def test_wrong_indices_are_named():
 
 
 def test_blocks_of_one_query_change_nothing(monkeypatch):
-    from liger_multi.reference.attention import indexer_scores, indexer_topk, sparse_attention
-
     inputs, index = latents(), indexed(30)
     run = [
         lambda: gradients(ops.sparse_attention, inputs, **LATENT),
