@@ -475,7 +475,7 @@ def _share(
         None if tree is None else tree.padded(length + padding),
         ranks,
     )
-    new = dict(arguments)
+    new = {**arguments, **_features_of_share(arguments, ranks, padding)}
     for name in ("input_ids", "inputs_embeds"):
         if new.get(name) is not None:
             # the last token again: some models divide by the size of a padding token's embedding
@@ -500,6 +500,20 @@ def _share(
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
     return row, new
+
+
+def _features_of_share(
+    arguments: dict[str, Any], ranks: shards.Ranks, padding: int
+) -> dict[str, Any]:
+    """Features of images that layers add to some tokens (Qwen3-VL): those of this rank's tokens."""
+    visual: Any = arguments.get("visual_pos_masks")
+    features: Any = arguments.get("deepstack_visual_embeds")
+    if visual is None or features is None:
+        return {}
+    numbers = visual.flatten().cumsum(0).view(visual.shape) - 1
+    visual, numbers = (ranks.share(F.pad(x, (0, padding)), 1) for x in (visual, numbers))
+    own = [x[numbers[visual]] for x in features]
+    return {"visual_pos_masks": visual, "deepstack_visual_embeds": own}
 
 
 def _places(base: nn.Module, arguments: dict[str, Any], padding: int) -> Tensor:

@@ -216,6 +216,31 @@ def routed(name: str, checkpointing: bool) -> None:
         assert abs(steps[0][0] / run(one, batch)[0] - 1) > LOSS  # routes matter
 
 
+def pictured(name: str) -> None:
+    """Rows and trees whose prompt has images, which cross the shares."""
+    pair = next(p for p in cases.registered() if p.name.startswith(f"{name}/"))
+    one = cases.build(pair).eval()
+    one.set_attn_implementation("liger_multi")
+    liger_multi.patch(one)
+    spread = shard_sequence(copy.deepcopy(one))
+    whole = cases.inputs(pair, one)
+    whole.pop("labels", None)
+    batch = {**whole, "labels": whole["input_ids"]}
+    compare_steps(step(one, batch), step(spread, batch))
+    ids = whole["input_ids"]
+    images = {n: v[: len(v) // len(ids)] for n, v in whole.items() if "pixel" in n or "grid" in n}
+    tree = trees.pack([(ids[0].tolist(), [[11, 12, 13, 14], [21], [31, 32, 33]])])
+    if "image_grid_thw" in images:  # positions have three axes
+        tree.inputs["position_ids"] = tree.inputs["position_ids"].expand(3, -1, -1)
+    steps = []
+    for model in (one, spread):
+        model.zero_grad()
+        loss = -trees.scores(model, tree, **images).log_probs.mean()
+        loss.backward()
+        steps.append((float(loss.detach()), gradients_of(model)))
+    compare_steps(*steps)
+
+
 # --- losses and metrics outside of the model ---
 
 

@@ -129,6 +129,14 @@ def test_replayed_routes(count, checkpointing, tmp_path):
     run(tmp_path, count, ("MixtralForCausalLM",), checkpointing, call="routed")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(OLDER, reason="types and arguments of transformers 5.24")
+def test_images(tmp_path):
+    body = BODY.replace("RANKS", "2").replace("NAMES", repr(("llava", "qwen2_vl", "qwen3_vl")))
+    call = "shard_models.pictured(name)"
+    harness.in_processes(tmp_path, body.replace("shard_models.check(name, CHECKPOINTING)", call), 2)
+
+
 def test_trees(tmp_path):
     run(tmp_path, 2, ("LlamaForCausalLM",), call="forest")
 
