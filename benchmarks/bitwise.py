@@ -42,8 +42,7 @@ from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, operators
 from liger_multi.errors import summary
-from liger_multi.patching import options as patch_options
-from liger_multi.patching import register_attention
+from liger_multi.patching import options as patch_options, register_attention
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import SETTINGS, same_bits
 

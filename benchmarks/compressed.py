@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import convergence, store
+from liger_multi.grouping import grouped
 from liger_multi.memory import apply_recompute, compress_activations
 
 SIZES = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
@@ -50,10 +51,8 @@ def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """All gradients of a layer as one vector."""
     model.zero_grad()
     model(input_ids=ids, labels=ids).loss.backward()
-    parts: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        parts.setdefault(layer_of(name), []).append(parameter.grad.detach().float().flatten())
-    return {layer: torch.cat(some) for layer, some in parts.items()}
+    parts = ((layer_of(n), p.grad.detach().float().flatten()) for n, p in model.named_parameters())
+    return {layer: torch.cat(some) for layer, some in grouped(parts).items()}
 
 
 def errors(model: Any, *, ids: Tensor, into: dict[str, float]) -> None:

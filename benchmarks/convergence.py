@@ -257,11 +257,6 @@ def _float8(model: Any) -> None:
     liger_multi.patch(model, linear_float8={"smallest": 0})
 
 
-def _liger(model: Any) -> None:
-    peer = importlib.import_module("liger_kernel.transformers")
-    peer._apply_liger_kernel_to_instance(model=model)
-
-
 def _norms(model: Any) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__name__.endswith("RMSNorm"))
 
@@ -295,7 +290,7 @@ BUGS: dict[str, Callable[[Any], None]] = {
 PROVIDERS: dict[str, Callable[[Any], None]] = {
     "stock": lambda model: None,
     "ours": _ours,
-    "liger": _liger,
+    "liger": harness.liger,
     "float8": _float8,
     "seed": lambda model: None,
     **BUGS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import store
-from liger_multi.memory.measure import peak_memory, resolve_device
+from liger_multi.memory.measure import measure, peak_memory, resolve_device
+from liger_multi.memory.recorder import stored
 
 Call = Callable[[], Any]
 
@@ -66,10 +68,35 @@ def added_bytes(call: Call, device: torch.device) -> int:
     return peak_memory(call, device=device)[1].added_bytes
 
 
+def tracked_peak(model: Any, optimizer: torch.optim.Optimizer, step: Call) -> int:
+    """The peak of a step on a CPU, by tracking storages."""
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    tensors = [t for p in model.parameters() for t in stored(p)]
+    with measure("cpu", known=[*tensors, *model.buffers(), *states]) as peak:
+        step()
+    return peak.peak_bytes
+
+
 def adamw(parameters: Any, device: torch.device, rate: float = 1e-5) -> torch.optim.Optimizer:
     """AdamW as it is fastest: fused on a GPU of NVIDIA, in a loop elsewhere."""
     options: dict[str, bool] = {"fused": True} if device.type == "cuda" else {"foreach": False}
     return torch.optim.AdamW(parameters, lr=rate, **options)  # type: ignore[arg-type]
+
+
+def liger(model: Any) -> Any:
+    """A model that Liger-Kernel patched."""
+    peer = importlib.import_module("liger_kernel.transformers")
+    peer._apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def train_step(model: Any, ids: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Train a step on tokens that are their own labels; returns the loss."""
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
 
 
 def timed_steps(

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import liger_multi
 from benchmarks import models, store
-from benchmarks.harness import Call, added_bytes, device_of, in_turns, wait
+from benchmarks.harness import Call, added_bytes, device_of, in_turns, train_step, wait
 from liger_multi import ops
 from liger_multi.patching.float8.weight import Float8Weight
 
@@ -293,21 +293,12 @@ def layer(place: Place) -> Iterator[Row]:
     yield from _steps(place, "layer", model, once)
 
 
-def _step(model: Any, ids: Tensor, optimizer: Any) -> Call:
-    def once() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return once
-
-
-def whole(place: Place, part: str) -> Iterator[Row]:
+def whole_steps(place: Place, part: str) -> Iterator[Row]:
     """Steps of a 1B model; of an 8B model, checkpointed, about 75 GiB."""
     model, ids = _built(place, part)
     fused = place.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
-    yield from _steps(place, part, model, _step(model, ids, optimizer))
+    yield from _steps(place, part, model, functools.partial(train_step, model, ids, optimizer))
 
 
 def gradients(place: Place) -> Iterator[Row]:
@@ -331,7 +322,7 @@ def lora(place: Place) -> Iterator[Row]:
     wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     wrapped.enable_input_require_grads()
     thin = [p for p in wrapped.parameters() if p.requires_grad]
-    once = _step(wrapped, ids, torch.optim.AdamW(thin, lr=1e-5))
+    once = functools.partial(train_step, wrapped, ids, torch.optim.AdamW(thin, lr=1e-5))
     frozen = {"frozen": True, "originals": False, "smallest": 0 if place.tiny else 2**20}
     for name in ("peft", "bf16", "float8", "float8 and head"):
         if name != "peft":
@@ -349,10 +340,10 @@ PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
     "linear": linear,
     "mlp": mlp,
     "layer": layer,
-    "small": functools.partial(whole, part="small"),
+    "small": functools.partial(whole_steps, part="small"),
     "lora": lora,
     "gradients": gradients,
-    "model": functools.partial(whole, part="model"),
+    "model": functools.partial(whole_steps, part="model"),
 }
 
 

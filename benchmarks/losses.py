@@ -224,9 +224,8 @@ def _lazy(hidden: Tensor, weight: Tensor) -> Tensor:
     return head(hidden)  # type: ignore[no-any-return]
 
 
-def lazy_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same on lazy logits."""
-    return policy_of_logits(_lazy(hidden, weight), target, advantages)
+def _eager(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden @ weight.mT
 
 
 def nll_of_logits(logits: Tensor, target: Tensor) -> Tensor:
@@ -234,9 +233,9 @@ def nll_of_logits(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def lazy_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same on lazy logits."""
-    return nll_of_logits(_lazy(hidden, weight), target)
+def from_head(loss: Loss, logits: Callable[[Tensor, Tensor], Tensor] = _eager) -> Loss:
+    """A loss of logits as one of hidden states and the weight of the head."""
+    return lambda hidden, weight, **inputs: loss(logits(hidden, weight), **inputs)
 
 
 # --- plain PyTorch ---
@@ -246,11 +245,6 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     log_p = torch.log_softmax((hidden @ weight.mT).float(), -1)
     log_prob = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(target >= 0, log_prob, 0)
-
-
-def torch_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same in eager PyTorch."""
-    return nll_of_logits(hidden @ weight.mT, target)
 
 
 def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
@@ -286,11 +280,6 @@ def torch_gspo(
     own, mask = _rows(hidden, weight, target), target >= 0
     ratio = torch.exp(((own - old) * mask).sum(-1) / mask.sum(-1))
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-
-
-def torch_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same in eager PyTorch."""
-    return policy_of_logits(hidden @ weight.mT, target, advantages)
 
 
 def torch_jsd(
@@ -480,11 +469,11 @@ class Case:
 CASES: dict[str, Case] = {
     "nll": Case(
         nll,
-        torch_nll,
+        from_head(nll_of_logits),
         ("target",),
         {
             "log-prob": lambda: log_prob_nll,
-            "lazy": lambda: lazy_nll,
+            "lazy": lambda: from_head(nll_of_logits, _lazy),
             "float8_logits": lambda: float8_nll("float8_logits"),
             "float8": lambda: float8_nll("float8"),
             "liger": liger_nll,
@@ -505,9 +494,13 @@ CASES: dict[str, Case] = {
     "jsd": Case(jsd, torch_jsd, ("target", "other", "other_weight"), {"liger": liger_jsd}, True),
     "policy": Case(
         policy,
-        torch_policy,
+        from_head(policy_of_logits),
         ("target", "advantages"),
-        {"lazy": lambda: lazy_policy, "liger": liger_policy, "trl": trl_policy},
+        {
+            "lazy": lambda: from_head(policy_of_logits, _lazy),
+            "liger": liger_policy,
+            "trl": trl_policy,
+        },
     ),
 }
 VARIANTS: dict[str, dict[str, Any]] = {

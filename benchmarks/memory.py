@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks import store
-from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps
-from liger_multi.memory import Estimate, estimate, measure, profile
+from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps, tracked_peak
+from liger_multi.memory import Estimate, compare, estimate, measure, profile
 from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
 
@@ -271,10 +271,7 @@ def on_cpu(case: Case) -> dict[str, Any]:
     model = case.build("cpu")
     optimizer, step = case.step(model)
     step()
-    states = [t for s in optimizer.state.values() for t in s.values()]
-    with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
-        step()
-    return {"measured_bytes": peak.peak_bytes}
+    return {"measured_bytes": tracked_peak(model, optimizer, step)}
 
 
 def on_device(case: Case, steps: int) -> dict[str, Any]:
@@ -288,8 +285,6 @@ def on_device(case: Case, steps: int) -> dict[str, Any]:
 
 def profiled() -> dict[str, Any]:
     """Timelines of both models from the allocator's history, and how well they were named."""
-    from liger_multi.memory import compare
-
     device = device_of()
     profiles = []
     for patched in (False, True):

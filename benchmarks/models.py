@@ -37,7 +37,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, store
-from benchmarks.harness import Call, adamw, device_of, limit_memory, medians, timed_steps
+from benchmarks.harness import (
+    Call,
+    adamw,
+    device_of,
+    limit_memory,
+    medians,
+    timed_steps,
+    train_step,
+)
 from liger_multi.bench.measure import release
 from liger_multi.memory.sizes import SIZES
 
@@ -234,12 +242,6 @@ def _ours(model: Any, **choices: Any) -> Any:
     return model
 
 
-def _liger(model: Any) -> Any:
-    peer = importlib.import_module("liger_kernel.transformers")
-    peer._apply_liger_kernel_to_instance(model=model)
-    return model
-
-
 def _with_attention(model: Any) -> Any:
     from liger_multi.patching import register_attention
 
@@ -254,11 +256,11 @@ def _compiled(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 VARIANTS: dict[str, Callable[[Any], Any]] = {
     "stock": lambda model: model,
-    "liger": _liger,
+    "liger": harness.liger,
     "ours": _ours,
     "ours+float8": functools.partial(_ours, linear_float8=True),
     "stock+compile": _compiled(lambda model: model),
-    "liger+compile": _compiled(_liger),
+    "liger+compile": _compiled(harness.liger),
     "ours+compile": _compiled(_ours),
     "ours+attention": _with_attention,
     "ours+attention+compile": _compiled(_with_attention),
@@ -492,11 +494,7 @@ def train_sharded(run: Run, variant: str, steps: int) -> dict[str, Any]:
 
     def step() -> Tensor:
         ids = torch.randint(vocabulary, (run.batch, run.tokens), generator=generator, device=device)
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return train_step(model, ids, optimizer)
 
     return timed_steps(step, device, steps, WARM_STEPS, dist.barrier)
 

@@ -26,7 +26,7 @@ from benchmarks import store
 from ci import results
 from liger_multi.bench import command, report
 from liger_multi.bench.runner import BenchConfig, run_plan
-from liger_multi.dispatch.registry import unavailable
+from liger_multi.dispatch.registry import backends, unavailable
 from liger_multi.documents import plain
 
 ROOT = Path(__file__).parent.parent
@@ -57,8 +57,6 @@ def suite(plan: BenchConfig) -> results.Result:
     Raises:
         RuntimeError: The tests could not run.
     """
-    from liger_multi.dispatch.registry import backends
-
     ops = sorted({case.op for case in plan.cases})
     serving = [n for n, r in backends().items() if r.device_type == plan.device.type]
     native = [n for n in serving if unavailable(n) is None][:1] or ["reference"]

@@ -21,9 +21,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, store
-from benchmarks.harness import adamw, device_of, limit_memory, spread_percent, timed_steps
+from benchmarks.harness import (
+    adamw,
+    device_of,
+    limit_memory,
+    spread_percent,
+    timed_steps,
+    tracked_peak,
+)
 from benchmarks.memory import LARGE_MOE
-from liger_multi.memory import Settings, Space, TrainingPlan, apply, measure, plan
+from liger_multi.memory import Settings, Space, TrainingPlan, apply, plan
 from liger_multi.memory.planning import Candidate
 from liger_multi.memory.planning.cost import CARDS
 from liger_multi.memory.planning.result import ENVIRONMENT
@@ -108,10 +115,7 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
     with apply(settings, model):
         report = timed_steps(step, device, steps, WARM)
         if device.type == "cpu":
-            states = [t for s in optimizer.state.values() for t in s.values()]
-            with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
-                step()
-            report["peak_bytes"] = peak.peak_bytes
+            report["peak_bytes"] = tracked_peak(model, optimizer, step)
     return {
         "measured_bytes": report["peak_bytes"],
         "measured_seconds": statistics.median(report["seconds"]),
@@ -137,12 +141,12 @@ CASES = (
 
 def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
     """The best, the slowest, one of the middle, then those between, as the host's memory allows."""
-    those = [one for one in fitting if one.host_bytes <= HOST_BYTES]
-    if not those:
+    runnable = [one for one in fitting if one.host_bytes <= HOST_BYTES]
+    if not runnable:
         return []
-    last = len(those) - 1
+    last = len(runnable) - 1
     places = dict.fromkeys([0, last, last // 2, last // 4, (3 * last + 1) // 4])
-    return [those[i] for i in list(places)[:most]]
+    return [runnable[i] for i in list(places)[:most]]
 
 
 def in_order(rows: Sequence[dict[str, Any]]) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import statistics
@@ -25,11 +26,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import liger_multi
 from benchmarks import harness, store
-from benchmarks.harness import adamw, device_of, limit_memory, spread_percent, timed_steps
+from benchmarks.harness import (
+    adamw,
+    device_of,
+    limit_memory,
+    spread_percent,
+    timed_steps,
+    train_step,
+)
 from benchmarks.models import MODELS, Run, build
 from liger_multi.bench.measure import release
 from liger_multi.memory import (
@@ -81,14 +89,7 @@ def measured(model: Any, optimizer: Any, run: Run, steps: int) -> dict[str, Any]
     generator = torch.Generator(device).manual_seed(1)
     shape = (run.batch, run.tokens)
     ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=device)
-
-    def step() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
+    step = functools.partial(train_step, model, ids, optimizer)
     report = timed_steps(step, device, steps, WARM)
     times = report.pop("seconds")
     spread = spread_percent(times)
@@ -183,15 +184,10 @@ def _stock(model: Any) -> None:
 
 
 def _liger(model: Any) -> None:
-    import importlib
-
-    peer = importlib.import_module("liger_kernel.transformers")
-    peer._apply_liger_kernel_to_instance(model=model)
-    _stock(model)
+    _stock(harness.liger(model))
 
 
 def _ours(model: Any) -> None:
-    import liger_multi
     from liger_multi.nn import TiledMLP
 
     liger_multi.patch(model)

@@ -11,7 +11,6 @@ all of it on a CPU; ``--seconds`` ends the measurement.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import store
 from liger_multi import patch, trees
+from liger_multi.bench.measure import release
 from liger_multi.patching import register_attention
 
 SHAPES = ((8, 4096, 1024), (8, 4096, 256), (8, 1024, 1024), (1, 4096, 1024))
@@ -170,13 +170,6 @@ def measured(
     peak = torch.accelerator.max_memory_allocated() - before if on_card else 0
     model.zero_grad(set_to_none=True)
     return {"milliseconds": statistics.median(times), "peak_bytes": peak}
-
-
-def release(device: torch.device) -> None:
-    """Give back what nobody holds."""
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
 
 
 # --- what is checked first ---

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ci import results
+from liger_multi.documents import write_whole
+from liger_multi.grouping import grouped
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +120,11 @@ def moment(run: Mapping[str, Any], where: object = "a run") -> datetime.datetime
 def device(run: Mapping[str, Any]) -> str:
     """Name of the device of a run."""
     return str(run["device"]["name"])
+
+
+def short(run: Mapping[str, Any]) -> str:
+    """The same without vendor and memory, for columns: ``H200``."""
+    return re.sub(r"^(NVIDIA|AMD Instinct|AMD) ", "", device(run)).split()[0]
 
 
 def card(run: Mapping[str, Any]) -> str:
@@ -229,14 +236,10 @@ def newest(runs: Iterable[Run]) -> list[Run]:
 
 def merge(old: Iterable[Run], new: Iterable[Run]) -> list[Run]:
     """Runs of a file after further ones; a run of the same date is the same run, written again."""
-    by_kind: dict[str, list[Run]] = {}
     added = list(new)
     again = {(run["kind"], run["date"], run.get("name")) for run in added}
-    for run in old:
-        if (run["kind"], run["date"], run.get("name")) not in again:
-            by_kind.setdefault(run["kind"], []).append(run)
-    for run in added:
-        by_kind.setdefault(run["kind"], []).append(run)
+    kept = [run for run in old if (run["kind"], run["date"], run.get("name")) not in again]
+    by_kind = grouped((run["kind"], run) for run in (*kept, *added))
     return [run for run_type in KINDS for run in newest(by_kind.get(run_type, []))]
 
 
@@ -265,23 +268,16 @@ def add(runs: Iterable[Run], folder: Path | None = None) -> list[Path]:
     Raises:
         ValueError: A run has no date, no device or an unknown kind.
     """
-    by_path: dict[Path, list[Run]] = {}
-    for run in runs:
+    new_runs = list(runs)
+    for run in new_runs:
         if run.get("kind") not in KINDS:
             raise ValueError(f"a run of kind {run.get('kind')!r}; known: {', '.join(KINDS)}")
         moment(run)
-        by_path.setdefault(path_of(run, folder), []).append(run)
+    by_path = grouped((path_of(run, folder), run) for run in new_runs)
     for path, new in by_path.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text(merge(load(path) if path.exists() else [], new)))
+        write_whole(path, text(merge(load(path) if path.exists() else [], new)).encode())
     return list(by_path)
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a whole file or nothing."""
-    temporary = path.with_suffix(".part")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -305,7 +301,7 @@ def keep(measured: Run | Sequence[Run], options: argparse.Namespace) -> list[Pat
     written = add(runs) if options.store else []
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        _replace(options.out, text(runs))
+        write_whole(options.out, text(runs).encode())
         written.append(options.out)
     return written
 

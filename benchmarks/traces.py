@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import Call, device_of, wait
-from liger_multi.bench.measure import release
+from liger_multi.bench.measure import Clock, Runner, ceilings, release
 
 
 class Span(NamedTuple):
@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the kernels of operators."""
     from liger_multi.bench import providers
     from liger_multi.bench.cases import cases, draw, upstream
-    from liger_multi.bench.measure import Clock, Runner, ceilings
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces")
     parser.add_argument("--ops", default="*")

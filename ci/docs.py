@@ -464,7 +464,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
-def whole() -> dict[str, Callable[[], str]]:
+def whole_pages() -> dict[str, Callable[[], str]]:
     """Every page that is made whole for the site, by its path there."""
     builders: dict[str, Callable[[], str]] = {
         "index.md": front,
@@ -484,7 +484,7 @@ def whole() -> dict[str, Callable[[], str]]:
 
 def build(folder: Path) -> None:
     """Write the sources of the site below a folder."""
-    write_site(folder, public_operators(), whole())
+    write_site(folder, public_operators(), whole_pages())
 
 
 def stale() -> Mapping[Path, tuple[str, str]]:

@@ -17,6 +17,7 @@ import yaml
 from benchmarks.tables import table
 from ci import results
 from ci.results import Result
+from liger_multi.grouping import grouped
 from liger_multi.testing.verify.run import FINDINGS
 
 # --- the page ---
@@ -111,9 +112,8 @@ def _own(name: str) -> tuple[str, ...]:
     folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
     registry = importlib.import_module("liger_multi.dispatch.registry")
     own = [op for op in registry.operators() if registry.module(name, op) is not None]
-    tables: dict[str, list[str]] = {}
-    for path in sorted((folder / "launch").glob("*.yaml")):
-        tables.setdefault(_numbers_of(path), []).append(path.stem)
+    files = sorted((folder / "launch").glob("*.yaml"))
+    tables = grouped((_numbers_of(path), path.stem) for path in files)
     said = "; ".join(f"{', '.join(names)} ({origin})" for origin, names in tables.items())
     record = _records()[name]
     floor = ["reference"] if record.device_type else []

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -32,7 +31,7 @@ from liger_multi.patching.head.storage import is_lazy, real_tensor
 from liger_multi.patching.mixers import FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.hybrids import PackedModel
 from liger_multi.patching.packing.samples import rows_of, sample_ids, several
-from liger_multi.patching.packing.tree import offered
+from liger_multi.patching.packing.tree import Tree, offered, running, spread_over
 from liger_multi.patching.swap import unpatched_class
 
 __all__ = ["shard_sequence", "unshard_sequence"]
@@ -42,6 +41,8 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position of a call."""
 TRIAL_TOKENS = 61  # a prime: no number of ranks divides it, so that padding is tried, too
 UNDIVIDED = "ranks do not divide"  # of a message that says what to do
+TAKES_ROWS = "_liger_multi_takes_rows"
+"""Attribute of a forward: a function that says of arguments whether it takes whole rows."""
 COARSE, FINE = 5e-2, 1e-3  # differences that rounding explains, in 16 bits and in more
 
 
@@ -54,6 +55,8 @@ class _Sharded:
     packed: bool = True  # whether one process keeps samples apart, or that is not known
     tokens: int = 0  # of a row of the running call
     targets: int = 0
+    as_tuple: bool = False  # whether the running call returns a tuple
+    left: bool = False  # whether its forward takes whole rows
     handles: list[Any] = field(default_factory=list)
 
     @property
@@ -62,7 +65,11 @@ class _Sharded:
         return None if shards.is_suspended() else self.ranks_of_call()
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
+def _sharded(model: nn.Module) -> _Sharded | None:
+    """What is known of a sharded model, which its hooks have: copies of a model have copies."""
+    hooks: list[Any] = list(model._forward_pre_hooks.values())
+    states = (h.args[0] for h in hooks if getattr(h, "func", None) is _before_model)
+    return next(states, None)
 
 
 def shard_sequence(
@@ -71,8 +78,8 @@ def shard_sequence(
     """Spread the tokens of every row over ranks; the model is called with whole rows, as before.
 
     Every rank passes the same ``input_ids`` or ``inputs_embeds``, ``labels``, ``position_ids`` and
-    ``attention_mask``, of whole rows, packed or not. Lengths that ranks do not divide are padded
-    inside.
+    ``attention_mask``, of whole rows, packed or not, or a batch of shared prefixes. Lengths that
+    ranks do not divide are padded inside.
 
     Math:
         ``loss = sum over ranks of (sum of the losses of its tokens) / (targets of all rows)``, on
@@ -114,7 +121,7 @@ def shard_sequence(
     Source:
         All-to-all over heads: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
-    if model in _sharded:
+    if _sharded(model) is not None:
         raise PatchError(f"shard_sequence: {type(model).__name__} is sharded; unshard_sequence it")
     fixed = None if _is_function(mesh) else _ranks(mesh)
     ranks_of_call = (lambda: fixed) if fixed else functools.partial(_ranks_of_call, mesh)
@@ -128,7 +135,6 @@ def shard_sequence(
         Around(base, functools.partial(_run_base, sharded, base)),
         *(Around(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
     ]
-    _sharded[model] = sharded
     torch.compiler.reset()  # no graph knows of ranks
     if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):
         try:
@@ -173,7 +179,7 @@ def shard_on_meta(
 
 def unshard_sequence(model: nn.Module) -> nn.Module:
     """Undo :func:`shard_sequence`; a model that is not sharded stays as it is."""
-    sharded = _sharded.pop(model, None)
+    sharded = _sharded(model)
     for handle in sharded.handles if sharded else ():
         handle.remove()
     return model
@@ -278,40 +284,23 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     ranks = sharded.ranks
     if ranks is None:
         return None
+    forwards = (vars(module).get("forward") for module in model.modules())
+    sharded.left = any(f(args, kwargs) for g in forwards if (f := getattr(g, TAKES_ROWS, None)))
+    if sharded.left:
+        return None
     _refuse_compiled()
     arguments = by_name(_forward(model), args, kwargs)
     _refuse_generation(model, arguments)
     rows = rows_of(arguments)
     if rows is None:
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
-    if offered(rows.shape[1], rows.shape[0]) is not None:
-        raise ValueError("shard_sequence: rows of shared prefixes are not spread over ranks")
     sharded.tokens = rows.shape[1]
-    padding = -rows.shape[1] % ranks.size
-    labels: Any = arguments.get("labels")
-    targets: Any = arguments.get("shift_labels")
-    if labels is not None and sharded.shares:
-        raise ValueError(
-            "shard_sequence(shares=True): a share has no label for its last token; make the loss "
-            "of the logits and of labels that are shifted before they are cut"
-        )
-    if sharded.shares or (labels is None and targets is None):
-        return None
-    sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
-    if targets is None:
-        if labels.shape != rows.shape[:2]:
-            raise ValueError(
-                f"shard_sequence: labels must be of every token, {tuple(rows.shape[:2])}, got "
-                f"{tuple(labels.shape)}"
-            )
-        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    count = arguments.get("num_items_in_batch")
-    share = ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
-    new = {
-        "labels": share,
-        "shift_labels": share,
-        "num_items_in_batch": (targets != IGNORED).sum().clamp(min=1) if count is None else count,
-    }
+    return_dict = arguments.get("return_dict")
+    if return_dict is None:
+        return_dict = getattr(getattr(model, "config", None), "return_dict", True)
+    sharded.as_tuple = not (return_dict or sharded.shares)
+    new = {"return_dict": True} if sharded.as_tuple else {}  # whose parts have names
+    new |= _targets_of_rank(sharded, arguments, rows, ranks)
     names = parameters_of(_forward(model))
     args = tuple(
         new.pop(name) if name in new else value for name, value in zip(names, args, strict=False)
@@ -320,6 +309,35 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
 
 
 outside_of_graphs(_before_model, "rows are spread eagerly")
+
+
+def _targets_of_rank(
+    sharded: _Sharded, arguments: Mapping[str, Any], rows: Tensor, ranks: shards.Ranks
+) -> dict[str, Any]:
+    """The arguments of a loss of the rank's tokens; none without labels."""
+    labels: Any = arguments.get("labels")
+    targets: Any = arguments.get("shift_labels")
+    if labels is not None and sharded.shares:
+        raise ValueError(
+            "shard_sequence(shares=True): a share has no label for its last token; make the loss "
+            "of the logits and of labels that are shifted before they are cut"
+        )
+    is_tree = offered(rows.shape[1], rows.shape[0]) is not None  # which has no labels
+    if sharded.shares or is_tree or (labels is None and targets is None):
+        return {}
+    sharded.targets = rows.shape[1] - (targets is None)  # the first token is no target
+    if targets is None:
+        if labels.shape != rows.shape[:2]:
+            raise ValueError(
+                f"shard_sequence: labels must be of every token, {tuple(rows.shape[:2])}, got "
+                f"{tuple(labels.shape)}"
+            )
+        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    count, padding = arguments.get("num_items_in_batch"), -rows.shape[1] % ranks.size
+    share = ranks.share(F.pad(targets, (0, padding), value=IGNORED), 1).contiguous()
+    if count is None:
+        count = (targets != IGNORED).sum().clamp(min=1)
+    return {"labels": share, "shift_labels": share, "num_items_in_batch": count}
 
 
 def _refuse_compiled() -> None:
@@ -351,32 +369,26 @@ def _refuse_generation(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
     ranks = sharded.ranks
-    if ranks is None or sharded.shares:
+    if ranks is None or sharded.shares or sharded.left:
         return None
     labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
-    whole = not (labeled and model.training)
-    if isinstance(output, tuple):
-        values = list(output)
-        has_loss = isinstance(values[0], Tensor) and values[0].ndim == 0
-        headed = getattr(model, "get_output_embeddings", lambda: None)() is not None
-        if whole and headed:  # else they are hidden states
-            values[has_loss] = _whole_rows(values[has_loss], sharded.tokens, ranks)
-        return (*(shards.total(x, ranks) for x in values[:has_loss]), *values[has_loss:])
+    tree = offered(sharded.tokens, 1)
+    whole = not (tree.by_rank if tree is not None else labeled and model.training)
     if whole and isinstance(getattr(output, "logits", None), Tensor):
         output["logits"] = _whole_rows(output.logits, sharded.tokens, ranks)
-    loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        return output
-    balance = getattr(output, "aux_loss", None)
+    loss, balance = (getattr(output, name, None) for name in ("loss", "aux_loss"))
     if isinstance(getattr(output, "label_mask", None), Tensor):
         _gather_targets(sharded.targets, ranks, output)
-    if isinstance(balance, Tensor):  # every rank has all of it
-        scale: Any = getattr(model, "router_aux_loss_coef", None)
-        scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
-        once = scale * balance.detach() * (1 - 1 / ranks.size)
-        loss = loss - once.to(loss.device)
-    output["loss"] = shards.total(loss, ranks)
-    return output
+    if isinstance(balance, Tensor) and tree is None:
+        output["aux_loss"] = shards.outside(balance, ranks)
+    if isinstance(loss, Tensor):
+        if isinstance(balance, Tensor):
+            scale: Any = getattr(model, "router_aux_loss_coef", None)
+            scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
+            once = scale * balance.detach() * (1 - 1 / ranks.size)
+            loss = loss - once.to(loss.device)
+        output["loss"] = shards.total(loss, ranks)
+    return output.to_tuple() if sharded.as_tuple else output
 
 
 def _whole_rows(logits: Tensor, tokens: int, ranks: shards.Ranks) -> Tensor:
@@ -399,10 +411,6 @@ def _gather_targets(targets: int, ranks: shards.Ranks, output: Any) -> None:
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == shape:
             output[name] = shards.gather(value, ranks, ranks.size)[:, :targets]
-    if isinstance(
-        balance := output.get("aux_loss"), Tensor
-    ):  # its gradient is of this rank's share
-        output["aux_loss"] = ranks.size * balance - (ranks.size - 1) * balance.detach()
 
 
 # --- a call of its layers: tokens, positions, masks ---
@@ -417,12 +425,25 @@ def _run_base(
     _refuse_compiled()
     arguments = by_name(_forward(base), args, kwargs)
     _refuse_generation(base, arguments)
-    if not sharded.packed and several(arguments):
+    rows = rows_of(arguments)
+    assert rows is not None
+    if offered(rows.shape[1], rows.shape[0]) is not None:
+        raise PackingError(
+            f"shard_sequence: {unpatched_class(base).__name__} was called with shared prefixes by "
+            "itself; call the patched model with its head"
+        )
+    tree = running(rows.shape[1], rows.shape[0])
+    if tree is None and not sharded.packed and several(arguments):
         raise PackingError(
             f"shard_sequence: {unpatched_class(base).__name__} takes no packed rows in one process "
             "either: pass one sample per row"
         )
-    row, arguments = (_given_share if sharded.shares else _share)(base, arguments, ranks)
+    if sharded.shares:
+        row, arguments = _given_share(base, arguments, ranks)
+    else:
+        row, arguments = _share(base, arguments, ranks, tree)
+    if tree is not None:
+        spread_over(ranks)
     with shards.in_force(row):
         output = forward(**arguments)
     routed = getattr(output, "router_logits", None)
@@ -432,7 +453,7 @@ def _run_base(
 
 
 def _share(
-    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks
+    base: nn.Module, arguments: dict[str, Any], ranks: shards.Ranks, tree: Tree | None = None
 ) -> tuple[shards.Row, dict[str, Any]]:
     """What arguments say of whole rows, and the arguments of this rank's share."""
     names = parameters_of(_forward(base))
@@ -442,7 +463,7 @@ def _share(
     padding = -length % ranks.size
     mask, positions = (cast(Any, arguments.get(n)) for n in ("attention_mask", "position_ids"))
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    ids = sample_ids(arguments)
+    ids = None if tree is not None else sample_ids(arguments)
     plain = isinstance(positions, Tensor) and positions.ndim == 2
     row = shards.Row(
         length + padding,
@@ -451,6 +472,8 @@ def _share(
         None if mask is None else F.pad(mask, (0, padding)).bool(),
         _continued(positions, padding) if plain else None,
         None if ids is None or mask is not None else _padded_ids(ids, padding),
+        None if tree is None else tree.padded(length + padding),
+        ranks,
     )
     new = dict(arguments)
     for name in ("input_ids", "inputs_embeds"):
@@ -471,6 +494,8 @@ def _share(
         new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
     if isinstance(base, PackedModel) or "seq_idx" in new:
         seq_idx = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
+        if row.tree is not None and not row.tree.is_path:  # nothing comes after one path's padding
+            seq_idx = row.tree.ids(rows.device)
         new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
@@ -514,7 +539,11 @@ def _given_share(
     every = rows[:, :1].expand(-1, tokens, *rows.shape[2:])  # for its shape
     row, new = _share(base, {**arguments, "input_ids": every, "position_ids": whole}, ranks)
     kept = {name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}
-    return row, {**new, **{n: x for n, x in kept.items() if n in new}, "position_ids": positions}
+    return replace(row, ranks=None), {
+        **new,
+        **{n: x for n, x in kept.items() if n in new},
+        "position_ids": positions,
+    }
 
 
 def _continued(positions: Tensor, padding: int) -> Tensor:
@@ -532,7 +561,7 @@ def _padded_ids(ids: Tensor, padding: int) -> Tensor:
 def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
     """The logits of a router for the tokens of whole rows, as a loss of balance takes them."""
     rows = routed.reshape(-1, row.share, routed.shape[-1])
-    return shards.gather(rows, ranks)[:, : row.tokens - row.padding].flatten(0, 1)
+    return shards.gather(rows, ranks)[:, : row.length].flatten(0, 1)
 
 
 # --- a call of a mixer ---

@@ -37,6 +37,11 @@ def stored(module: nn.Module, name: str = "weight") -> Tensor | None:
     return None
 
 
+def has(module: nn.Module, name: str) -> bool:
+    """Whether a module has a tensor of a name, which is not evaluated if it is computed."""
+    return hasattr(type(module), name) or stored(module, name) is not None
+
+
 def declared(module: nn.Module, name: str = "weight") -> Tensor | None:
     """A stored tensor, or the original of a parametrization that keeps its shape and dtype.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from liger_multi.documents import write_whole
 from liger_multi.errors import need
 
 STOCK, LIGER, OURS, ALARM = "#8c959f", "#e69f00", "#0072b2", "#d55e00"
@@ -92,4 +93,6 @@ def figure(
         .convert("RGB")
         .quantize(SHADES, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     )
-    few.save(path, format="png", optimize=True, pnginfo=text)
+    small = io.BytesIO()
+    few.save(small, format="png", optimize=True, pnginfo=text)
+    write_whole(path, small.getvalue())

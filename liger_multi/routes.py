@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from liger_multi import checks
 from liger_multi.arguments import by_name
 from liger_multi.errors import LigerMultiError
+from liger_multi.patching import shards
 from liger_multi.patching.packing.samples import rows_of, visible_tokens
 from liger_multi.patching.packing.tree import offered
 from liger_multi.patching.packing.trial import trying
@@ -182,6 +183,7 @@ class _Pass:
         chosen: What every router chose, ``(rows, k)``, also for a layer that runs again; by the
             number of the router and the axes of its scores.
         last: The axes of the scores by which every router chose.
+        row: The whole row, if the model is sharded: its routers have this rank's tokens.
     """
 
     first: int
@@ -189,10 +191,13 @@ class _Pass:
     known: list[Tensor] | None
     chosen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
+    row: shards.Row | None = None
 
     def indices(self, number: int, axes: int, today: Tensor) -> Tensor:
         """The experts of all rows, ``(rows, k)``: by the routes, or today's without any."""
-        key = number, axes
+        key, row = (number, axes), shards.row()
+        if row is not None and row.ranks is not None:  # a layer that runs again is in none
+            self.row = row
         if key not in self.chosen:
             self.chosen[key] = today
             if self.known is not None and self.known[number].shape[1] == today.shape[1]:
@@ -210,8 +215,26 @@ class _Pass:
         self.last[number] = axes
 
     def _replayed(self, known: Tensor, today: Tensor) -> Tensor:
-        known = known[self.first : self.first + len(self.sources)]
-        return today.index_copy(0, self.sources, known.to(today))
+        known, sources = known[self.first : self.first + len(self.sources)], self.sources
+        if self.row is not None:
+            known, sources = known[self._own[0]], self._own[1]
+        return today.index_copy(0, sources, known.to(today))
+
+    @functools.cached_property
+    def _own(self) -> tuple[Tensor, Tensor]:
+        """Which tokens this rank has, and their rows in its routers."""
+        row: Any = self.row
+        batch, place = self.sources // row.length, self.sources % row.length
+        own = (place // row.share == row.ranks.rank).nonzero()[:, 0]
+        return own, batch[own] * row.share + place[own] % row.share
+
+    def of_tokens(self, number: int) -> Tensor:
+        """What a router chose for every token, ``(count, k)``, also of other ranks."""
+        chosen = self.chosen[number, self.last[number]]
+        if self.row is not None and self.row.ranks is not None:
+            rows = chosen.unflatten(0, (-1, self.row.share))
+            chosen = shards.gather(rows, self.row.ranks)[:, : self.row.length].flatten(0, 1)
+        return chosen[self.sources]
 
 
 def _sources(arguments: Mapping[str, Any]) -> Tensor:
@@ -331,9 +354,8 @@ class _Following:
         self.count += len(forward.sources)
         if not self.recording:
             return
-        for number, axes in forward.last.items():
-            chosen, before = forward.chosen[number, axes], self.routes.layers[number]
-            rows = chosen[forward.sources].to(torch.int16)
+        for number in range(len(self.routers)):
+            before, rows = self.routes.layers[number], forward.of_tokens(number).to(torch.int16)
             self.routes.layers[number] = torch.cat([before, rows]) if before.numel() else rows
 
     def pass_of(self, number: int, args: Any, kwargs: Any) -> _Pass | None:

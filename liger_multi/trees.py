@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from liger_multi import checks
 from liger_multi.errors import PackingError
-from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Tree, offer, planted
+from liger_multi.patching import shards
+from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Offer, Tree, offer, planted
 
 __all__ = ["Batch", "Scores", "from_batch", "log_probs", "pack", "scores", "shared"]
 
@@ -451,9 +452,15 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
             model was called.
         ValueError: An unknown ``router_counts``.
     """
-    checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
-    with offer(batch.tree, once=router_counts == "once") as announced:
+    with _announced(batch, router_counts):
         yield batch
+
+
+@contextlib.contextmanager
+def _announced(batch: Batch, router_counts: str, by_rank: bool = False) -> Iterator[Offer]:
+    checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
+    with offer(batch.tree, once=router_counts == "once", by_rank=by_rank) as announced:
+        yield announced
     if announced.taken_by is None:
         raise PackingError(
             f"trees.shared: no patched model was called with {batch.tree.tokens} tokens. Call "
@@ -462,18 +469,54 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
         )
 
 
+class Share(NamedTuple):
+    """The predicted tokens whose logits a rank has; all of them on one rank.
+
+    Attributes:
+        sources: Their places in its logits, ``(n,)``.
+        targets: The tokens, ``(n,)``.
+        places: Their places among the N predicted tokens; None for all of them.
+        total: N.
+        ranks: The ranks of a sharded model, or None.
+    """
+
+    sources: Tensor
+    targets: Tensor
+    places: Tensor | None
+    total: int
+    ranks: Any
+
+    @classmethod
+    def of(cls, batch: Batch, ranks: Any) -> Share:
+        """Those of this rank. Over ranks, this waits for the device."""
+        sources, targets = batch.sources, batch.targets
+        if ranks is None:
+            return cls(sources, targets, None, len(sources), None)
+        tokens = -(-batch.tree.tokens // ranks.size)
+        own = (sources // tokens == ranks.rank).nonzero()[:, 0]
+        return cls(sources[own] - ranks.rank * tokens, targets[own], own, len(sources), ranks)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Numbers ``(n,)`` of every rank's tokens as those of all N, on all ranks."""
+        if self.places is None:
+            return values
+        return shards.merge(values, self.places, self.total, self.ranks)
+
+
 class Scores(NamedTuple):
     """What :func:`scores` returns.
 
     Attributes:
         log_probs: Of the N predicted tokens, fp32.
         entropy: Of their distributions, fp32; None where it was not asked for.
-        output: What the model returned.
+        output: What the model returned; a sharded model's logits are of the rank's tokens.
+        share: The tokens that this rank has predicted.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     output: Any
+    share: Share
 
 
 def scores(
@@ -490,14 +533,18 @@ def scores(
     ``model`` may also be the forward of a patched model.
     """
     by = checks.number("trees", "temperature", temperature, 0, above=True)
-    with shared(batch, router_counts=router_counts):
+    with _announced(batch, router_counts, by_rank=True) as announced:
         output = model(**batch.inputs, **arguments)
-    logits = output.logits[:, batch.sources]
+    share = Share.of(batch, announced.ranks)  # every rank computes the head of its own tokens
+    logits = output.logits[:, share.sources]
     if by != 1:
         logits = logits / by
     log_p = logits.log_softmax(-1, dtype=torch.float32)
-    log_prob = log_p.gather(-1, batch.targets[None, :, None])[0, :, 0]
-    return Scores(log_prob, -(log_p.exp() * log_p).sum(-1)[0] if entropy else None, output)
+    log_prob = share.whole(log_p.gather(-1, share.targets[None, :, None])[0, :, 0])
+    own_entropy = -(log_p.exp() * log_p).sum(-1)[0] if entropy else None
+    return Scores(
+        log_prob, None if own_entropy is None else share.whole(own_entropy), output, share
+    )
 
 
 def log_probs(

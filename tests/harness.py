@@ -12,8 +12,9 @@ import functools
 import textwrap
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,11 +52,22 @@ def selected_backends(config: pytest.Config) -> list[str]:
     return list(dict.fromkeys([*names, "reference"]))
 
 
-def kernels_of(config: pytest.Config, names: Iterable[str]) -> contextlib.AbstractContextManager:
-    """Operators by interpreted kernels where these are under test; else the device chooses."""
-    named = interpreted() and "triton" in selected_backends(config)
-    order = ["triton", "reference"]
-    return liger_multi.use(**dict.fromkeys(names, order)) if named else contextlib.nullcontext()
+def interpreted_kernels(
+    *names: str, order: str | Sequence[str] = ("triton", "reference"), autouse: bool = True
+) -> Any:
+    """A fixture: operators by interpreted kernels where these are under test, in this order.
+
+    Elsewhere the device chooses.
+    """
+
+    @pytest.fixture(autouse=autouse)
+    def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+        named = interpreted() and "triton" in selected_backends(request.config)
+        choice = liger_multi.use(**dict.fromkeys(names, order)) if named else None
+        with choice or contextlib.nullcontext():
+            yield
+
+    return kernels
 
 
 def selected_device(config: pytest.Config) -> torch.device:

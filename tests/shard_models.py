@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import liger_multi
-from liger_multi import memory
+from liger_multi import losses, memory, routes, trees
 from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.distributed import shard_sequence, unshard_sequence
-from liger_multi.errors import PatchError
+from liger_multi.errors import PackingError, PatchError
+from liger_multi.ops import LogProbOutput
 from liger_multi.patching import shards
 from tests import models
 from tests.sweep import cases
@@ -37,8 +38,6 @@ from tests.sweep import cases
 LOSS, GRADIENT = 1e-5, 5e-4
 """Relative difference of losses; of gradients, to the largest number of their tensor."""
 NOISE = 1e-6  # of the largest gradient of a model: what is zero but for rounding
-
-UNPACKED = ("gpt_oss",)  # in one process, packed rows are refused
 
 
 def build(name: str, **patching: Any) -> Any:
@@ -96,11 +95,125 @@ def check(name: str, checkpointing: bool = False) -> None:
         spread.gradient_checkpointing_enable()
         spread.train()
     shard_sequence(spread)
-    for form, batch in batches(one.config.get_text_config().vocab_size).items():
-        if form == "packed" and name in UNPACKED:
-            continue
+    for batch in batches(one.config.get_text_config().vocab_size).values():
         compare_steps(step(one, batch), step(spread, batch))
+    clone = unshard_sequence(copy.deepcopy(spread))
+    assert clone.generate(batch["input_ids"][:, :5], max_new_tokens=1).shape[1] == 6
     unshard_sequence(spread)
+
+
+# --- trees ---
+
+
+def groves(vocabulary: int) -> dict[str, trees.Batch]:
+    """Two trees whose prompts and answers cross shares, one path, and padded rows as trees."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(3, vocabulary, (length,), generator=generator)
+
+    turns = (ids(3), [ids(4), (ids(6), [ids(2), ids(3)])])
+    groups = [(ids(13), [ids(5), ids(1), turns]), ([], [ids(7), ids(2)])]
+    prompts = ids(9), ids(5)
+    rows = [torch.cat([prompts[n > 1], ids(n + 3)]) for n in range(4)]
+    padded, mask = (
+        torch.nn.utils.rnn.pad_sequence(x, batch_first=True)
+        for x in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return {
+        "nested": trees.pack(groups, pad_to=3),
+        "a path": trees.pack([(ids(20), [ids(17)])]),
+        "rows": trees.from_batch(padded, mask, prompt_lengths=[9, 9, 5, 5]),
+    }
+
+
+def policy(output: LogProbOutput, targets: torch.Tensor) -> torch.Tensor:
+    signs = torch.tensor([1.0, -0.5, 2.0, -1.0])[: len(targets)]
+    options = {"loss_type": "grpo", "entropy_weight": 0.1}
+    old = torch.full_like(output.log_prob, -5.0)
+    return losses.policy_loss(output, targets, signs, old=old, **options)[0]
+
+
+def preference(output: LogProbOutput, targets: torch.Tensor) -> torch.Tensor:
+    return losses.dpo_loss(output, targets)[0]
+
+
+def scored(model: Any, batch: trees.Batch, loss_of: Any) -> torch.Tensor:
+    """A loss of log-probabilities and entropies."""
+    result = trees.scores(model, batch, temperature=0.7, entropy=True)
+    targets, values = batch.targets[None], (result.log_probs[None], result.entropy[None])
+    if batch.rows is not None:
+        targets = batch.to_rows(batch.targets).masked_fill(batch.rows < 0, -100)
+        values = tuple(batch.to_rows(x[0]) for x in values)
+    loss = loss_of(LogProbOutput(log_prob=values[0], entropy=values[1]), targets)
+    balance = getattr(result.output, "aux_loss", None)
+    return loss if balance is None else loss + 0.3 * balance
+
+
+def shown(model: Any, batch: trees.Batch, loss_of: Any) -> torch.Tensor:
+    """A loss of the logits of all tokens."""
+    with trees.shared(batch):
+        logits = model(**batch.inputs).logits
+    tokens = batch.tree.tokens - batch.tree.padding
+    return loss_of(logits[:, :tokens], batch.inputs["input_ids"][:, :tokens])
+
+
+def tree_step(model: Any, batch: trees.Batch, call: Any = scored, loss_of: Any = policy) -> Any:
+    model.zero_grad()
+    loss = call(model, batch, loss_of)
+    loss.backward()
+    return float(loss.detach()), gradients_of(model)
+
+
+def forest(name: str, checkpointing: bool = False) -> None:
+    """Compare trees on all ranks with one process; every rank has the same number."""
+    one = build(name)
+    spread = copy.deepcopy(one)
+    if checkpointing:
+        spread.gradient_checkpointing_enable()
+        spread.train()
+    shard_sequence(spread)
+    forms = groves(one.config.get_text_config().vocab_size)
+    calls = [(scored, policy, form) for form in forms]
+    calls += [(scored, preference, "rows"), (shown, LOSSES["of each token"], "nested")]
+    for call, loss_of, form in calls:
+        steps = [tree_step(model, forms[form], call, loss_of) for model in (one, spread)]
+        compare_steps(*steps)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, steps[1][0])
+        assert of_ranks == [steps[1][0]] * len(of_ranks)
+    assert shards.row() is None
+    with pytest.raises(PackingError, match="with its head"), trees.shared(forms["nested"]):
+        getattr(spread, spread.base_model_prefix)(**forms["nested"].inputs)
+    unshard_sequence(spread)
+
+
+def routed(name: str, checkpointing: bool) -> None:
+    """Routes are of whole rows: what ranks record is what one process does, and so for replays."""
+    one = build(name)
+    spread = copy.deepcopy(one).train()
+    if checkpointing:
+        spread.gradient_checkpointing_enable()
+    shard_sequence(spread)
+    vocabulary = one.config.get_text_config().vocab_size
+    rows, forests = batches(vocabulary), groves(vocabulary)
+    for run, batch in [(step, b) for b in rows.values()] + [
+        (tree_step, b) for b in forests.values()
+    ]:
+        recorded = []
+        for model in (one, spread):
+            with routes.record(model) as each:
+                run(model, batch)
+            recorded.append(each.layers)
+        assert all(map(torch.equal, *recorded))
+        experts = 1 + max(int(layer.max()) for layer in recorded[0])
+        changed = routes.Routes([(layer + 1) % experts for layer in recorded[0]])
+        steps = []
+        for model in (one, spread):
+            with routes.replay(model, changed):
+                steps.append(run(model, batch))
+        compare_steps(*steps)
+        assert abs(steps[0][0] / run(one, batch)[0] - 1) > LOSS  # routes matter
 
 
 # --- losses and metrics outside of the model ---
@@ -122,12 +235,12 @@ LOSSES = {
 }
 
 
-def outside(name: str, patching: dict[str, Any]) -> None:
+def outside(name: str, patching: dict[str, Any], names: Any = LOSSES) -> None:
     """A loss that a caller makes of logits sees whole rows, whose length ranks do not divide."""
     one = build(name, **patching).train()
     spread = shard_sequence(copy.deepcopy(one))
     batch = batches(one.config.get_text_config().vocab_size)
-    for loss_of in LOSSES.values():
+    for loss_of in (LOSSES[name] for name in names):
         for form in ("row", "packed"):
             call = {n: x for n, x in batch[form].items() if n != "labels"}
             for return_dict in (True, False):
@@ -136,13 +249,14 @@ def outside(name: str, patching: dict[str, Any]) -> None:
                 )
     labels = batch["row"]["labels"]
     assert spread(**batch["row"], use_cache=False).logits.shape[1] < labels.shape[1]
-    results = []
-    for model in (one.eval(), spread.eval()):
-        with torch.no_grad():
-            output = model(**batch["row"], use_cache=False)
-        results.append((output.loss, output.logits.argmax(-1)))
-    assert torch.equal(results[0][1], results[1][1])
-    assert abs(results[0][0] / results[1][0] - 1) < LOSS
+    for return_dict in (True, False):
+        results = []
+        for model in (one.eval(), spread.eval()):
+            with torch.no_grad():
+                output = model(**batch["row"], use_cache=False, return_dict=return_dict)
+            results.append((tensors_of(output)[0], logits_of(output).argmax(-1)))
+        assert torch.equal(results[0][1], results[1][1])
+        assert abs(results[0][0] / results[1][0] - 1) < LOSS
 
 
 def headless() -> None:
@@ -182,11 +296,19 @@ def other_heads() -> None:
 def own_step(model: Any, call: Any, loss_of: Any, return_dict: bool) -> Any:
     model.zero_grad()
     output = model(**call, use_cache=False, return_dict=return_dict)
-    loss = loss_of(output.logits if return_dict else output[0], call["input_ids"])
+    loss = loss_of(logits_of(output), call["input_ids"])
+    loss = loss + 0.3 * sum(x for x in tensors_of(output) if not x.ndim)  # of routers
     loss.backward()
-    return float(loss), {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    return float(loss.detach()), gradients_of(model)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    values = output if isinstance(output, tuple) else output.to_tuple()
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return next(x for x in tensors_of(output) if x.ndim == 3)
 
 
 def compare_steps(one: Any, spread: Any) -> None:
@@ -358,16 +480,19 @@ def data_parallel() -> None:
     one = build("LlamaForCausalLM")
     spread = fsdp(copy.deepcopy(one), mesh)
     forms = batches(one.config.vocab_size)
-    rows = [forms["row"], forms["packed"]]
-    steps = [step(one, batch) for batch in rows]
+    forests = groves(one.config.vocab_size)
     group = mesh["dp"].get_local_rank()
-    loss = spread(**rows[group], use_cache=False).loss
-    loss.backward()
-    assert abs(float(loss) - steps[group][0]) <= LOSS * steps[group][0]
-    for name, parameter in spread.named_parameters():
-        expected = sum(gradients[name] for _, gradients in steps) / 2
-        error = (parameter.grad.full_tensor() - expected).abs().max()
-        assert float(error) <= GRADIENT * float(expected.abs().max()), name
+    for rows, run in (
+        ([forms["row"], forms["packed"]], step),
+        ([forests["nested"], forests["rows"]], tree_step),
+    ):
+        steps = [run(one, batch) for batch in rows]
+        loss, _ = run(spread, rows[group])
+        assert abs(loss - steps[group][0]) <= LOSS * abs(steps[group][0])
+        for name, parameter in spread.named_parameters():
+            expected = sum(gradients[name] for _, gradients in steps) / 2
+            error = (parameter.grad.full_tensor() - expected).abs().max()
+            assert float(error) <= GRADIENT * float(expected.abs().max()), name
 
 
 def restart(folder: str) -> None:

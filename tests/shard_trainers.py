@@ -3,16 +3,19 @@
 import importlib
 import os
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
-from liger_multi.integrations import SequenceParallel, TrainerCallback
+from liger_multi import trees
+from liger_multi.integrations import SequenceParallel, SharedPrefixes, TrainerCallback
 from tests.models import arguments, build, rows, tokenizer, with_words
 
 LENGTHS = (13, 22, 9, 17)
+scores = trees.scores
 
 
 def reward(completion_ids: Any, **_: Any) -> list[float]:
@@ -73,6 +76,14 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "SFT of experts": ("trl.SFT", {**TRL, "router_aux_loss_coef": 0.3}, "completion", {}),
     "SFT of adapters": ("trl.SFT", TRL, "completion", {"peft_config": LORA}),
     "GRPO": ("trl.GRPO", GRPO, "prompt", {"reward_funcs": reward}),
+    "GRPO of trees": ("trl.GRPO", GRPO, "prompt", {"reward_funcs": reward}),
+    "GRPO of trees by a mixin": (
+        "trl.GRPO",
+        {**GRPO, "beta": 0.1},
+        "prompt",
+        {"reward_funcs": reward, "peft_config": LORA},
+    ),
+    "DPO of trees": ("trl.DPO", TRL, "pair", {"peft_config": LORA}),
 }
 
 
@@ -93,17 +104,19 @@ def reset() -> None:
         state._reset_state()
 
 
-def train(trainer: str, folder: Any, **more: Any) -> dict[str, Any]:
+def train(kind: str, folder: Any, **more: Any) -> dict[str, Any]:
     """Losses of the steps and the weights after the last; ``more`` is for the trainer's config."""
     reset()
-    home, options, data, call = KINDS[trainer]
+    home, options, data, call = KINDS[kind]
     package, name = home.split(".")
     module = importlib.import_module(package)
     config_class = getattr(module, f"{name}Arguments" if name == "Training" else f"{name}Config")
     words, plain = tokenizer(), package == "transformers"
-    known = "mixtral" if "experts" in trainer else "llama"
+    known = "mixtral" if "experts" in kind else "llama"
     model = build(known) if plain else with_words(words, known)
     trainer_class = module.Trainer if plain else getattr(module, f"{name}Trainer")
+    if kind.endswith("mixin"):
+        trainer_class = type("Shared", (SharedPrefixes, trainer_class), {})
     torch.manual_seed(4)  # adapters are drawn
     args = config_class(**arguments(folder, **{**options, **more}))
     if args.fsdp:
@@ -115,12 +128,20 @@ def train(trainer: str, folder: Any, **more: Any) -> dict[str, Any]:
         args=args,
         train_dataset=data() if callable(data) else rows(data),
         eval_dataset=data() if callable(data) else None,
-        callbacks=[TrainerCallback(unpatch_at_end=True)],
+        callbacks=[
+            TrainerCallback(unpatch_at_end=True, shared_prefixes=kind.endswith(" of trees"))
+        ],
         **({} if plain else {"processing_class": words}),
         **call,
     )
     torch.manual_seed(5)
-    trainer.train()
+    scored: list[Any] = []
+    keep = lambda *call, **options: scored.append(scores(*call, **options)) or scored[-1]  # noqa: E731
+    with mock.patch.object(trees, "scores", keep):
+        trainer.train()
+    spread = "parallelism_config" in more
+    assert [x.share.ranks is not None for x in scored] == [spread] * len(scored)
+    assert (len(scored) >= 2) == (" of trees" in kind)
     ids = torch.arange(10)[None]
     assert model(input_ids=ids, use_cache=False).logits.shape[1] == 10, "rows are whole again"
     return {

@@ -6,9 +6,7 @@ whatever else adds to the sum. The tables :data:`ROUTES` and :data:`ORDERED` cho
 measurements.
 """
 
-from __future__ import annotations
-
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +18,7 @@ from liger_multi._torch_private import (
     flash_attention,
     flash_attention_backward,
 )
-from liger_multi.backends.triton.attention import attention as kernels
-from liger_multi.backends.triton.attention import blocks
+from liger_multi.backends.triton.attention import attention as kernels, blocks
 from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.reference.attention.attention import blocks_of, unless_causal
 from liger_multi.reference.common.strict import ordered_attention, strict
@@ -134,8 +131,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,
@@ -162,8 +159,8 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     y: Tensor,
     lse: Tensor,
     causal: bool,

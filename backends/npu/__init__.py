@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import importlib.util
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -16,14 +16,14 @@ BUFFERS = {"a2": 196608, "a5": 253952}
 _UNSEEN = "nobody has seen it hold on Ascend hardware"
 
 
-def _version(name: str) -> Optional[str]:
+def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _probe() -> Optional[str]:
+def _probe() -> str | None:
     if importlib.util.find_spec("torch_npu") is None:
         return "needs torch_npu, which is not installed"
     if not hasattr(torch, "npu") or not torch.npu.is_available():
@@ -33,7 +33,7 @@ def _probe() -> Optional[str]:
     return None
 
 
-def _supports(device: torch.device, dtype: torch.dtype) -> Optional[str]:
+def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
     return "computes in fp32, not in fp64" if dtype == torch.float64 else None
 
 

@@ -5,9 +5,7 @@ before the scale of a loss arrives, which matters in fp16. It returns no ``lse``
 and no gradient of a scalar loss needs it.
 """
 
-from __future__ import annotations
-
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +22,10 @@ __all__ = ["backward", "forward", "supports"]
 def supports(
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     logit_scale: float,
-    compute_dtype: Optional[torch.dtype],
+    compute_dtype: torch.dtype | None,
     outputs: str = "",
 ) -> str | None:
     """Why a call is refused, or None."""
@@ -50,18 +48,18 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Optional[Tensor],
-    class_weight: Optional[Tensor],
+    bias: Tensor | None,
+    class_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     logit_scale: float,
     chunk: int,
     budget: int,
     accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype],
+    compute_dtype: torch.dtype | None,
     compact: bool,
     validate: bool,
     outputs: str,

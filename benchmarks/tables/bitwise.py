@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import store
 from benchmarks.tables import OPERATOR_FAMILIES, table
+from liger_multi.grouping import grouped
 
 SETTINGS = ("deterministic", "rows")
 TARGETS = {
@@ -86,9 +87,7 @@ def _said(groups: Iterable[Group]) -> str:
 
 def families() -> list[str]:
     """Median and worst cost of each family of operators, for every device."""
-    by_device: dict[str, list[Group]] = {}
-    for (device, _, _), group in sorted(measured("time").items()):
-        by_device.setdefault(device, []).append(group)
+    by_device = grouped((key[0], group) for key, group in sorted(measured("time").items()))
     head = ["Operators", "count", "`True`, median", "worst", '`"rows"`, median', "worst", "target"]
     lines = []
     for groups in by_device.values():

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks import convergence, store
-from benchmarks import long_context as long_rows
+from benchmarks import convergence, long_context as long_rows, store
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
 from benchmarks.tables import table
+from liger_multi.grouping import grouped
 
 # --- rows of operators ---
 
@@ -390,6 +390,32 @@ LORA_PARTS = {
 }
 
 
+PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "liger-kernel": "Liger-Kernel",
+    "trl": "TRL",
+}
+
+
+def provenance(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Card, dates and versions of some runs, a line per card."""
+    lines = []
+    for card, some in grouped((store.device(run), run) for run in runs).items():
+        days = sorted({run["date"][:10] for run in some})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        versions = []
+        for package, shown in PACKAGES.items():
+            known = sorted({run["versions"][package] for run in some if package in run["versions"]})
+            versions += [f"{shown} {' and '.join(v.partition('+')[0] for v in known)}"] * bool(
+                known
+            )
+        commits = sorted({run["commit"][:7] for run in some})
+        lines.append(f"{card}, {when}, commit {', '.join(commits)}; {', '.join(versions)}")
+    return f"Measured on {'. On '.join(lines)}."
+
+
 def measured(run: Mapping[str, Any]) -> str:
     """Where and when a run was."""
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch",))
@@ -527,7 +553,7 @@ def long_context() -> list[str]:
     lines = [
         [
             row["model"] + (" in FP8" if row["variant"] == "float8" else ""),
-            f"{row['cards']} x {store.device(run).split()[1]}",
+            f"{row['cards']} x {store.short(run)}",
             f"{row['tokens']:,}",
             "host" if row["host_bytes_per_card"] else "card",
             str(row["layers"]),
@@ -543,6 +569,8 @@ def long_context() -> list[str]:
     ]
     others = [
         [
+            row["model"],
+            str(row["cards"]),
             row["variant"],
             f"{row['tokens']:,}",
             str(row["layers"]),
@@ -561,9 +589,17 @@ def long_context() -> list[str]:
     said += "Host: of all cards. Exposed: the share of the step that waits for copies."
     first = ["Model", "Cards", "Tokens", "Activations on the", "Layers run", "s a step", "tokens/s"]
     first += ["TFLOP/s a card", "GiB a card", "planned", "host GiB", "exposed, %"]
-    second = ["Activations", "Tokens", "Layers", "s", "GiB a card", "host GiB a card", "exposed, %"]
+    second = ["Model", "Cards", "Activations", "Tokens", "Layers", "s", "GiB a card"]
+    second += ["host GiB a card", "exposed, %"]
     parts = [table(first, [*lines, _published()]), table(second, others)]
-    shown = [said, "", measured(pairs[-1][0]), "", *parts[0], *([""] + parts[1] if others else [])]
+    shown = [
+        said,
+        "",
+        provenance(run for run, _ in pairs),
+        "",
+        *parts[0],
+        *([""] + parts[1] if others else []),
+    ]
     if (store.ROOT / "docs" / "longest-by-cards.png").exists():
         shown += ["", "![Longest planned row by cards, and measured ones](longest-by-cards.png)"]
     return shown

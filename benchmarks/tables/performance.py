@@ -6,7 +6,7 @@ of one run, in which all variants took turns; where several cards have it, the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
@@ -17,13 +17,6 @@ from liger_multi.testing import samples
 Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
 PEOPLE = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
-PACKAGES = {
-    "torch": "torch",
-    "triton": "triton",
-    "transformers": "transformers",
-    "liger-kernel": "Liger-Kernel",
-    "trl": "TRL",
-}
 ABSENT = "-"
 NOISE, TOO_NOISY = 15.0, 40.0
 """Percent between the fastest and the slowest step: what is shown, and what makes no headline."""
@@ -84,29 +77,9 @@ def from_elsewhere(searches: Sequence[tuple[Run, Any]], who: str) -> str:
 # --- how it is written ---
 
 
-def provenance(runs: Iterable[Run]) -> str:
-    """Card, dates and versions of some runs, a line per card."""
-    lines = []
-    by_card: dict[str, list[Run]] = {}
-    for run in runs:
-        by_card.setdefault(store.device(run), []).append(run)
-    for card, some in by_card.items():
-        days = sorted({run["date"][:10] for run in some})
-        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        versions = []
-        for package, shown in PACKAGES.items():
-            known = sorted({run["versions"][package] for run in some if package in run["versions"]})
-            versions += [f"{shown} {' and '.join(v.partition('+')[0] for v in known)}"] * bool(
-                known
-            )
-        commits = sorted({run["commit"][:7] for run in some})
-        lines.append(f"{card}, {when}, commit {', '.join(commits)}; {', '.join(versions)}")
-    return f"Measured on {'. On '.join(lines)}."
-
-
 def block(runs: Sequence[Run], heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table below its provenance; empty where nothing was measured."""
-    return "\n".join([provenance(runs), "", *table(heads, lines)]) if lines else ""
+    return "\n".join([measured.provenance(runs), "", *table(heads, lines)]) if lines else ""
 
 
 def number(row: Mapping[str, Any] | None, unit: str) -> str:
@@ -170,7 +143,7 @@ def whole_models() -> str:
                 number(rows.get("ours+float8"), "tokens"),
                 *[number(rows.get(who), "GiB") for who in EAGER],
                 ratio(rows, "peak_bytes", "liger"),
-                store.device(data).split()[1],
+                store.short(data),
             ]
         )
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
@@ -297,7 +270,7 @@ def losses() -> str:
                 *[_within(rows.get(name)) for name in who],
                 *[ratio(rows, "both_ms", name) for name in who[1:]],
                 *[number(rows.get(name), "GiB") for name in ("ours", "trl", "liger", "torch")],
-                store.device(data).split()[1],
+                store.short(data),
             ]
         )
     shown = {

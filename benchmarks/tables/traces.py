@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks import store, tables
 from benchmarks.traces import plain
+from liger_multi.grouping import grouped
 
 NUMBER = r"\s*([\d.]+|nan)"
 NEAR = 0.9  # of peak bandwidth
@@ -42,11 +43,8 @@ def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
 
     Shapes near the peak are left out.
     """
-    pairs: dict[Cells, list[Cells]] = {}
-    for cells in lines:
-        pairs.setdefault(cells[:2], []).append(cells[2:])
     table_rows = []
-    for names, ways in pairs.items():
+    for names, ways in grouped((cells[:2], cells[2:]) for cells in lines).items():
         numbers = zip(*(map(float, (cell or 0 for cell in way[:4])) for way in ways), strict=True)
         launches, time, least, floor = map(sum, numbers)
         if floor > NEAR * time:

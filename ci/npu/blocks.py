@@ -19,7 +19,6 @@ import contextlib
 import functools
 import importlib.metadata
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,10 +35,10 @@ from liger_multi.backends.npu.common import launching as npu
 from liger_multi.dispatch import launch as launching
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS
+from liger_multi.grouping import grouped
 from liger_multi.ops.cross_entropy import EVERYTHING
 from liger_multi.testing import samples
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 # --- calls ---
 
@@ -350,12 +349,10 @@ def key(launch: Launch) -> str:
     return launch.name.removeprefix("_").removesuffix("_kernel")
 
 
-def grouped(launches: Iterable[Launch]) -> dict[str, list[Launch]]:
+def by_kernel(launches: Iterable[Launch]) -> dict[str, list[Launch]]:
     """Forms of each kernel, the ones that want the most room first."""
-    groups = defaultdict(list)
-    for launch in sorted(launches, key=appetite, reverse=True):
-        groups[key(launch)].append(launch)
-    return dict(groups)
+    ordered = sorted(launches, key=appetite, reverse=True)
+    return grouped((key(launch), launch) for launch in ordered)
 
 
 def fits(verdict: lowering.Verdict) -> bool:
@@ -391,7 +388,7 @@ def _launched(chip: Chip, block: int) -> list[Launch]:
 
 def forms(chip: Chip, size: int, block: int) -> dict[str, list[Launch]]:
     """Forms of every kernel at a block, the hungriest first."""
-    return grouped(launch for launch in _launched(chip, block) if size_of(launch) == size)
+    return by_kernel(launch for launch in _launched(chip, block) if size_of(launch) == size)
 
 
 def compiled(

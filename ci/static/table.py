@@ -39,14 +39,15 @@ from ci.static import (
     StaticCase,
     Target,
     Variant,
+    code as static_code,
+    descriptors as static_descriptors,
     kernels,
     missing,
     report,
     variants,
 )
-from ci.static import code as static_code
-from ci.static import descriptors as static_descriptors
 from ci.static.code import CORES, Code
+from liger_multi.grouping import grouped
 
 # --- rows ---
 
@@ -345,47 +346,45 @@ LABEL = 48  # width of what made a launch, in a line of the baseline
 BYTES = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*i32": 4, "*i64": 8}
 
 
-def _has_argument(name: str) -> Callable[[StaticCase], bool]:
-    """Whether a launch has a tensor of this name."""
+def _has_tensor(name: str) -> Callable[[StaticCase], bool]:
     return lambda case: case.signature.get(name, "")[:1] == "*"
 
 
-def _tile_of_rows(case: StaticCase) -> bool:
-    return case.constant("ROWS", 1) > 1
+def _above(name: str, most: int) -> Callable[[StaticCase], bool]:
+    return lambda case: case.constant(name, 1) > most
 
 
-def _several_grids(case: StaticCase) -> bool:
-    return case.constant("GRIDS", 1) > 1
-
-
-def _several_pairs(case: StaticCase) -> bool:
-    return case.constant("TOP_K", 1) > 3
+def _any(case: StaticCase) -> bool:
+    return True
 
 
 # kernels, by how their names begin, whose launches may load from tensors of more than 2 GiB by 64
 # bits a thread: which of the launches, and why. Nothing may store so.
 ADDRESSED = {
-    "_embedding_": (_tile_of_rows, "each row of a tile stands where an index in memory says"),
-    "_rope_angles_": (_several_grids, "each pair of channels has its grid's angles, tensors apart"),
+    "_embedding_": (_above("ROWS", 1), "each row of a tile stands where an index in memory says"),
+    "_rope_angles_": (
+        _above("GRIDS", 1),
+        "each pair of channels has its grid's angles, tensors apart",
+    ),
     "_moe_up_": (
-        _has_argument("order_ptr"),
+        _has_tensor("order_ptr"),
         "tokens of a tile stand where the order of pairs says",
     ),
-    "_moe_bias_gradient_": (_has_argument("routing_ptr"), "likewise"),
-    "_moe_combine_": (_several_pairs, "the rows of a token's pairs, 4 numbers for all threads"),
+    "_moe_bias_gradient_": (_has_tensor("routing_ptr"), "likewise"),
+    "_moe_combine_": (_above("TOP_K", 3), "the rows of a token's pairs, 4 numbers for all threads"),
     "_grouped_product_": (
-        lambda case: True,
+        _any,
         "likewise; without an order, pointers pass by strides of the caller's",
     ),
-    "_grouped_weight_": (lambda case: True, "likewise, on one side or the other"),
-    "_grouped_update_": (lambda case: True, "a factor of an adapter has strides of the caller's"),
+    "_grouped_weight_": (_any, "likewise, on one side or the other"),
+    "_grouped_update_": (_any, "a factor of an adapter has strides of the caller's"),
     "_sparse_attention_": (
-        lambda case: True,
+        _any,
         "listed keys stand where lists say, heads by strides",
     ),
-    "_indexer_scores_": (lambda case: True, "likewise"),
-    "_indexer_backward_": (lambda case: True, "likewise"),
-    "_delta_rule_pairs_": (lambda case: True, "four tensors advance by columns in one loop"),
+    "_indexer_scores_": (_any, "likewise"),
+    "_indexer_backward_": (_any, "likewise"),
+    "_delta_rule_pairs_": (_any, "four tensors advance by columns in one loop"),
 }
 # kernels, by how their names begin, that may spill: bytes of a thread at most by target, and why
 SPILLED = {
@@ -531,9 +530,7 @@ def _short(row: Row) -> str:
 
 def block(name: str, rows: Sequence[Row]) -> list[str]:
     """The lines of one kernel in the baseline: its source, then a line a target and launch."""
-    launches: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        launches.setdefault((row.arch, row.case.label, row.case.identity), []).append(row)
+    launches = grouped(((row.arch, row.case.label, row.case.identity), row) for row in rows)
     out = [f"{name} {sources(name)}"]
     for (arch, label, _), (first, *others) in launches.items():
         facts = "; ".join([line(first), *map(_short, others)])
@@ -572,12 +569,12 @@ def compiled_by() -> str:
 @functools.cache
 def _facts() -> dict[str, str]:
     """For every kernel, the launches of its baseline."""
-    digests: dict[str, list[str]] = {}
-    for arch in TARGETS:
-        for case, variant in suite(arch):
-            text = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
-            digests.setdefault(case.name, []).append(text)
-    return {name: "\n".join(lines) for name, lines in digests.items()}
+    texts = (
+        (case.name, " ".join([arch, case.label, case.identity, variant.name, *formulas(case)]))
+        for arch in TARGETS
+        for case, variant in suite(arch)
+    )
+    return {name: "\n".join(lines) for name, lines in grouped(texts).items()}
 
 
 def sources(name: str) -> str:

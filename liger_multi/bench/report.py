@@ -6,11 +6,9 @@ import contextlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from rich.table import Table
 
 from liger_multi._version import __version__
 from liger_multi.dispatch.registry import backends, unavailable
-from liger_multi.documents import plain
+from liger_multi.documents import plain, write_whole
+from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
 from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
@@ -106,10 +105,7 @@ def table(op: str, rows: Sequence[Row]) -> Table:
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one sample each."""
-    rows_by_sample: dict[str, list[Row]] = {}
-    for row in rows:
-        rows_by_sample.setdefault(row["sample"], []).append(row)
-    return list(rows_by_sample.values())
+    return list(grouped((row["sample"], row) for row in rows).values())
 
 
 def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
@@ -155,10 +151,8 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
                 f"{row['op']} {row['sample']}, {row['provider']}: {row['status']}: {row['reason']}",
                 markup=False,
             )
-    skipped: dict[tuple[str, str], list[str]] = {}
-    for item in result["skipped"]:
-        skipped.setdefault((item["provider"], item["reason"]), []).append(item["op"])
-    for (provider, reason), ops in skipped.items():
+    skipped = (((item["provider"], item["reason"]), item["op"]) for item in result["skipped"])
+    for (provider, reason), ops in grouped(skipped).items():
         console.print(f"skipped {provider} ({', '.join(ops)}): {reason}", markup=False)
 
 
@@ -174,20 +168,6 @@ def line(rows: Sequence[Row]) -> str:
 
 
 # --- files ---
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A path to write to that becomes ``path`` only when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
 
 
 def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -208,13 +188,11 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
         if base(rows) is None:
             continue
         path = folder / f"{unique}-{op}.png"
-        with whole(path) as temporary:
-            chart(f"{op}, {result['device']['name']}, {result['dtype']}", rows, temporary)
+        chart(f"{op}, {result['device']['name']}, {result['dtype']}", rows, path)
         written.append(path)
     path = folder / f"{unique}.json"
-    with whole(path) as temporary:
-        text = json.dumps(plain(result), indent=1, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(plain(result), indent=1, allow_nan=False)
+    write_whole(path, f"{text}\n".encode())
     return [path, *written]
 
 

@@ -24,6 +24,7 @@ from liger_multi.cli import checking
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current, in_quarantine
 from liger_multi.dispatch.launch import device_info, proved_with
+from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
 
@@ -284,12 +285,10 @@ def failing(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         key = (row["device"], row["op"], row["direction"])
         won[key] = won.get(key, False) or row["chosen"]
-    lost: dict[tuple[str, str], list[str]] = {}
-    for device, op, direction in (key for key, runs in won.items() if not runs):
-        lost.setdefault((device, op), []).append(direction)
-    by: dict[tuple[str, str], list[str]] = {}
-    for (device, op), directions in lost.items():
-        by.setdefault((device, " and ".join(directions)), []).append(op)
+    lost = grouped((key[:2], key[2]) for key, runs in won.items() if not runs)
+    by = grouped(
+        ((device, " and ".join(directions)), op) for (device, op), directions in lost.items()
+    )
     return [
         f"no backend may run {', '.join(ops[:3])}{f' and {len(ops) - 3} others' * (len(ops) > 3)} "
         f"{directions} on {device}"
@@ -342,13 +341,14 @@ def _shared(rows: Sequence[dict[str, Any]]) -> list[tuple[list[str], dict[str, s
     """The backend of every operator, grouped by devices with the same choice."""
     groups: list[tuple[list[str], dict[str, str]]] = []
     for device in dict.fromkeys(row["device"] for row in rows):
-        serving: dict[str, list[str]] = {}
-        for row in rows:
-            if row["device"] == device:
-                names = serving.setdefault(row["op"], [])
-                names += [row["backend"]] if row["chosen"] else []
+        serving = grouped(
+            (row["op"], row["backend"] if row["chosen"] else "")
+            for row in rows
+            if row["device"] == device
+        )
         backends_of = {
-            op: " and ".join(dict.fromkeys(names)) or "none" for op, names in serving.items()
+            op: " and ".join(filter(None, dict.fromkeys(names))) or "none"
+            for op, names in serving.items()
         }
         places = next((places for places, known in groups if known == backends_of), None)
         if places is None:
@@ -360,9 +360,7 @@ def _shared(rows: Sequence[dict[str, Any]]) -> list[tuple[list[str], dict[str, s
 
 def _chosen_on(devices: Sequence[str], serving: dict[str, str]) -> list[list[str]]:
     """A row per backend; operators of the one that serves most are counted, not named."""
-    by: dict[str, list[str]] = {}
-    for op, backend in serving.items():
-        by.setdefault(backend, []).append(op)
+    by = grouped((backend, op) for op, backend in serving.items())
     ordered = sorted(by, key=lambda backend: -len(by[backend]))
     table = []
     for backend in ordered:
@@ -390,11 +388,14 @@ def operators(result: Page, rows: Sequence[dict[str, Any]]) -> None:
 
 def _operators_on(device: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Every candidate of every operator; the directions share a line where they agree."""
-    merged: dict[tuple[Any, ...], list[str]] = {}
-    for row in (row for row in rows if row["device"] == device):
-        because = row["reason"] or f"by {row['source']}"
-        key = (row["op"], row["backend"], row["chosen"], because)
-        merged.setdefault(key, []).append(row["direction"])
+    merged = grouped(
+        (
+            (r["op"], r["backend"], r["chosen"], r["reason"] or f"by {r['source']}"),
+            r["direction"],
+        )
+        for r in rows
+        if r["device"] == device
+    )
     table: list[list[str]] = []
     before = None
     for (op, backend, chosen, because), directions in merged.items():

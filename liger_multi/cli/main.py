@@ -73,6 +73,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _any_text(name: str) -> Iterator[None]:
     """Let a stream escape what its encoding has no bytes for, such as names of files."""
     stream = getattr(sys, name)
+    if stream is None:  # closed before the start, as services do
+        setattr(sys, name, io.StringIO())
     if not isinstance(stream, io.TextIOWrapper):
         yield
         return

@@ -21,9 +21,9 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
 from liger_multi.documents import write_whole
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
+from liger_multi.grouping import grouped
 from liger_multi.testing import samples
-from liger_multi.testing.verify import cases, quarantine
-from liger_multi.testing.verify import run as verdicts
+from liger_multi.testing.verify import cases, quarantine, run as verdicts
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import CORES, Result, Runner
 
@@ -160,13 +160,12 @@ def _entries(
     device: torch.device, results: list[Result], level: str
 ) -> list[tuple[Target, list[Case]]]:
     """A case for every entry of the launch table that a level runs and a right case can take."""
-    by_target: dict[tuple[Target, str], list[Case]] = {}
+    chosen = []
     for entry in cases.entries(device, level):
         able = [r for r in results if entry in r.entries and r.verdict == "right"]
         able.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
-        for result in able[:1]:
-            case = dataclasses.replace(result.case, entry=entry)
-            by_target.setdefault((result.target, case.op), []).append(case)
+        chosen += [(r.target, dataclasses.replace(r.case, entry=entry)) for r in able[:1]]
+    by_target = grouped(((target, case.op), case) for target, case in chosen)
     return [(target, several) for (target, _), several in by_target.items()]
 
 

@@ -21,8 +21,12 @@ from torch import Tensor, nn
 
 from liger_multi.patching import mixers, mlp, norms, swap
 from liger_multi.patching.experts import fused as fused_experts
-from liger_multi.patching.experts.find import NAME as EXPERTS
-from liger_multi.patching.experts.find import experts_kind, looks_like_experts, register_experts
+from liger_multi.patching.experts.find import (
+    NAME as EXPERTS,
+    experts_kind,
+    looks_like_experts,
+    register_experts,
+)
 from liger_multi.patching.mlp import mlp_kind, mlp_names
 from liger_multi.patching.norms import looks_like_norm, norm_settings
 from liger_multi.patching.options import Options

@@ -9,18 +9,6 @@ from typing import Any
 import torch
 
 
-def _always() -> str | None:
-    return None
-
-
-def _everything(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
-
-
-def _no_facts() -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class DeviceInfo:
     """The limits of one device that launch formulas need.
@@ -67,10 +55,10 @@ class Backend:
     name: str
     device_type: str | None = None
     parents: tuple[str, ...] = ()
-    probe: Callable[[], str | None] = _always
-    supports: Callable[[torch.device, torch.dtype], str | None] = _everything
+    probe: Callable[[], str | None] = lambda: None
+    supports: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
     device_info: Callable[[torch.device], DeviceInfo] | None = None
-    describe: Callable[[], dict[str, str]] = _no_facts
+    describe: Callable[[], dict[str, str]] = dict
     not_bitwise: Mapping[str, str] = field(default_factory=dict)
     gemm_by_rows: Callable[[], Callable[..., Any]] | None = None
     aliases: tuple[str, ...] = ()

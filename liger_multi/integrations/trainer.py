@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from liger_multi import trees
-from liger_multi.distributed import shard_sequence, unshard_sequence
+from liger_multi.distributed import TAKES_ROWS, shard_sequence, unshard_sequence
 from liger_multi.errors import PatchError
 from liger_multi.patching import PatchReport, patch, real_logits, register_attention, shards
 from liger_multi.patching.apply import HeldPatch
@@ -68,18 +68,21 @@ def share_prefixes(model: nn.Module, *, shortest: int = 16) -> None:
     if module.config._attn_implementation != NAME:
         module.set_attn_implementation(NAME)
 
+    rows = _Rows(shortest)
+
     @functools.wraps(scored)
-    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not args and fused_lm_head and _is_served(kwargs):
-            batch = _batch(kwargs, shortest)
-            if batch.tree.tokens < int(kwargs["attention_mask"].sum()):
-                with contextlib.ExitStack() as stack:
-                    for autocast in autocasts:
-                        stack.enter_context(autocast)
-                    return _output(module, batch, kwargs, options)
-        return scored(*args, fused_lm_head=fused_lm_head, **kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        batch = rows.batch(args, kwargs)
+        rows.ids = None
+        if batch is None:
+            return scored(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for autocast in autocasts:
+                stack.enter_context(autocast)
+            return _output(module, batch, kwargs, options)
 
     setattr(forward, MARK, scored)
+    setattr(forward, TAKES_ROWS, lambda *call: rows.batch(*call) is not None)
     vars(module)["forward"] = forward
 
 
@@ -127,8 +130,27 @@ def _wrapped(forward: Any) -> Iterator[Any]:
         forward = getattr(forward, "__wrapped__", None)
 
 
+class _Rows:
+    """The trees of a call, which hooks of ranks look for before its forward does."""
+
+    def __init__(self, shortest: int) -> None:
+        self.shortest = shortest
+        self.ids: Tensor | None = None
+        self.trees: trees.Batch | None = None
+
+    def batch(self, args: Any, kwargs: Mapping[str, Any]) -> trees.Batch | None:
+        """The trees of a scoring call; None for others, and for rows that share nothing."""
+        if args or not kwargs.get("fused_lm_head") or not _is_served(kwargs):
+            return None
+        if self.ids is not kwargs["input_ids"]:
+            batch = _batch(kwargs, self.shortest)
+            saves = batch.tree.tokens < int(kwargs["attention_mask"].sum())
+            self.ids, self.trees = kwargs["input_ids"], batch if saves else None
+        return self.trees
+
+
 def _is_served(kwargs: Mapping[str, Any]) -> bool:
-    names = {name for name, value in kwargs.items() if value is not None}
+    names = {name for name, value in kwargs.items() if value is not None} - {"fused_lm_head"}
     tensors = [kwargs.get(n) for n in ("input_ids", "attention_mask", "labels")]
     alike = all(isinstance(x, Tensor) and x.ndim == 2 for x in tensors)
     return names <= _SERVED and alike and len(kwargs["input_ids"]) > 1
@@ -166,8 +188,8 @@ def _output(
     def placed(values: Tensor) -> Tensor:
         return batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)
 
-    statistics = _statistics(scores.output.logits, batch, options["temperature"], names)
-    others = {name: placed(values) for name, values in statistics.items()}
+    statistics = _statistics(scores, options["temperature"], names)
+    others = {name: placed(scores.share.whole(x)) for name, x in statistics.items()}
     if "is_top1" in others:
         others["is_top1"] = others["is_top1"].bool()
     log_probs = placed(scores.log_probs)
@@ -185,16 +207,17 @@ def _output(
     )
 
 
-def _statistics(
-    logits: Any, batch: trees.Batch, temperature: float, names: set[str]
-) -> dict[str, Tensor]:
+def _statistics(scores: trees.Scores, temperature: float, names: set[str]) -> dict[str, Tensor]:
     """What TRL logs of the logits that predict a token, in chunks of these tokens."""
     chunks: list[list[Tensor]] = []
     requested = [name for name in _STATISTICS if name in names]
-    for sources, targets in zip(batch.sources.split(ROWS), batch.targets.split(ROWS), strict=True):
+    share = scores.share
+    for sources, targets in zip(share.sources.split(ROWS), share.targets.split(ROWS), strict=True):
         if requested:
             with torch.no_grad():
-                part = (real_logits(logits[:, sources]).detach()[0] / temperature).float()
+                part = (
+                    real_logits(scores.output.logits[:, sources]).detach()[0] / temperature
+                ).float()
                 chunks.append([_STATISTICS[name](part, targets) for name in requested])
     return {n: torch.cat(parts) for n, parts in zip(requested, zip(*chunks, strict=True))}
 
@@ -277,7 +300,7 @@ class SequenceParallel(ParallelismConfig):
             )
 
 
-def spread(model: Any, args: Any, shared_prefixes: bool) -> None:
+def spread(model: Any, args: Any) -> None:
     """Shard the model of a trainer, where its parallelism is ours."""
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")
@@ -289,7 +312,7 @@ def spread(model: Any, args: Any, shared_prefixes: bool) -> None:
                 f"{config.cp_size * config.sp_size})"
             )
         return
-    for reason in _unserved(args, shared_prefixes):
+    for reason in _unserved(args):
         raise PatchError(f"SequenceParallel does not serve {reason}")
     register_attention()
     if model.config._attn_implementation != NAME:
@@ -301,10 +324,8 @@ def spread(model: Any, args: Any, shared_prefixes: bool) -> None:
         vars(model)["generate"] = _Whole(model.generate, mesh.get_group())
 
 
-def _unserved(args: Any, shared_prefixes: bool) -> Iterator[str]:
+def _unserved(args: Any) -> Iterator[str]:
     """What in a trainer's arguments does not work on ranks that share rows."""
-    if shared_prefixes:
-        yield "shared_prefixes=True: trees are not spread over ranks"
     if getattr(args, "use_vllm", False):
         yield "use_vllm=True: ranks would get answers of their own"
     generations = getattr(args, "num_generations", None) or 1
@@ -410,7 +431,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if model is not None:
             self._held.hold(model)
         if model is not None:
-            spread(model, args, self.shared_prefixes)
+            spread(model, args)
         if model is not None and self.shared_prefixes:
             share_prefixes(model)
 

@@ -19,9 +19,18 @@ from torch import Tensor
 from liger_multi import checks, ops
 from liger_multi.losses.one_pass import Columns, curved, tiled_sum, token_sum
 from liger_multi.losses.sequence import sequence_loss
-from liger_multi.losses.shared import Options, counted, divisor, masked_mean
+from liger_multi.losses.shared import (
+    ABOVE_0,
+    AT_LEAST_0,
+    SHARE,
+    Options,
+    counted,
+    divisor,
+    masked_mean,
+)
 from liger_multi.losses.sources import IGNORED, Head, Logits, Source, as_source, tokens
 from liger_multi.ops import LogProbOutput
+from liger_multi.ops._divergence_head import VOCABULARIES
 
 
 @dataclass(frozen=True)
@@ -129,21 +138,21 @@ class DistillationOptions(Options):
     rest: str = "renormalize"
     metrics: tuple[str, ...] = ()
 
+    METRICS = ("entropy", "token_accuracy")
+    WORDS = (("divergence", DIVERGENCES), ("vocabulary", VOCABULARIES), ("rest", RESTS))
+    RANGES = (
+        ("beta", SHARE),
+        ("temperature", ABOVE_0),
+        ("soft_weight", AT_LEAST_0),
+        ("hard_weight", AT_LEAST_0),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = self.title()
-        checks.one_of(name, "divergence", self.divergence, DIVERGENCES)
-        checks.one_of(name, "vocabulary", self.vocabulary, ("equal", "common"))
-        checks.one_of(name, "rest", self.rest, RESTS)
-        checks.names(name, self.metrics, ("entropy", "token_accuracy"), "metrics")
-        self.number("beta", 0.0, 1.0)
-        self.number("temperature", 0.0, above=True)
-        self.number("soft_weight", 0.0)
-        self.number("hard_weight", 0.0)
         self.serves("beta", 0.5, self.divergence == "jsd", self.divergence)
         self.serves("square_temperature", False, self.divergence != "cosine", "cosine")
         if not self.soft_weight and not self.hard_weight:
-            raise ValueError(f"{name}: soft_weight and hard_weight are both 0")
+            raise ValueError(f"{self.title()}: soft_weight and hard_weight are both 0")
 
 
 def distillation_loss(

@@ -24,13 +24,18 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.one_pass import PASSES, Columns, token_sum
 from liger_multi.losses.shared import (
+    ABOVE_0,
+    AT_LEAST_0,
+    SHARE,
     Options,
     counted,
     divisor,
+    either,
     lengths,
     masked_mean,
     of_tokens,
     positive,
+    reciprocal,
 )
 from liger_multi.losses.sources import IGNORED, Source, detached, tokens
 from liger_multi.ops import LogProbOutput
@@ -54,7 +59,7 @@ def cispo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
 def sapo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
     """A soft gate in the place of the clip."""
     a = c["advantage"]
-    t = torch.where(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+    t = either(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return -torch.sigmoid(t * (ratio - 1)) * (4 / t) * a
 
 
@@ -76,17 +81,21 @@ class Batch(NamedTuple):
 
 
 def _sequence_mean(b: Batch) -> Tensor:
-    return 1.0 / (lengths(b.mask).unsqueeze(1) * (b.mask.shape[0] * b.accumulation))
+    return reciprocal(lengths(b.mask).unsqueeze(1) * (b.mask.shape[0] * b.accumulation))
 
 
 def token_mean(b: Batch) -> Tensor:
     """The mean over the tokens of the batch."""
-    return 1.0 / (b.mask.sum().clamp(min=1) * b.accumulation)
+    return reciprocal(b.mask.sum().clamp(min=1) * b.accumulation)
+
+
+def _share(value: float, mask: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=mask.device)
 
 
 def _constant_length(b: Batch) -> Tensor:
     assert b.max_length is not None
-    return torch.as_tensor(1.0 / (b.mask.shape[0] * b.max_length * b.accumulation))
+    return _share(1.0 / (b.mask.shape[0] * b.max_length * b.accumulation), b.mask)
 
 
 def _step_mean(b: Batch) -> Tensor:
@@ -94,7 +103,7 @@ def _step_mean(b: Batch) -> Tensor:
 
 
 def _sequence_sum(b: Batch) -> Tensor:
-    return torch.as_tensor(1.0 / (b.mask.shape[0] * b.accumulation))
+    return _share(1.0 / (b.mask.shape[0] * b.accumulation), b.mask)
 
 
 class Policy(NamedTuple):
@@ -186,11 +195,21 @@ class PolicyOptions(Options):
     metrics: tuple[str, ...] = ("entropy",)
     passes: str = "auto"
 
+    WORDS = (("loss_type", POLICY), ("passes", PASSES))
+    METRICS = ("entropy",)
+    RANGES = (
+        ("beta", AT_LEAST_0),
+        ("epsilon_low", AT_LEAST_0),
+        ("epsilon_high", AT_LEAST_0),
+        ("top_entropy", SHARE),
+        ("sapo_temperature_pos", ABOVE_0),
+        ("sapo_temperature_neg", ABOVE_0),
+        ("delta", ABOVE_0),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.title()
-        checks.one_of(name, "loss_type", self.loss_type, POLICY)
-        checks.one_of(name, "passes", self.passes, PASSES)
         if self.level is not None:
             checks.one_of(name, "level", self.level, ("token", "sequence"))
         own = POLICY[self.loss_type].reads
@@ -201,19 +220,10 @@ class PolicyOptions(Options):
             )
         self.serves("correct_kl", False, self.beta != 0, "beta=0")
         self.serves("level", None, self.loss_type != "vespo", "vespo, whose weights are sequences'")
-        for key in ("beta", "epsilon_low", "epsilon_high"):
-            self.number(key, 0.0)
-        self.number("entropy_weight")
-        self.number("top_entropy", 0.0, 1.0)
-        for key in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            self.number(key, 0.0, above=True)
-        if self.delta is not None:
-            self.number("delta", 0.0, above=True)
         if self.loss_type == "dr_grpo" and (self.max_length is None or self.max_length < 1):
             raise ValueError(
                 f"{name}: dr_grpo needs max_length, at least 1, got {self.max_length!r}"
             )
-        checks.names(name, self.metrics, ("entropy",), "metrics")
 
     @property
     def sequence_level(self) -> bool:
@@ -315,7 +325,7 @@ def policy_loss(
         accumulation,
         o.max_length,
     )
-    columns["share"] = POLICY[o.loss_type].weight(batch).to(mask.device).expand(mask.shape)
+    columns["share"] = POLICY[o.loss_type].weight(batch).expand(mask.shape)
     if o.entropy_weight:
         columns["entropy_share"] = token_mean(batch).mul(o.entropy_weight).expand(mask.shape)
     needed = o.entropy_weight or o.top_entropy < 1
@@ -465,8 +475,8 @@ def _vespo_weight(own: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> Te
         log_w = log_w + torch.where(mask, c["ratios"].log().clamp(low, high), 0).sum(-1)
     log_w = log_w.clamp(low, high).unsqueeze(1)
     good = c["advantage"] >= 0
-    k = torch.where(good, o.vespo_k_pos, o.vespo_k_neg)
-    rate = torch.where(good, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    k = either(good, o.vespo_k_pos, o.vespo_k_neg)
+    rate = either(good, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 
@@ -503,7 +513,7 @@ def _clips(ratio: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> dict[st
     low = (ratio < 1 - o.epsilon_low) & (a < 0)
     high = (ratio > 1 + o.epsilon_high) & (a > 0)
     some = mask.any(-1)
-    by_row = [torch.where(mask, x, False).sum(-1) / lengths(mask) for x in (low, high)]
+    by_row = [(x & mask).sum(-1) * reciprocal(lengths(mask)) for x in (low, high)]
     return {
         "clip_low": masked_mean(low.float(), mask),
         "clip_high": masked_mean(high.float(), mask),

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.losses.one_pass import mean_logits
-from liger_multi.losses.shared import Options, counted, lengths, masked_mean
+from liger_multi.losses.shared import (
+    ABOVE_0,
+    AT_LEAST_0,
+    SHARE,
+    Options,
+    counted,
+    either,
+    lengths,
+    masked_mean,
+)
 from liger_multi.losses.sources import IGNORED, Source, log_square_sum, tokens
 from liger_multi.ops import LogProbOutput
 
@@ -395,6 +404,15 @@ class DPOOptions(Options):
     rpo_alpha: float = 0.0
     metrics: tuple[str, ...] = ()
 
+    WORDS = (("divergence", SCORES),)
+    METRICS = EXTRA
+    RANGES = (
+        ("beta", ABOVE_0),
+        ("label_smoothing", SHARE),
+        ("discopop_tau", ABOVE_0),
+        ("rpo_alpha", AT_LEAST_0),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.title()
@@ -418,13 +436,6 @@ class DPOOptions(Options):
                 f"{name}: loss_weights must have one number for each of the {len(types)} loss "
                 f"types, got {self.loss_weights!r}"
             )
-        self.number("beta", 0.0, above=True)
-        self.number("label_smoothing", 0.0, 1.0)
-        self.number("discopop_tau", 0.0, above=True)
-        self.number("alpha")
-        self.number("rpo_alpha", 0.0)
-        checks.one_of(name, "divergence", self.divergence, SCORES)
-        checks.names(name, self.metrics, EXTRA, "metrics")
         chosen = [DPO[loss_type] for loss_type in types]
         self.serves("label_smoothing", 0.0, any(f.smooth for f in chosen), f"{types}")
         self.serves("divergence", "reverse_kl", all(f.divergence for f in chosen), f"{types}")
@@ -595,16 +606,13 @@ class CPOOptions(Options):
     length_normalized: bool | None = None
     metrics: tuple[str, ...] = ()
 
+    WORDS = (("loss_type", CPO),)
+    METRICS = EXTRA
+    RANGES = (("beta", ABOVE_0), ("label_smoothing", SHARE), ("nll_weight", AT_LEAST_0))
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of(self.title(), "loss_type", self.loss_type, CPO)
         formula = CPO[self.loss_type]
-        self.number("beta", 0.0, above=True)
-        self.number("label_smoothing", 0.0, 1.0)
-        self.number("gamma")
-        self.number("nll_weight", 0.0)
-        self.number("alpha")
-        checks.names(self.title(), self.metrics, EXTRA, "metrics")
         self.serves("label_smoothing", 0.0, formula.smooth, self.loss_type)
         self.serves("gamma", 0.5, formula.gamma, self.loss_type)
         self.serves("alpha", 0.0, formula.alpha, self.loss_type)
@@ -709,13 +717,13 @@ class KTOOptions(Options):
     undesirable_weight: float = 1.0
     metrics: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.one_of(self.title(), "loss_type", self.loss_type, KTO)
-        self.number("beta", 0.0, above=True)
-        self.number("desirable_weight", 0.0)
-        self.number("undesirable_weight", 0.0)
-        checks.names(self.title(), self.metrics, EXTRA, "metrics")
+    WORDS = (("loss_type", KTO),)
+    METRICS = EXTRA
+    RANGES = (
+        ("beta", ABOVE_0),
+        ("desirable_weight", AT_LEAST_0),
+        ("undesirable_weight", AT_LEAST_0),
+    )
 
 
 def kto_loss(
@@ -766,9 +774,9 @@ def kto_loss(
     assert own.log_prob is not None
     sums = own.log_prob.sum(-1)
     ratio = sums - before
-    zero = torch.as_tensor(0.0 if kl is None else kl, device=sums.device).detach().to(sums.dtype)
-    sign = torch.where(good, 1.0, -1.0)
-    weight = torch.where(good, o.desirable_weight, o.undesirable_weight)
+    zero = torch.as_tensor(0.0 if kl is None else kl, dtype=sums.dtype, device=sums.device).detach()
+    sign = either(good, 1.0, -1.0)
+    weight = either(good, o.desirable_weight, o.undesirable_weight)
     loss = (weight * torch.sigmoid(-o.beta * sign * (ratio - zero))).mean()
     with torch.no_grad():
         up, count = o.beta * ratio.detach(), good.sum()

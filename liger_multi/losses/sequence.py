@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.losses.one_pass import PASSES, Columns, token_sum
 from liger_multi.losses.shared import (
+    AT_LEAST_0,
     Options,
     counted,
     divisor,
@@ -75,15 +76,9 @@ class SequenceOptions(Options):
     metrics: tuple[str, ...] = ()
     passes: str = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = self.title()
-        checks.one_of(name, "loss_type", self.loss_type, SEQUENCE)
-        checks.one_of(name, "reduction", self.reduction, REDUCTIONS)
-        checks.one_of(name, "passes", self.passes, PASSES)
-        checks.names(name, self.metrics, ("entropy", "token_accuracy", "z_loss"), "metrics")
-        self.number("z_loss", 0.0)
-        self.number("entropy_weight")
+    WORDS = (("loss_type", SEQUENCE), ("reduction", REDUCTIONS), ("passes", PASSES))
+    METRICS = ("entropy", "token_accuracy", "z_loss")
+    RANGES = (("z_loss", AT_LEAST_0),)
 
 
 def sequence_loss(

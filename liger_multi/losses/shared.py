@@ -6,8 +6,8 @@ batch without targets has a loss of zero that is still connected to the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,11 +39,33 @@ def check_types(title: str, types: FieldTypes, owner: object) -> None:
             _CHECKS[type_name](title, name, value)
 
 
+class Range(NamedTuple):
+    """The numbers that an option takes: both ends, but not ``low`` where ``above``."""
+
+    low: float = float("-inf")
+    high: float = float("inf")
+    above: bool = False
+
+
+AT_LEAST_0, ABOVE_0, SHARE = Range(0.0), Range(0.0, above=True), Range(0.0, 1.0)
+
+
 class Options:
-    """Base of the dataclasses of options; an unknown name is an error that names the nearest."""
+    """Base of the dataclasses of options; an unknown name is an error that names the nearest.
+
+    Attributes:
+        RANGES: Options that are numbers within limits, and the limits; None passes where a type
+            allows it.
+        WORDS: Options that are words, and the words that they take.
+        METRICS: What ``metrics`` may name.
+    """
 
     NAMES: ClassVar[tuple[str, ...]] = ()
     FIELD_TYPES: ClassVar[FieldTypes] = ()
+    RANGES: ClassVar[tuple[tuple[str, Range], ...]] = ()
+    WORDS: ClassVar[tuple[tuple[str, Collection[str]], ...]] = ()
+    METRICS: ClassVar[tuple[str, ...]] = ()
+    metrics: tuple[str, ...]
 
     def __init_subclass__(cls) -> None:
         """Keep names and kinds: compilers do not follow ``dataclasses.fields``."""
@@ -51,8 +73,15 @@ class Options:
         cls.FIELD_TYPES = field_types(cls.__annotations__)
 
     def __post_init__(self) -> None:
-        """Check what annotations say; subclasses check ranges."""
-        check_types(self.title(), self.FIELD_TYPES, self)
+        """Check types, ranges and words; subclasses check what depends on several options."""
+        title = self.title()
+        check_types(title, self.FIELD_TYPES, self)
+        for name, words in self.WORDS:
+            checks.one_of(title, name, getattr(self, name), words)
+        for name, (low, high, above) in self.RANGES:
+            if getattr(self, name) is not None:
+                checks.number(title, name, getattr(self, name), low, high, above=above)
+        checks.names(title, self.metrics, self.METRICS, "metrics")
 
     @classmethod
     def of(cls, **options: Any) -> Any:
@@ -66,12 +95,6 @@ class Options:
     def title(cls) -> str:
         """The name of the loss in messages."""
         return cls.__name__.removesuffix("Options")
-
-    def number(
-        self, name: str, low: float = float("-inf"), high: float = float("inf"), above: bool = False
-    ) -> None:
-        """A number in a range."""
-        checks.number(self.title(), name, getattr(self, name), low, high, above=above)
 
     def serves(self, name: str, neutral: Any, served: bool, what: str) -> None:
         """Raise for an option that the loss type does not read."""
@@ -108,6 +131,17 @@ def positive(name: str, argument: str, value: int) -> int:
 def lengths(mask: Tensor) -> Tensor:
     """Tokens of every sequence, at least one."""
     return mask.sum(-1).clamp(min=1)
+
+
+def reciprocal(count: Tensor) -> Tensor:
+    """``1 / count`` in fp32; the default dtype, which scripts set to 16 bits, has no say."""
+    return count.to(torch.float32).reciprocal()
+
+
+def either(condition: Tensor, yes: float, no: float) -> Tensor:
+    """One of two numbers, in fp32 as well."""
+    numbers = torch.full(condition.shape, no, dtype=torch.float32, device=condition.device)
+    return numbers.masked_fill(condition, yes)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -172,7 +206,7 @@ def segment_weights(mask: Tensor, segments: Tensor | None) -> Tensor:
         sizes = torch.zeros(index.numel(), device=mask.device, dtype=torch.int64)
         sizes.index_add_(0, index, rows.reshape(-1).to(torch.int64))
         own, count = sizes[index].view(rows.shape), (sizes > 0).sum()
-    weights = torch.where(rows, 1.0 / own.clamp(min=1), 0.0) / count.clamp(min=1)
+    weights = torch.where(rows, reciprocal(own.clamp(min=1)), 0) / count.clamp(min=1)
     return weights.view(mask.shape)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from liger_multi._torch_private import memory_history
 from liger_multi.documents import read_json
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes, resolve_device
 from liger_multi.memory.recorder import (
     CATEGORIES,
@@ -553,10 +554,7 @@ def _open(joined: Joined, block: Block, size: int) -> int:
 
 def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
     """The recorder's block of an entry: the first one at its address before the next entry."""
-    places: dict[int, list[int]] = {}
-    for place, entry in enumerate(entries):
-        if entry["action"] == "alloc":
-            places.setdefault(entry["addr"], []).append(place)
+    places = grouped((e["addr"], i) for i, e in enumerate(entries) if e["action"] == "alloc")
     times = {a: [entries[p].get("time_us", 0) for p in numbers] for a, numbers in places.items()}
     owners: dict[int, Block] = {}
     for block in recorded:

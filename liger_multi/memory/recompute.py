@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -448,9 +448,7 @@ class Recompute:
         self.remove()
 
     def __str__(self) -> str:
-        counts: dict[str, int] = {}
-        for name in self.policies.values():
-            counts[name] = counts.get(name, 0) + 1
+        counts = Counter(self.policies.values())
         return ", ".join(f"{name}: {n} layers" for name, n in counts.items())
 
 

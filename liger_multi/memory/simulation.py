@@ -245,9 +245,11 @@ def _experts(args: Arguments) -> list[Tensor]:
     first = second.shape[0] * args["gate_up"].shape[1] * hidden * size if trained else 0
     written = wide if wide <= WRITTEN_BYTES else int(wide * WRITTEN_SHARE)
     summed = min(wide, PAIRS_BYTES) if "needs_gate_up_weight" in args else wide
-    most = max(wide + thin - first, written if trained else 0, summed if args["needs_x"] else 0)
+    ways = (wide + thin - first, written if trained else 0, summed if args["needs_x"] else 0)
     copied = 0 if may_overwrite() else args["gate_up"].nbytes
-    return [index.new_empty(most + copied, dtype=torch.uint8)]
+    # as many empty tensors as tell which way needs most: between two of them no size is linear
+    largest = [index.new_empty(0) for _ in range(ways.index(max(ways)))]
+    return [index.new_empty(max(ways) + copied, dtype=torch.uint8), *largest]
 
 
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:

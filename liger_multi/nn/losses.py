@@ -17,8 +17,7 @@ from liger_multi.nn._shared import changed
 from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import FORMS, REDUCTIONS
 from liger_multi.ops._divergence_head import VOCABULARIES
-from liger_multi.ops.cross_entropy import OUTPUTS as CROSS_ENTROPY_OUTPUTS
-from liger_multi.ops.cross_entropy import options
+from liger_multi.ops.cross_entropy import OUTPUTS as CROSS_ENTROPY_OUTPUTS, options
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS
 
 # --- cross entropy ---

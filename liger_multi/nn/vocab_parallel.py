@@ -17,11 +17,12 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.autograd import first_derivatives_only
-from liger_multi.ops.fused_linear_log_prob import LogProbOutput
-from liger_multi.ops.fused_linear_log_prob import op as of_head
-from liger_multi.ops.fused_linear_log_prob import prepared as prepared_head
-from liger_multi.ops.token_log_prob import op as of_logits
-from liger_multi.ops.token_log_prob import prepared as prepared_logits
+from liger_multi.ops.fused_linear_log_prob import (
+    LogProbOutput,
+    op as of_head,
+    prepared as prepared_head,
+)
+from liger_multi.ops.token_log_prob import op as of_logits, prepared as prepared_logits
 
 SMOOTHINGS = ("torch", "megatron")
 SMOOTHED = ("vocabulary", "part")

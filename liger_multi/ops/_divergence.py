@@ -1,6 +1,6 @@
 """What the divergences share: shape rules, checks and samples."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
 from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops.cross_entropy import writable_rows
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 FORMS = ("log_prob", "prob", "logits")
 REDUCTIONS = ("mean", "sum", "none")
@@ -29,7 +28,7 @@ def declare(op: Op) -> None:
     def forward(
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         beta: float,
         form: str,
         teacher_form: str,
@@ -62,7 +61,7 @@ def declare_inplace(op: Op) -> None:
     def forward(
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         beta: float,
         form: str,
         teacher_form: str,

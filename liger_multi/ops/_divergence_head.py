@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import REDUCTIONS, statistics
 from liger_multi.ops._formulas import Rows, reduced_rows, rows_of_heads
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 VOCABULARIES = ("equal", "common")
 GRADIENTS = "hidden_gradient weight_gradient bias_gradient denominator"
@@ -37,9 +36,9 @@ def declare(op: Op) -> None:
         weight: Tensor,
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
-        target: Optional[Tensor],
-        bias: Optional[Tensor],
-        teacher_bias: Optional[Tensor],
+        target: Tensor | None,
+        bias: Tensor | None,
+        teacher_bias: Tensor | None,
         beta: float,
         scale: float,
         ignore_index: int,
@@ -47,7 +46,7 @@ def declare(op: Op) -> None:
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         needs_hidden: bool,
         needs_weight: bool,

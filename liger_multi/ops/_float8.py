@@ -18,8 +18,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import rounded
 from liger_multi.ops._samples import bench, frozen
 from liger_multi.ops.linear_float8 import Float8Rows, typed
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 QUANTIZE = ("float8_e4m3",)
 OUTPUTS = ("y", "quantized")

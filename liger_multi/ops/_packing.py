@@ -4,8 +4,6 @@ Bit 4 i of a word is where its code i begins. GPTQ packs eight inputs of one out
 packs eight outputs of one input: the four with even places, then the four with odd ones.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,13 +1,10 @@
 """Samples shared by operators over rows: shapes, strides, limits, frozen inputs, real sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 BuildTensors = Callable[..., dict[str, T]]
 Options = Mapping[str, Any]

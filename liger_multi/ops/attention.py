@@ -4,7 +4,7 @@ Windows, packing, padding and global tokens become such ranges.
 """
 
 import functools
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from liger_multi.dispatch.torch_ops import LIBRARY
 from liger_multi.ops._formulas import MOST_SCORES, document_ids, statistics_dtype
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "attention",
@@ -37,8 +36,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import statistics_dtype
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "attention_residuals", family="residuals", bitwise=bitwise(PER_ROW, "blocks:1 y p:1 rstd:1", 1)
@@ -23,7 +21,7 @@ op = Op(
 
 @op.forward(returns="y", residuals="p rstd")
 def forward(
-    blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
+    blocks: Tensor, query: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
     numbers = [blocks.new_empty(blocks.shape[:-1], dtype=wide) for _ in range(2)]

@@ -1,6 +1,6 @@
 """Contract of ``causal_conv1d``, and what says where the sequences of a packed row begin."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 ACTIVATIONS = ("none", "silu")
 op = Op(
@@ -27,9 +26,9 @@ op = Op(
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
 ) -> Tensor:
     """Shape rule; channels are the last axis of x and initial_state."""

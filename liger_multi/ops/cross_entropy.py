@@ -3,7 +3,7 @@
 Behind ``inplace=True`` stands an operator of its own, whose gradient replaces the logits.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("z_loss", "token_accuracy", "predicted_tokens", "log_prob", "entropy", "lse")
@@ -92,11 +91,11 @@ def named(
 def forward(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     validate: bool,
     outputs: str,
@@ -127,11 +126,11 @@ inplace_op = Op(
 def forward_inplace(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     validate: bool,
     outputs: str,

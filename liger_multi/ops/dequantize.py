@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "dequantize",
@@ -53,11 +52,11 @@ FORMATS: Mapping[str, FourBitFormat] = {
 def forward(
     codes: Tensor,
     scales: Tensor,
-    global_scale: Optional[Tensor],
-    zeros: Optional[Tensor],
-    scale_levels: Optional[Tensor],
-    scale_absmax: Optional[Tensor],
-    scale_offset: Optional[Tensor],
+    global_scale: Tensor | None,
+    zeros: Tensor | None,
+    scale_levels: Tensor | None,
+    scale_absmax: Tensor | None,
+    scale_offset: Tensor | None,
     format: str,
     group: int,
     divides: bool,
@@ -146,13 +145,11 @@ def dequantize(
         scales.contiguous(),
         global_scale,
         None if zeros is None else zeros.contiguous(),
-        scale_levels,
-        scale_absmax,
-        scale_offset,
-        format,
-        size,
-        divides,
-        dtype,
+        **nested,
+        format=format,
+        group=size,
+        divides=divides,
+        dtype=dtype,
     )
     return result
 

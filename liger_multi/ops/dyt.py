@@ -1,6 +1,6 @@
 """Contract of ``dyt``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "dyt",
@@ -22,7 +21,7 @@ op = Op(
 
 
 @op.forward(returns="y")
-def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+def forward(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     dtype = torch.promote_types(x.dtype, alpha.dtype)
     for parameter in (weight, bias):
         dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)

@@ -11,8 +11,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._quantized import QuantizedWeight
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op("embedding", family="embedding", bitwise=bitwise(PER_ROW, "index y", reference="exact"))
 NO_PADDING = -1

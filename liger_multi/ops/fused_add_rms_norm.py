@@ -1,6 +1,6 @@
 """Contract of ``fused_add_rms_norm``."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.linear_float8 import Float8Rows
-from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
-from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, forward as norm_shapes, numbers
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "fused_add_rms_norm",
@@ -61,7 +59,7 @@ class QuantizedAddRMSNormOutput(NamedTuple):
 
 @op.forward(returns="y new_residual", residuals="rstd")
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, rstd = norm_shapes(s, weight, eps, offset, casting)

@@ -1,7 +1,5 @@
 """Contract of ``fused_linear_cross_entropy``."""
 
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,14 +15,13 @@ from liger_multi.ops.cross_entropy import (
     OUTPUTS,
     RETURNS,
     CrossEntropyOutput,
+    formula as cross_entropy_formula,
     loss_of,
     named,
     options,
     shapes,
 )
-from liger_multi.ops.cross_entropy import formula as cross_entropy_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "fused_linear_cross_entropy",
@@ -46,18 +43,18 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Optional[Tensor],
-    class_weight: Optional[Tensor],
+    bias: Tensor | None,
+    class_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     logit_scale: float,
     chunk: int,
     budget: int,
     accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype],
+    compute_dtype: torch.dtype | None,
     compact: bool,
     validate: bool,
     outputs: str,

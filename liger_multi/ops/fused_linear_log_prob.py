@@ -1,6 +1,6 @@
 """Contract of ``fused_linear_log_prob``."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._head import case, head_work, strided
 from liger_multi.ops._samples import frozen
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
 op = Op(
@@ -40,14 +39,14 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     ignore_index: int,
-    softcap: Optional[float],
+    softcap: float | None,
     logit_scale: float,
     chunk: int,
     budget: int,
     accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype],
+    compute_dtype: torch.dtype | None,
     compact: bool,
     validate: bool,
     keep: bool,

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.relu_squared import formula as relu_squared_formula
-from liger_multi.ops.swiglu_clamped import formula as swiglu_clamped_formula
-from liger_multi.ops.swiglu_clamped import numbers
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.swiglu_clamped import formula as swiglu_clamped_formula, numbers
+from liger_multi.testing.samples import Sample, Tensor as T
 
 UNGATED = "relu_squared"
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped", UNGATED)
@@ -35,8 +33,8 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     limit: float,
     alpha: float,

@@ -1,7 +1,5 @@
 """Contract of ``fused_scaled_add_rms_norm``."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,8 @@ from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fp32_residual, terms
-from liger_multi.ops.rms_norm import CASTINGS, GEMMA, numbers
-from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.rms_norm import CASTINGS, GEMMA, forward as norm_shapes, numbers
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "fused_scaled_add_rms_norm",
@@ -29,7 +25,7 @@ op = Op(
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

@@ -1,7 +1,6 @@
 """Contract of ``gated_delta_rule``."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from liger_multi.ops._formulas import TOKENS_AT_ONCE, document_ids, statistics_d
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.attention import runs
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "gated_delta_rule",
@@ -31,8 +29,8 @@ def forward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     output_final_state: bool,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,8 +13,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear import linear_of_mode
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 # traced: its GEMMs and its activation are then the compiler's to fuse
@@ -34,9 +33,9 @@ def forward(
     gate_weight: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     needs_x: bool,
     needs_gate_weight: bool,

@@ -1,7 +1,7 @@
 """Contract of ``gated_mlp_float8``."""
 
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +12,19 @@ from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops._formulas import gated_product
-from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
-from liger_multi.ops.gated_mlp import work as work
+from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread, work as work
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
+    coded_weights,
     fitting,
+    formula as linear_float8_formula,
     linear_float8_with_codes,
+    op as linear_op,
     row_scales,
     weight_scales_fit,
 )
-from liger_multi.ops.linear_float8 import formula as linear_float8_formula
-from liger_multi.ops.linear_float8 import op as linear_op
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate", "up", "down")
 _WIDE = tuple(f"{layer}_weight" for layer in LAYERS)
@@ -46,18 +45,18 @@ def forward(
     gate_weight: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
-    gate_weight_scale: Optional[Tensor],
-    up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
-    gate_weight_codes: Optional[Tensor],
-    up_weight_codes: Optional[Tensor],
-    down_weight_codes: Optional[Tensor],
+    gate_weight_scale: Tensor | None,
+    up_weight_scale: Tensor | None,
+    down_weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    gate_weight_codes: Tensor | None,
+    up_weight_codes: Tensor | None,
+    down_weight_codes: Tensor | None,
     needs_x: bool,
     needs_gate_weight: bool,
     needs_up_weight: bool,
@@ -301,19 +300,9 @@ def _case(
     }
 
 
-def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
-    """The tensors, with the weights of some layers as codes with scales."""
-    coded = dict(tensors)
-    for name in (f"{layer}_weight" for layer in names):
-        rows, columns = coded[name].shape
-        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return coded
-
-
 def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The tensors, with codes beside trained weights."""
-    coded, wide = _coded(tensors, *names), [f"{layer}_weight" for layer in names]
+    coded, wide = coded_weights(tensors, *names), [f"{layer}_weight" for layer in names]
     return {**coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}}
 
 
@@ -364,10 +353,10 @@ SAMPLES = (
     Sample("frozen-weights", _case((4,), 16, 32, **_FROZEN)),
     Sample("only-down-trained", _case((4,), 16, 32, gate_weight=True, up_weight=True, x=True)),
     Sample("only-gate-trained", _case((4,), 16, 32, down_weight=True, up_weight=True)),
-    Sample("codes", _coded(_case((2, 5), 16, 32), *LAYERS)),
+    Sample("codes", coded_weights(_case((2, 5), 16, 32), *LAYERS)),
     Sample("codes-of-trained", _rounded(_case((2, 5), 16, 32), *LAYERS)),
     Sample("codes-of-trained-down", _rounded(_case((6,), 16, 32, 0, True), "down")),
-    Sample("codes-of-up", _coded(_case((6,), 16, 32, 0, True), "up")),
+    Sample("codes-of-up", coded_weights(_case((6,), 16, 32, 0, True), "up")),
     # of so many different rows, fp32 and fp64 would round one to different codes
     Sample(
         "past-65535-rows",

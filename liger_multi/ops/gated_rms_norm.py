@@ -1,7 +1,7 @@
 """Contract of ``gated_rms_norm``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,7 @@ from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 ACTIVATIONS = ("silu", "sigmoid")
 op = Op(
@@ -29,8 +28,8 @@ op = Op(
 @op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

@@ -1,7 +1,6 @@
 """Contract of ``gated_short_conv``."""
 
 import math
-from typing import Optional
 
 from torch import Tensor
 
@@ -12,8 +11,7 @@ from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import check_filter, segments_of
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "gated_short_conv",
@@ -23,9 +21,7 @@ op = Op(
 
 
 @op.forward(returns="y")
-def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:2], x.shape[2] // 3))
 
 

@@ -21,8 +21,7 @@ from liger_multi.ops._float8 import (
 )
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 APPROXIMATIONS = ("tanh", "none")
 # traced as swiglu, whose traced form was measured; this one's was not

@@ -9,8 +9,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import PACKED_MLPS, even, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "geglu_packed",

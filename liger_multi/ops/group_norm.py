@@ -1,7 +1,6 @@
 """Contract of ``group_norm``."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -12,15 +11,14 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op("group_norm", family="norms", bitwise=bitwise(PER_ROW, "x y mean rstd"))
 
 
 @op.forward(returns="y", residuals="mean rstd")
 def forward(
-    x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=acc_dtype) for _ in range(2))

@@ -12,8 +12,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._work import streamwise
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 _LIBRARY = "where registers are few, the vendor's library multiplies"
 op = Op(

@@ -12,8 +12,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import at_listed_keys, scores_of_all_keys
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "indexer_scores",

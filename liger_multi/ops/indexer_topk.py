@@ -1,6 +1,6 @@
 """Contract of ``indexer_topk``: the keys that a lightning indexer selects, and their scores."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import at_listed_keys, document_ids, scores_of_all_keys
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.attention import from_lengths, key_ranges
-from liger_multi.ops.indexer_scores import case, check_indexer, statistics
-from liger_multi.ops.indexer_scores import work as work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.indexer_scores import case, check_indexer, statistics, work as work
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "indexer_topk",
@@ -40,7 +38,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     w: Tensor,
-    ranges: Optional[Tensor],
+    ranges: Tensor | None,
     topk: int,
     causal: bool,
     scale: float,

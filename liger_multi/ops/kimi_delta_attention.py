@@ -1,7 +1,6 @@
 """Contract of ``kimi_delta_attention``."""
 
 import functools
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,11 +9,13 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
-from liger_multi.ops.gated_delta_rule import _case as case
-from liger_multi.ops.gated_delta_rule import _first as first_tokens
-from liger_multi.ops.gated_delta_rule import _shapes_fit as shapes_fit
-from liger_multi.ops.gated_delta_rule import formula_of_channel_gates
-from liger_multi.ops.gated_delta_rule import work as work
+from liger_multi.ops.gated_delta_rule import (
+    _case as case,
+    _first as first_tokens,
+    _shapes_fit as shapes_fit,
+    formula_of_channel_gates,
+    work as work,
+)
 from liger_multi.testing.samples import Sample
 
 op = Op(
@@ -31,8 +32,8 @@ def forward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     output_final_state: bool,

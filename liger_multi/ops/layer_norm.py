@@ -1,6 +1,6 @@
 """Contract of ``layer_norm``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.rms_norm import EPS
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "layer_norm",
@@ -34,7 +33,7 @@ op = Op(
 
 @op.forward(returns="y", residuals="mean rstd")
 def forward(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=acc_dtype) for _ in range(2))

@@ -1,7 +1,7 @@
 """Contract of ``linear``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,8 +13,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.dispatch.stored import has_stored
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 # traced: a compiled graph has the same GEMMs as without the operator
 op = Op(
@@ -29,7 +28,7 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs_x: bool, needs_weight: bool
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 

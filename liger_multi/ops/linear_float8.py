@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import rounded
 from liger_multi.ops.linear import work as work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 SMALLEST = 2**22 + 1
@@ -46,11 +45,11 @@ class LinearFloat8Output(NamedTuple):
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
-    weight_codes: Optional[Tensor],
+    bias: Tensor | None,
+    weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    weight_codes: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -300,6 +299,16 @@ def _case(
     """Tensors of a sample; ``specs`` replace some."""
     tensors = {"x": T((*rows, width)), "weight": T((out, width), scale=max(1, width) ** -0.5)}
     return tensors | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
+
+
+def coded_weights(tensors: dict[str, T], *names: str) -> dict[str, T]:
+    """The tensors of a sample, with the weights of some layers as codes with scales."""
+    coded = dict(tensors)
+    for name in (f"{layer}_weight" for layer in names):
+        rows, columns = coded[name].shape
+        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return coded
 
 
 def _coded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:

@@ -1,7 +1,7 @@
 """Contract of ``lora_mlp``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ from liger_multi.ops.lora_update import (
     in_float8,
     lora_update,
 )
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate", "up", "down")
 _BIASES = tuple(f"{layer}_bias" for layer in LAYERS)
@@ -53,24 +52,24 @@ def forward(
     gate_weight: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
-    gate_a: Optional[Tensor],
-    gate_b: Optional[Tensor],
-    up_a: Optional[Tensor],
-    up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_a: Tensor | None,
+    gate_b: Tensor | None,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_scale: float,
     up_scale: float,
     down_scale: float,
     activation: str,
-    gate_weight_scale: Optional[Tensor],
-    up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
+    gate_weight_scale: Tensor | None,
+    up_weight_scale: Tensor | None,
+    down_weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._adapters import LoRA, adapters, factors, scales
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.ops.fused_moe import _GPT_OSS as GPT_OSS
-from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
-from liger_multi.ops.fused_moe import _case as experts_case
-from liger_multi.ops.fused_moe import _count as count
-from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
-from liger_multi.ops.fused_moe import formula as fused_moe_formula
-from liger_multi.ops.fused_moe import work as moe_work
+from liger_multi.ops.fused_moe import (
+    _GPT_OSS as GPT_OSS,
+    ACTIVATIONS,
+    UNGATED,
+    _case as experts_case,
+    _count as count,
+    _shapes_fit as shapes_fit,
+    formula as fused_moe_formula,
+    work as moe_work,
+)
 from liger_multi.ops.lora_update import adapter_dtypes, frozen
 from liger_multi.ops.swiglu_clamped import numbers
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("gate_up", "down")
 _FACTORS = tuple(f"{layer}_{part}" for layer in LAYERS for part in "ab")
@@ -42,12 +44,12 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_up_scale: float,
     down_scale: float,
     activation: str,
@@ -86,7 +88,7 @@ def _unread(needs_x: bool, needs_gate_up_a: bool, needs_gate_up_b: bool) -> tupl
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     dy, gate_up, routing = (kwargs[n] for n in ("dy", "gate_up", "routing"))
 
-    def gradient(name: str, like: Optional[Tensor], shape: Any) -> Tensor:
+    def gradient(name: str, like: Tensor | None, shape: Any) -> Tensor:
         if like is None:
             return gate_up.new_empty(0)  # type: ignore[no-any-return]
         return like.new_empty(shape if kwargs[f"needs_{name}"] else (0,))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from liger_multi.ops.linear_float8 import (
     weight_scales_fit,
 )
 from liger_multi.ops.lora_update import adapted_layer, adapter_dtypes, fit, frozen, in_float8
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 LAYERS = ("q", "k", "v")
 _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias"))
@@ -45,29 +44,29 @@ class LoraQKVOutput(NamedTuple):
 @op.forward(returns="q k v", residuals="low")
 def forward(
     x: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    v_weight: Optional[Tensor],
-    q_a: Optional[Tensor],
-    q_b: Optional[Tensor],
-    k_a: Optional[Tensor],
-    k_b: Optional[Tensor],
-    v_a: Optional[Tensor],
-    v_b: Optional[Tensor],
-    q_bias: Optional[Tensor],
-    k_bias: Optional[Tensor],
-    v_bias: Optional[Tensor],
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    q_a: Tensor | None,
+    q_b: Tensor | None,
+    k_a: Tensor | None,
+    k_b: Tensor | None,
+    v_a: Tensor | None,
+    v_b: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    v_bias: Tensor | None,
     q_scale: float,
     k_scale: float,
     v_scale: float,
-    q_weight_scale: Optional[Tensor],
-    k_weight_scale: Optional[Tensor],
-    v_weight_scale: Optional[Tensor],
-    codes: Optional[Tensor],
-    codes_scale: Optional[Tensor],
+    q_weight_scale: Tensor | None,
+    k_weight_scale: Tensor | None,
+    v_weight_scale: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
-    def build(weight: Optional[Tensor]) -> Tensor:
+    def build(weight: Tensor | None) -> Tensor:
         return x.new_empty((0,) if weight is None else (*x.shape[:-1], weight.shape[0]))
 
     thin = [a for a in (q_a, k_a, v_a) if a is not None]

@@ -11,10 +11,8 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.ops.linear_float8 import CODES
-from liger_multi.ops.linear_float8 import formula as linear_float8_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.linear_float8 import coded_weights, formula as linear_float8_formula
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "lora_update",
@@ -171,12 +169,8 @@ def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
 
     Inner rows are rounded to FP8, so a 16-bit rounding before that may change a code.
     """
-    coded = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
-    for name in (f"{layer}_weight" for layer in names):
-        rows, columns = coded[name].shape
-        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return coded
+    wide = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
+    return coded_weights(wide, *names)
 
 
 SAMPLES = (

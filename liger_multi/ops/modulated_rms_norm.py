@@ -1,7 +1,6 @@
 """Contract of ``modulated_rms_norm``."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.ops.rms_norm import CASTINGS, numbers
-from liger_multi.ops.rms_norm import forward as norm_shapes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.rms_norm import CASTINGS, forward as norm_shapes, numbers
+from liger_multi.testing.samples import Sample, Tensor as T
 
 _SUMS = "gradients of scale and shift are sums that the number of modulations splits"
 op = Op(
@@ -35,8 +32,8 @@ op = Op(
 def forward(
     x: Tensor,
     scale: Tensor,
-    shift: Optional[Tensor],
-    weight: Optional[Tensor],
+    shift: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

@@ -1,7 +1,6 @@
 """Contract of ``multi_token_attention``."""
 
 import math
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.sparsemax import formula as sparsemax_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op("multi_token_attention", family="attention", bitwise=bitwise(BY_OUR_GEMM, "scores y p"))
 
@@ -26,7 +24,7 @@ def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
 def forward(
     scores: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     stride: int,
     padding: int,
     dilation: int,

@@ -7,10 +7,8 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.ops.attention import gradients_of_heads
-from liger_multi.ops.attention import work as attention_work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.attention import gradients_of_heads, work as attention_work
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op("neighborhood_attention", family="attention", bitwise=bitwise(PER_ROW, "q k v y lse"))
 

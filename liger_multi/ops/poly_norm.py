@@ -1,6 +1,6 @@
 """Contract of ``poly_norm``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.rms_norm import EPS
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "poly_norm",
@@ -24,7 +23,7 @@ op = Op(
 
 
 @op.forward(returns="y", residuals="rstd")
-def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=acc_dtype)

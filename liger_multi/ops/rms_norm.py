@@ -1,6 +1,6 @@
 """Contract of ``rms_norm``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from liger_multi.ops._float8 import (
 from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 CASTINGS = ("llama", "olmo", "gemma")
 FACTOR = "factor"
@@ -35,7 +34,7 @@ op = Op(
 
 @op.forward(returns="y", residuals="rstd")
 def forward(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype

@@ -15,8 +15,7 @@ from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rope import formula as rope_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 ROPE_CASTINGS = ("llama", "cohere")
 op = Op("rms_norm_rope", family="rope", bitwise=bitwise(PER_ROW, "x y rstd cos sin"))

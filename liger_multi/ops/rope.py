@@ -20,8 +20,7 @@ from liger_multi.ops._rotary import (
     rotary_width,
 )
 from liger_multi.ops._samples import each_frozen
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 STYLES = ("half", "interleaved")
 CASTINGS = ("llama", "cohere")

@@ -14,8 +14,7 @@ from liger_multi.ops._formulas import Pair, angles_of_sections
 from liger_multi.ops._rotary import rope_work
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rope import formula as rope_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 # traced as rope, whose choice was not measured either
 op = Op(

@@ -13,8 +13,7 @@ from liger_multi.ops import _rotary
 from liger_multi.ops._formulas import Pair, angles_of_sections, per_channel, wide
 from liger_multi.ops._rotary import rope_work
 from liger_multi.ops.rope import formula as rope_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "rope_positions",

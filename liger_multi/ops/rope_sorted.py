@@ -11,8 +11,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
 from liger_multi.ops._formulas import Pair
 from liger_multi.ops._rotary import rope_work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "rope_sorted",

@@ -1,7 +1,7 @@
 """Contract of ``selective_scan``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
-from liger_multi.ops.ssd_scan import first_tokens, shapes_are
-from liger_multi.ops.ssd_scan import formula as ssd_scan_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.ssd_scan import first_tokens, formula as ssd_scan_formula, shapes_are
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "selective_scan",
@@ -31,11 +29,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     delta_softplus: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:

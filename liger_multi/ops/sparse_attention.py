@@ -1,7 +1,7 @@
 """Contract of ``sparse_attention``: softmax attention of every query over a list of keys."""
 
 import math
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._formulas import MOST_SCORES, at_listed_keys, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "sparse_attention",
@@ -44,7 +43,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
 def forward(
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     value_dim: int,
     scale: float,

@@ -1,7 +1,7 @@
 """Contract of ``ssd_scan``, and what it shares with ``selective_scan``."""
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,7 @@ from liger_multi.ops._formulas import TOKENS_AT_ONCE, sequence_runs, statistics_
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "ssd_scan",
@@ -32,11 +31,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    dt_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     dt_softplus: bool,
     dt_min: float,
     dt_max: float,

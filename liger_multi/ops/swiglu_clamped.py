@@ -9,8 +9,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import FP32_UP, gate_and_up, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 # traced as swiglu, whose traced form was measured; this one's was not
 op = Op(

@@ -9,10 +9,8 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import even, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
-from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
-from liger_multi.ops.swiglu_clamped import formula as swiglu_clamped_formula
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, formula as swiglu_clamped_formula, numbers
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "swiglu_clamped_packed",

@@ -1,6 +1,6 @@
 """Contract of ``token_log_prob``."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from liger_multi.ops.fused_linear_log_prob import (
     formula_of_logits,
     named,
 )
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as T
+from liger_multi.testing.samples import Sample, Tensor as T
 
 op = Op(
     "token_log_prob",
@@ -30,7 +29,7 @@ def forward(
     logits: Tensor,
     target: Tensor,
     ignore_index: int,
-    softcap: Optional[float],
+    softcap: float | None,
     logit_scale: float,
     validate: bool,
     outputs: str,

@@ -23,6 +23,7 @@ from liger_multi._torch_private import constant_in_graphs
 from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.errors import PackingError
+from liger_multi.parameters import has
 from liger_multi.patching import shards
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.facts import ModelFacts
@@ -217,7 +218,7 @@ def gates(module: nn.Module) -> bool:
     module_class = unpatched_class(module)
     if not _takes_a_row(module_class.forward):
         return False
-    biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
+    biased = tuple(m is not None and has(m, "bias") for m in (inner, into, out))
     return _gates(module_class, scalars(module), biased, inner.kernel_size[0], module)
 
 
@@ -255,7 +256,7 @@ def _is_gated(
     mask[0, :3] = 0
     without_padding = masking(type(replica).forward)
 
-    def by(mask: Tensor | None, batch: int = 2) -> str | None:
+    def difference_of(mask: Tensor | None, batch: int) -> str | None:
         def stock(x: Tensor) -> Any:
             return replica.forward(x, attention_mask=mask)
 
@@ -271,7 +272,8 @@ def _is_gated(
             alone = difference or all(alike(stock(y), ours(y)) for y in sizes)
         return difference or (None if alone else "its output differs for tiny or large numbers")
 
-    return by(None) is None and by(mask) is None and by(mask[:1], 1) is None
+    cases = ((None, 2), (mask, 2), (mask[:1], 1))
+    return all(difference_of(*case) is None for case in cases)
 
 
 # --- functions ---
@@ -518,26 +520,32 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
         rows = self.in_proj(masked(hidden_states, arguments.get("attention_mask")))
         weight = inner.weight.squeeze(1)
 
-        def convolve(rows: Tensor, ids: Tensor | None) -> Tensor:
-            call = functools.partial(ops.gated_short_conv, seq_idx=ids)
-            return _run("gated_short_conv", options, call, rows, weight, inner.bias)  # type: ignore[no-any-return]
-
-        return self.out_proj(_along(arguments.get("seq_idx"), rows, weight, convolve))
+        call = functools.partial(ops.gated_short_conv, seq_idx=arguments.get("seq_idx"))
+        return self.out_proj(_convolve("gated_short_conv", options, call, rows, weight, inner.bias))
 
     return cast(FunctionType, forward)
 
 
-def _along(
-    ids: Tensor | None,
+def _convolve(
+    op: str,
+    options: Options,
+    call: functools.partial[Any],
     x: Tensor,
     weight: Tensor,
-    convolve: Callable[[Tensor, Tensor | None], Tensor],
+    bias: Tensor | None,
 ) -> Tensor:
     """A convolution of ``(B, T, C)`` within samples, or along the paths of a row of trees."""
-    tree = tree_of(ids)
-    if tree is None:
-        return convolve(x, ids)
-    return windowed(tree, x, weight.shape[-1] - 1, convolve)
+    tree, function = tree_of(call.keywords["seq_idx"]), call.func
+    if tree is not None:
+
+        def along(x: Tensor, weight: Tensor, bias: Tensor | None, **named: Any) -> Tensor:
+            def convolve(rows: Tensor, ids: Tensor) -> Tensor:
+                return function(rows, weight, bias, **{**named, "seq_idx": ids})  # type: ignore[no-any-return]
+
+            return windowed(tree, x, weight.shape[-1] - 1, convolve)
+
+        call = functools.partial(along, **call.keywords)
+    return _run(op, options, call, x, weight, bias)  # type: ignore[no-any-return]
 
 
 def _unchanged(called: Callable[..., Any]) -> Callable[..., Any]:
@@ -588,12 +596,9 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
                 hidden_states, weight, bias, activation=activation, **options_of_call
             )
 
-        def convolve(rows: Tensor, ids: Tensor | None) -> Tensor:
-            call = functools.partial(ops.causal_conv1d, activation=function_name, seq_idx=ids)
-            return _run(op, options, call, rows, weight, bias)  # type: ignore[no-any-return]
-
         ids = _ids(seq_idx, hidden_states.shape[2])
-        return _along(ids, hidden_states.mT, weight, convolve).mT
+        call = functools.partial(ops.causal_conv1d, activation=function_name, seq_idx=ids)
+        return _convolve(op, options, call, hidden_states.mT, weight, bias).mT
 
     return served
 
@@ -624,10 +629,9 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         tree = tree_of(seq_idx)
         if tree is not None:
             refuse_states(op, initial_state is not None or output_final_state)
-            norm = {"qk_l2norm": use_qk_l2norm_in_kernel}
-            run = _from_state(op, options, lambda *rows: (rows, norm))
             inputs = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
-            return scan(tree, [*map(PerToken, inputs)], run), None
+            norm = {"qk_l2norm": use_qk_l2norm_in_kernel}
+            return _along(tree, op, options, inputs, norm), None
         packed = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
             getattr(ops, f"{op}_with_state" if output_final_state else op),
@@ -643,20 +647,46 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     return served
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+def _along(
+    tree: Tree,
+    op: str,
+    options: Options,
+    rows: tuple[Any, ...],
+    named: dict[str, Any],
+    *,
+    still: float = 0.0,
+    equal: bool = False,
+) -> Tensor:
+    """A recurrence along the paths of a row of trees; over ranks, of this rank's heads.
 
+    Args:
+        tree: The tree of the row.
+        op: The operator.
+        options: Its options.
+        rows: Its positional arguments.
+        named: Its keyword arguments.
+        still: The second argument, as a time step, of padding tokens.
+        equal: As for :func:`scan`.
+    """
+    axes = shards.AXES[op]
+    letters: dict[Any, str] = {**dict(enumerate(axes.rows)), **axes.named}
 
-def _from_state(op: str, options: Options, arguments: Callable[..., Arguments]) -> Run:
-    """One call of a recurrence over a tree, with ``arguments`` of the tensors per token."""
+    def along(*rows: Any, **named: Any) -> Tensor:
+        every: dict[Any, Any] = {**dict(enumerate(rows)), **named}
+        per_token = [key for key in every if "t" in letters.get(key, "")]
 
-    def run(rows: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
-        args, kwargs = arguments(*rows)
-        function = getattr(ops, f"{op}_with_state" if output_state else op)
-        call = functools.partial(function, initial_state=state, **kwargs)
-        y = run_bound(options, (op,), call, *args)
-        return y if output_state else (y, None)
+        def run(parts: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
+            values = every | dict(zip(per_token, parts, strict=True))
+            args = [values.pop(n) for n in range(len(rows))]
+            function = getattr(ops, f"{op}_with_state" if output_state else op)
+            call = functools.partial(function, initial_state=state, **values)
+            y = run_bound(options, (op,), call, *args)
+            return y if output_state else (y, None)
 
-    return run
+        inputs = [PerToken(every[key], still if key == 1 else 0.0) for key in per_token]
+        return scan(tree, inputs, run, equal=equal)
+
+    return shards.spread(op, along, rows, named)  # type: ignore[no-any-return]
 
 
 def _saved_state(state: Tensor | None) -> Tensor | None:
@@ -687,13 +717,10 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         if tree is not None:
             refuse_states(op, initial_states is not None or return_final_states)
             limits = {"dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit), "chunk": chunk_size}
-            more = {"D": D, "dt_bias": dt_bias, **limits}
-            run = _from_state(
-                op, options, lambda x, dt, B, C, z: ((x, dt, A, B, C), {"z": z, **more})
-            )
-            steps = PerToken(dt, STILL if dt_softplus else 0.0)
-            rows = [PerToken(hidden_states), steps, PerToken(B), PerToken(C), PerToken(z)]
-            return scan(tree, rows, run, equal=dt_limit[0] > 0)
+            more = {"D": D, "dt_bias": dt_bias, "z": z, **limits}
+            still = STILL if dt_softplus else 0.0
+            rows = (hidden_states, dt, A, B, C)
+            return _along(tree, op, options, rows, more, still=still, equal=dt_limit[0] > 0)
         function: Any = ops.ssd_scan_with_state if return_final_states else ops.ssd_scan
         call = functools.partial(
             function,
@@ -727,25 +754,17 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        tree = tree_of(seq_idx)
+        tree, rows = tree_of(seq_idx), (hidden_states.mT, dt.mT, A, B.mT, C.mT)
+        more: dict[str, Any] = {"D": D, "z": None if z is None else z.mT}
+        more |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
         if tree is not None:
             refuse_states(op, return_last_state)
-            more = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
-            run = _from_state(
-                op, options, lambda u, dt, B, C, z: ((u, dt, A, B, C), {"z": z, **more})
-            )
-            steps = PerToken(dt.mT, STILL if delta_softplus else 0.0)
-            inputs = [PerToken(hidden_states.mT), steps, PerToken(B.mT), PerToken(C.mT)]
-            return scan(tree, [*inputs, PerToken(None if z is None else z.mT)], run).mT
+            return _along(tree, op, options, rows, more, still=STILL if delta_softplus else 0.0).mT
         call = functools.partial(
             ops.selective_scan_with_state if return_last_state else ops.selective_scan,
-            D=D,
-            z=None if z is None else z.mT,
-            delta_bias=delta_bias,
-            delta_softplus=delta_softplus,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
+            **more,
         )
-        rows = (hidden_states.mT, dt.mT, A, B.mT, C.mT)
         y = _run(op, options, call, *rows)
         return (y[0].mT, y[1]) if return_last_state else y.mT
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi.checks import autocast_dtype
 from liger_multi.ops.linear import linear_of_mode
-from liger_multi.parameters import dtype_of, stored
+from liger_multi.parameters import dtype_of, has, stored
 from liger_multi.patching import registered
 from liger_multi.patching.evidence.facts import ModelFacts, has_features
 from liger_multi.patching.evidence.probe import (
@@ -368,7 +368,7 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
     if isinstance(signature, str):
         return signature
     sizes = tuple(
-        (m.in_features, m.out_features, getattr(m, "bias", None) is not None)
+        (m.in_features, m.out_features, has(m, "bias"))
         for m in (module._modules[name] for name in linears)
         if m is not None
     )
@@ -516,8 +516,8 @@ def _replica_mlp(
     sizes = {2 * inner: 2 * small_inner, inner: small_inner, hidden: 24}
     replica = skeleton(module, sizes)
     for name, m in module._modules.items():
-        if name in layers:
-            bias = getattr(m, "bias", None) is not None
+        if m is not None and name in layers:
+            bias = has(m, "bias")
             inputs, outputs = (sizes[getattr(layers[name], f)] for f in _FEATURES)
             replica._modules[name] = linear(generator, inputs, outputs, bias)
         elif isinstance(m, nn.Dropout):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.arguments import cache_parameter, has_cache
+from liger_multi.parameters import has
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
@@ -251,8 +252,8 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
 
         passed.__name__ = _BARE[norm]  # an attribute of the class has this name
         targets[norm] = cast(FunctionType, passed)
-    function_copy, holds = redirect.redirected(function, targets), redirect.still(function, name)
-    cache = cache_parameter(function)
+    function_copy = redirect.redirected(function, targets)
+    holds, cache = redirect.currency_of(function, name), cache_parameter(function)
     only = cache is not None and redirect.only_calls(function, cache, "update")
     hands_cos = "cache_kwargs" in redirect.variables(function)
     return Copy(function_copy, function, holds, hands_cos, cache if only else None)
@@ -430,7 +431,7 @@ def _replica(module: nn.Module, generator: torch.Generator) -> Any:
             layer: Any = part
             last = name in LAST
             inside, out = (layer.in_features, HIDDEN) if last else (HIDDEN, layer.out_features)
-            bias = getattr(layer, "bias", None) is not None
+            bias = has(layer, "bias")
             replica._modules[name] = linear(generator, inside, out, bias)
         else:
             replica._modules[name] = with_weights(skeleton(part), part, generator)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_multi._torch_private import constant_in_graphs
+from liger_multi.patching.packing.tree import Tree
 
 # --- the ranks and the row in force ---
 
@@ -62,6 +63,8 @@ class Row:
         mask: ``(B, tokens)``, or None.
         positions: ``(B or 1, tokens)``, or None.
         ids: The sample of every token ``(B or 1, tokens)``; None if positions do not tell.
+        tree: The tree whose segments are the row, or None.
+        ranks: The ranks that call the model with whole rows; None if they bring their shares.
     """
 
     tokens: int
@@ -70,6 +73,13 @@ class Row:
     mask: Tensor | None
     positions: Tensor | None
     ids: Tensor | None
+    tree: Tree | None = None
+    ranks: Ranks | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row without padding."""
+        return self.tokens - self.padding
 
     def visible(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A mask function of transformers, limited to samples of the row."""
@@ -326,6 +336,22 @@ def total(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of every rank's part of a loss, on all ranks."""
     loss: Tensor = _Sum.apply(x, ranks)  # type: ignore[no-untyped-call]
     return loss
+
+
+def outside(x: Tensor, ranks: Ranks) -> Tensor:
+    """A number that all ranks have, each with the gradient of its share of tokens.
+
+    For losses outside of the model, as :func:`gather` with a factor of P.
+    """
+    return ranks.size * x - (ranks.size - 1) * x.detach()
+
+
+def merge(x: Tensor, places: Tensor, count: int, ranks: Ranks) -> Tensor:
+    """Numbers of every rank's tokens at their places among ``count``, on all ranks.
+
+    For inputs of a loss outside of the model, as :func:`gather` with a factor of P.
+    """
+    return total(x.new_zeros(count).index_copy(0, places, x), ranks)
 
 
 # --- operators ---

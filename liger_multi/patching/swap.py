@@ -129,6 +129,28 @@ class SwappedType(type):
         swap = cls.__dict__.get("_liger_multi_swap")
         return type.__hash__(cls if swap is None else swap.stock)
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute; a property of ``parametrize`` becomes one of the original class."""
+        swap = cls.__dict__.get("_liger_multi_swap")
+        owner: type = cls
+        if swap is not None and isinstance(value, property) and is_parametrized(swap.stock):
+            owner = swap.stock
+        type.__setattr__(owner, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        """Delete an attribute, or such a property."""
+        swap = cls.__dict__.get("_liger_multi_swap")
+        type.__delattr__(cls if swap is None or name in cls.__dict__ else swap.stock, name)
+
+
+def is_parametrized(module_class: type) -> bool:
+    """Whether ``torch.nn.utils.parametrize`` has derived a class, for the properties of a module.
+
+    The last removal gives the module the first base of its class, whatever that is.
+    """
+    getstate = vars(module_class).get("__getstate__")
+    return getattr(getstate, "__module__", None) == "torch.nn.utils.parametrize"
+
 
 _types: dict[type, type[SwappedType]] = {type: SwappedType}
 """Metaclasses by the metaclass of the original class, which is another one for abstract classes."""
@@ -152,9 +174,11 @@ def patched_class(swap: Swap) -> type[nn.Module]:
     swapped_class = _classes.get(swap)
     if swapped_class is None:
         stock = swap.stock
-        bases = (swap.behavior, stock)
+        bases: tuple[type[nn.Module], ...] = (swap.behavior, stock)
         if swap.around is not None:
             bases = (swap.around, patched_class(replace(swap, around=None, around_settings=None)))
+        if is_parametrized(stock):
+            bases = (patched_class(replace(swap, stock=stock.__bases__[0])), bases[-1])
         namespace = {
             "_liger_multi_swap": swap,
             "_liger_multi_inner": bases[-1],

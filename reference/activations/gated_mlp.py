@@ -5,7 +5,7 @@ PyTorch's.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class Activation(Protocol):
         """The gradients of gate and up, and the product, which may stand in ``dproduct``."""
 
 
-Columns = tuple[Optional[Tensor], Optional[Tensor]]
+Columns = tuple[Tensor | None, Tensor | None]
 """Scales of the rows of gate's and up's weight, by which a gradient is multiplied before it is
 coded; None: no codes."""
 
@@ -47,8 +47,8 @@ class CodedGradients(NamedTuple):
     dgate: Tensor
     dup: Tensor
     product: Tensor
-    dgate_rows: Optional[Float8Rows]
-    dup_rows: Optional[Float8Rows]
+    dgate_rows: Float8Rows | None
+    dup_rows: Float8Rows | None
 
 
 class CodedActivation(Activation, Protocol):
@@ -119,9 +119,9 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
-        gate_bias: Optional[Tensor],
-        up_bias: Optional[Tensor],
-        down_bias: Optional[Tensor],
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
         activation: str,
         needs_x: bool,
         needs_gate_weight: bool,
@@ -133,9 +133,9 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
 
     def backward(
         dy: Tensor,
-        x: Optional[Tensor],
-        gate_weight: Optional[Tensor],
-        up_weight: Optional[Tensor],
+        x: Tensor | None,
+        gate_weight: Tensor | None,
+        up_weight: Tensor | None,
         down_weight: Tensor,
         gate: Tensor,
         up: Tensor,

@@ -1,7 +1,5 @@
 """A linear layer, ``y = x W' + b``; every GEMM is PyTorch's, or one of independent rows."""
 
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows, statistics_dtype
@@ -13,7 +11,7 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def weight_gradient(left: Tensor, right: Optional[Tensor], needed: bool) -> Tensor:
+def weight_gradient(left: Tensor, right: Tensor | None, needed: bool) -> Tensor:
     """The gradient of a weight: left' right, or nothing."""
     return left.t() @ as_rows(right) if needed and right is not None else left.new_empty(0)
 
@@ -26,7 +24,7 @@ def bias_gradient(rows: Tensor, needed: bool) -> Tensor:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs_x: bool, needs_weight: bool
 ) -> Tensor:
     """X weight' + bias."""
     return dense(linear_of(x, weight, bias))
@@ -34,8 +32,8 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    weight: Optional[Tensor],
+    x: Tensor | None,
+    weight: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

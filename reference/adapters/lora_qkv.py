@@ -6,7 +6,7 @@ with thin matrices; wide products are PyTorch's.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,26 +38,26 @@ def _forward_of(thin: LowRank) -> Callable[..., Any]:
 
     def forward(
         x: Tensor,
-        q_weight: Optional[Tensor],
-        k_weight: Optional[Tensor],
-        v_weight: Optional[Tensor],
-        q_a: Optional[Tensor],
-        q_b: Optional[Tensor],
-        k_a: Optional[Tensor],
-        k_b: Optional[Tensor],
-        v_a: Optional[Tensor],
-        v_b: Optional[Tensor],
-        q_bias: Optional[Tensor],
-        k_bias: Optional[Tensor],
-        v_bias: Optional[Tensor],
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        v_weight: Tensor | None,
+        q_a: Tensor | None,
+        q_b: Tensor | None,
+        k_a: Tensor | None,
+        k_b: Tensor | None,
+        v_a: Tensor | None,
+        v_b: Tensor | None,
+        q_bias: Tensor | None,
+        k_bias: Tensor | None,
+        v_bias: Tensor | None,
         q_scale: float,
         k_scale: float,
         v_scale: float,
-        q_weight_scale: Optional[Tensor],
-        k_weight_scale: Optional[Tensor],
-        v_weight_scale: Optional[Tensor],
-        codes: Optional[Tensor],
-        codes_scale: Optional[Tensor],
+        q_weight_scale: Tensor | None,
+        k_weight_scale: Tensor | None,
+        v_weight_scale: Tensor | None,
+        codes: Tensor | None,
+        codes_scale: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x2d, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
@@ -88,26 +88,26 @@ def _backward_of(thin: LowRank) -> Callable[..., Any]:
     """The backward pass of the contract, as a function of tensors."""
 
     def backward(
-        dq: Optional[Tensor],
-        dk: Optional[Tensor],
-        dv: Optional[Tensor],
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
         x: Tensor,
-        q_weight: Optional[Tensor],
-        k_weight: Optional[Tensor],
-        v_weight: Optional[Tensor],
-        q_a: Optional[Tensor],
-        q_b: Optional[Tensor],
-        k_a: Optional[Tensor],
-        k_b: Optional[Tensor],
-        v_a: Optional[Tensor],
-        v_b: Optional[Tensor],
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        v_weight: Tensor | None,
+        q_a: Tensor | None,
+        q_b: Tensor | None,
+        k_a: Tensor | None,
+        k_b: Tensor | None,
+        v_a: Tensor | None,
+        v_b: Tensor | None,
         low: Tensor,
         q_scale: float,
         k_scale: float,
         v_scale: float,
-        q_weight_scale: Optional[Tensor],
-        k_weight_scale: Optional[Tensor],
-        v_weight_scale: Optional[Tensor],
+        q_weight_scale: Tensor | None,
+        k_weight_scale: Tensor | None,
+        v_weight_scale: Tensor | None,
         needs_x: bool,
         needs_q_a: bool,
         needs_q_b: bool,
@@ -161,8 +161,8 @@ def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[...,
 
 def _common_input_gradient(
     thin: LowRank,
-    upstream: Sequence[Optional[Tensor]],
-    weights: Sequence[Optional[Weight]],
+    upstream: Sequence[Tensor | None],
+    weights: Sequence[Weight | None],
     adapters: Sequence[Reached],
 ) -> Tensor:
     """The sum of all layers' gradients of x; adapters of one scale add to it together."""
@@ -188,8 +188,8 @@ def _first_gradients(thin: LowRank, rows: Tensor, adapters: Sequence[Reached]) -
 
 
 def _wide_weights(
-    weights: Sequence[Optional[Tensor]], scales: Sequence[Optional[Tensor]], thin: LowRank
-) -> list[Optional[Weight]]:
+    weights: Sequence[Tensor | None], scales: Sequence[Tensor | None], thin: LowRank
+) -> list[Weight | None]:
     pairs = zip(weights, scales, strict=True)
     return [
         None if weight is None else weight_or_codes(weight, scale, thin.to)
@@ -197,7 +197,7 @@ def _wide_weights(
     ]
 
 
-def _columns(low: Tensor, a: Sequence[Optional[Tensor]]) -> tuple[Tensor, ...]:
+def _columns(low: Tensor, a: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return torch.split(low, [0 if t is None else t.shape[0] for t in a], 1)
 
 

@@ -8,7 +8,7 @@ nobody writes to. If it is lost, a backend uses the ranges as they are.
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from liger_multi.reference.common.strict import by_rows
 
 # --- blocks, and what a block of queries sees ---
 
-VisibleKeys = tuple[slice, Optional[Tensor]]
+VisibleKeys = tuple[slice, Tensor | None]
 
 
 def blocks(length: int, step: int) -> Iterator[slice]:
@@ -174,8 +174,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,
@@ -230,8 +230,8 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     y: Tensor,
     lse: Tensor,
     causal: bool,
@@ -384,7 +384,7 @@ class Blocks(NamedTuple):
     """
 
     calls: tuple[Block, ...]
-    rest: Optional[Tensor]
+    rest: Tensor | None
 
     @property
     def depth(self) -> int:

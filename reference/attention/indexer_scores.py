@@ -1,7 +1,5 @@
 """Scores of a lightning indexer for listed keys, by blocks of queries whose keys are gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The keys with the highest scores of a lightning indexer, by blocks of queries."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     w: Tensor,
-    ranges: Optional[Tensor],
+    ranges: Tensor | None,
     topk: int,
     causal: bool,
     scale: float,

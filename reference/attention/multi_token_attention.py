@@ -1,7 +1,5 @@
 """Causal probabilities of given scores, and PyTorch's convolution of them."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
@@ -29,7 +27,7 @@ def _probabilities(scores: Tensor, sparse: bool) -> Tensor:
 def forward(
     scores: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     stride: int,
     padding: int,
     dilation: int,
@@ -46,7 +44,7 @@ def forward(
 def backward(
     dy: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     p: Tensor,
     stride: int,
     padding: int,

@@ -1,9 +1,6 @@
 """Softmax attention over lists of keys, by blocks of queries whose keys are gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -126,7 +123,7 @@ class _Lists:
 def forward(
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     value_dim: int,
     scale: float,
@@ -158,7 +155,7 @@ def backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     y: Tensor,
     lse: Tensor,

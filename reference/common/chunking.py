@@ -3,8 +3,6 @@
 Under a compiler, all rows are one block: the compiler fuses operations and bounds memory itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

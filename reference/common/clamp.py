@@ -4,8 +4,6 @@ Up to 2.13, a value that equals a bound passes its gradient on; from 2.14 on it 
 with 2.13.0, 2.14.1 and 2.15.0). Operators follow the PyTorch that runs, as unpatched layers do.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Formats of FP8, and scales that are powers of two."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

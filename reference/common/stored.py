@@ -1,7 +1,7 @@
 """Weights that are stored in another form, at the GEMM that needs their numbers."""
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ def opened_if_small(weight: Tensor) -> Tensor:
 
 
 def _by_pieces(
-    weight: Tensor, bias: Optional[Tensor], y: Tensor
-) -> Iterator[tuple[Tensor, Optional[Tensor], Tensor]]:
+    weight: Tensor, bias: Tensor | None, y: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
     """Every piece of a weight with its part of the bias, and its columns of y."""
     parts = pieces(weight)
     sizes = [part.shape[0] for part in parts]
@@ -38,7 +38,7 @@ def _by_pieces(
     yield from zip(parts, biases, y.split(sizes, 1), strict=True)
 
 
-def linear_of(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+def linear_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` of rows (..., K), one piece of the weight after the other."""
     if len(pieces(weight)) == 1:
         return linear(x, opened(weight), bias)
@@ -49,7 +49,7 @@ def linear_of(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def linear_into(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> Tensor:
+def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Write ``rows @ weight.T + bias`` of rows (M, K) into ``out``, piece by piece."""
     if len(pieces(weight)) == 1:
         return multiply(rows, opened(weight).t(), bias, out)
@@ -65,7 +65,7 @@ def gradient_into(dy: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return out.copy_(gradient_of(dy, weight))
 
 
-def gradient_of(dy: Tensor, weight: Tensor, onto: Optional[Tensor] = None) -> Tensor:
+def gradient_of(dy: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
     """``dy @ weight`` of rows (M, N), added to ``onto`` in its buffer; a sum over pieces."""
     parts, total = pieces(weight), onto
     columns = dy.split([part.shape[0] for part in parts], 1) if len(parts) > 1 else [dy]

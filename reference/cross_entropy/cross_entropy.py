@@ -4,13 +4,12 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from liger_multi.reference.cross_entropy import reduction as reduction_of
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import reduction as reduction_of, rows as rows_of
 from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats
 
 
@@ -41,11 +40,11 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
     def forward(
         logits: Tensor,
         target: Tensor,
-        weight: Optional[Tensor],
+        weight: Tensor | None,
         ignore_index: int,
         label_smoothing: float,
         z_loss_weight: float,
-        softcap: Optional[float],
+        softcap: float | None,
         reduction: str,
         validate: bool,
         outputs: str,
@@ -60,14 +59,14 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
         dloss: Tensor,
         logits: Tensor,
         target: Tensor,
-        weight: Optional[Tensor],
+        weight: Tensor | None,
         lse: Tensor,
         lse_low: Tensor,
         denominators: Tensor,
         ignore_index: int,
         label_smoothing: float,
         z_loss_weight: float,
-        softcap: Optional[float],
+        softcap: float | None,
         reduction: str,
     ) -> Tensor:
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
@@ -86,11 +85,11 @@ def overwriting(kernels: GivenRows) -> Callable[..., Any]:
     def forward(
         logits: Tensor,
         target: Tensor,
-        weight: Optional[Tensor],
+        weight: Tensor | None,
         ignore_index: int,
         label_smoothing: float,
         z_loss_weight: float,
-        softcap: Optional[float],
+        softcap: float | None,
         reduction: str,
         validate: bool,
         outputs: str,

@@ -7,8 +7,6 @@ Factors are rounded, products accumulated in fp32 and rounded to the dtype of lo
 of the weight is left in 16 bits. A CPU has no such product and multiplies the rounded factors.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Protocol
 

@@ -4,8 +4,6 @@ A backend supplies row kernels. The memory plan, the GEMMs, the dropping of igno
 gradients of the head (fp32 sums over chunks, rounded once) are implemented here once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar

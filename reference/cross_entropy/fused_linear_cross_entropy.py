@@ -9,7 +9,7 @@ kernels.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from torch import Tensor
 from liger_multi._torch_private import may_overwrite
 from liger_multi.reference.common.retry import retried
 from liger_multi.reference.common.strict import by_rows
-from liger_multi.reference.cross_entropy import reduction as reduction_of
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import reduction as reduction_of, rows as rows_of
 from liger_multi.reference.cross_entropy.float8 import PLAIN, Rounding
 from liger_multi.reference.cross_entropy.fused_linear import (
     Accumulator,
@@ -77,18 +76,18 @@ def _forward_of(
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        bias: Optional[Tensor],
-        class_weight: Optional[Tensor],
+        bias: Tensor | None,
+        class_weight: Tensor | None,
         ignore_index: int,
         label_smoothing: float,
         z_loss_weight: float,
-        softcap: Optional[float],
+        softcap: float | None,
         reduction: str,
         logit_scale: float,
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         validate: bool,
         outputs: str,
@@ -151,11 +150,11 @@ def _backward_of(
     @retried
     def backward(
         dloss: Tensor,
-        hidden: Optional[Tensor],
-        weight: Optional[Tensor],
+        hidden: Tensor | None,
+        weight: Tensor | None,
         target: Tensor,
-        bias: Optional[Tensor],
-        class_weight: Optional[Tensor],
+        bias: Tensor | None,
+        class_weight: Tensor | None,
         lse: Tensor,
         lse_low: Tensor,
         hidden_gradient: Tensor,
@@ -165,20 +164,20 @@ def _backward_of(
         ignore_index: int,
         label_smoothing: float,
         z_loss_weight: float,
-        softcap: Optional[float],
+        softcap: float | None,
         reduction: str,
         logit_scale: float,
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         needs_hidden: bool,
         needs_weight: bool,
         needs_bias: bool,
         hidden_dtype: torch.dtype,
         weight_dtype: torch.dtype,
-        bias_dtype: Optional[torch.dtype],
+        bias_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
         factor: Tensor | None = None

@@ -7,7 +7,7 @@ row kernels.
 """
 
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -88,14 +88,14 @@ def _forward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        bias: Optional[Tensor],
+        bias: Tensor | None,
         ignore_index: int,
-        softcap: Optional[float],
+        softcap: float | None,
         logit_scale: float,
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         validate: bool,
         keep: bool,
@@ -129,24 +129,24 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
 
     @retried
     def backward(
-        dlog_prob: Optional[Tensor],
-        dentropy: Optional[Tensor],
-        dlse: Optional[Tensor],
+        dlog_prob: Tensor | None,
+        dentropy: Tensor | None,
+        dlse: Tensor | None,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        bias: Optional[Tensor],
+        bias: Tensor | None,
         entropy: Tensor,
         lse: Tensor,
         lse_low: Tensor,
         logits: Tensor,
         ignore_index: int,
-        softcap: Optional[float],
+        softcap: float | None,
         logit_scale: float,
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         needs_hidden: bool,
         needs_weight: bool,

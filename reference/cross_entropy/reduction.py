@@ -1,7 +1,5 @@
 """From rows to a loss: checked targets, divisors of the mean, and the outputs of the contracts."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens from their logits."""
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def implement_token_log_prob(
         logits: Tensor,
         target: Tensor,
         ignore_index: int,
-        softcap: Optional[float],
+        softcap: float | None,
         logit_scale: float,
         validate: bool,
         outputs: str,
@@ -34,16 +34,16 @@ def implement_token_log_prob(
         return own, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     def backward(
-        dlog_prob: Optional[Tensor],
-        dentropy: Optional[Tensor],
-        dlse: Optional[Tensor],
+        dlog_prob: Tensor | None,
+        dentropy: Tensor | None,
+        dlse: Tensor | None,
         logits: Tensor,
         target: Tensor,
         entropy: Tensor,
         lse: Tensor,
         lse_low: Tensor,
         ignore_index: int,
-        softcap: Optional[float],
+        softcap: float | None,
         logit_scale: float,
     ) -> Tensor:
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)

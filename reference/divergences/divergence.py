@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -235,7 +235,7 @@ def forward_and_backward(
     def forward(
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         beta: float,
         form: str,
         teacher_form: str,
@@ -252,7 +252,7 @@ def forward_and_backward(
         dloss: Tensor,
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         lse: Tensor,
         lse_low: Tensor,
         teacher_lse: Tensor,
@@ -284,7 +284,7 @@ def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
     def forward(
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         beta: float,
         form: str,
         teacher_form: str,

@@ -7,7 +7,7 @@ and divides them in backward; ``none`` computes the logits once more there.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,9 +116,9 @@ def _forward_of(
         weight: Tensor,
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
-        target: Optional[Tensor],
-        bias: Optional[Tensor],
-        teacher_bias: Optional[Tensor],
+        target: Tensor | None,
+        bias: Tensor | None,
+        teacher_bias: Tensor | None,
         beta: float,
         scale: float,
         ignore_index: int,
@@ -126,7 +126,7 @@ def _forward_of(
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         needs_hidden: bool,
         needs_weight: bool,
@@ -166,13 +166,13 @@ def _backward_of(
     @retried
     def backward(
         dloss: Tensor,
-        hidden: Optional[Tensor],
-        weight: Optional[Tensor],
-        teacher_hidden: Optional[Tensor],
-        teacher_weight: Optional[Tensor],
-        target: Optional[Tensor],
-        bias: Optional[Tensor],
-        teacher_bias: Optional[Tensor],
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        teacher_hidden: Tensor | None,
+        teacher_weight: Tensor | None,
+        target: Tensor | None,
+        bias: Tensor | None,
+        teacher_bias: Tensor | None,
         hidden_gradient: Tensor,
         weight_gradient: Tensor,
         bias_gradient: Tensor,
@@ -184,14 +184,14 @@ def _backward_of(
         chunk: int,
         budget: int,
         accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype],
+        compute_dtype: torch.dtype | None,
         compact: bool,
         needs_hidden: bool,
         needs_weight: bool,
         needs_bias: bool,
         hidden_dtype: torch.dtype,
         weight_dtype: torch.dtype,
-        bias_dtype: Optional[torch.dtype],
+        bias_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
         factor: Tensor | None = divide(dloss, denominator) if reduction != "none" else None

@@ -4,8 +4,9 @@ A pair is a token and one of its experts, number ``t * K + k``. Sorted by expert
 of an expert are rows ``offsets[e]`` to ``offsets[e + 1]``; those of no expert come last.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ def bounds_of(offsets: Tensor, pairs: int) -> list[int]:
     return bounds
 
 
+def used_experts(order: Tensor, offsets: Tensor, pairs: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Of every expert that has pairs: its number, their span in the sorted order, and the pairs."""
+    for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, pairs))):
+        if start != stop:
+            yield e, slice(start, stop), order[start:stop].long()
+
+
 def product(gate_up: Tensor, activation_options: Any) -> Tensor:
     """act(gate) * up of rows, or act(up) where there is no gate."""
     activation, *by, interleaved = activation_options
@@ -61,9 +69,7 @@ def gradients(dproduct: Tensor, gate_up: Tensor, activation_options: Any) -> Ten
     return torch.stack(parts, -1).flatten(-2)
 
 
-def sum_of_pairs(
-    pairs: Tensor, tokens: int, routing: Optional[Tensor], dtype: torch.dtype
-) -> Tensor:
+def sum_of_pairs(pairs: Tensor, tokens: int, routing: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The (weighted) sum over the pairs of every token, in fp32, rounded once."""
     acc_dtype = statistics_dtype(pairs.dtype)
     out = pairs.new_empty(tokens, pairs.shape[1], dtype=dtype)
@@ -84,8 +90,8 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     limit: float,
     alpha: float,
@@ -108,27 +114,23 @@ def forward(
     _, order, offsets = sorted_pairs(index, experts)
     gate_up = x.new_zeros(index.numel() if keep else 0, first.shape[1])
     pairs = x.new_zeros(index.numel(), x.shape[1])
-    bounds = bounds_of(offsets, index.numel())
-    for e, (start, stop) in enumerate(pairwise(bounds)):
-        if start == stop:
-            continue
-        place = order[start:stop].long()
+    for e, span, place in used_experts(order, offsets, index.numel()):
         bias, other = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
         inner = F.linear(x[place // index.shape[1]], first[e], bias)
         if keep:
-            gate_up[start:stop] = inner
+            gate_up[span] = inner
         pairs[place] = F.linear(product(inner, activation_options), second[e], other)
     return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    down_bias: Optional[Tensor],
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,
@@ -159,12 +161,8 @@ def backward(
     dbias = dy.new_zeros(first[:2] if needs_gate_up_bias else 0)
     dother = dy.new_zeros((experts, dy.shape[1]) if needs_down_bias else 0)
     pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
-    bounds = bounds_of(offsets, index.numel())
-    for e, (start, stop) in enumerate(pairwise(bounds)):
-        if start == stop:
-            continue
-        place = order[start:stop].long()
-        upstream, inner = dy[place // top_k], gate_up[start:stop]
+    for e, span, place in used_experts(order, offsets, index.numel()):
+        upstream, inner = dy[place // top_k], gate_up[span]
         weight = routing.reshape(-1)[place].to(acc_dtype).unsqueeze(1)
         second = down_weight[e].mT if transposed else down_weight[e]
         dproduct, activated = (

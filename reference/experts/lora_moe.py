@@ -4,8 +4,7 @@ As :mod:`.fused_moe`, with the layers of :mod:`liger_multi.reference.adapters.lo
 adapter adds are GEMMs with r columns or terms, on the rows of its expert.
 """
 
-from itertools import pairwise
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from liger_multi.reference.adapters.lora_mlp import (
 from liger_multi.reference.adapters.low_rank import LowRank
 from liger_multi.reference.common.chunking import statistics_dtype
 from liger_multi.reference.experts.fused_moe import (
-    bounds_of,
     gradients,
     product,
     sorted_pairs,
     sum_of_pairs,
+    used_experts,
 )
 
 THIN = LowRank()
@@ -31,11 +30,11 @@ THIN = LowRank()
 class Factors(NamedTuple):
     """The adapters of all experts of one layer; absent where it has none."""
 
-    a: Optional[Tensor]
-    b: Optional[Tensor]
+    a: Tensor | None
+    b: Tensor | None
     scale: float
 
-    def of(self, e: int) -> tuple[Optional[Tensor], Optional[Tensor], float]:
+    def of(self, e: int) -> tuple[Tensor | None, Tensor | None, float]:
         """The factors of one expert in at least fp32, so that rank-r products are not rounded."""
         if self.a is None or self.b is None:
             return None, None, self.scale
@@ -49,12 +48,12 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_up_scale: float,
     down_scale: float,
     activation: str,
@@ -80,15 +79,12 @@ def forward(
     _, order, offsets = sorted_pairs(index, experts)
     gate_up = x.new_zeros(index.numel() if keep else 0, weights[0].shape[1])
     pairs = x.new_zeros(index.numel(), x.shape[1])
-    for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, index.numel()))):
-        if start == stop:
-            continue
-        place = order[start:stop].long()
+    for e, span, place in used_experts(order, offsets, index.numel()):
         bias, other = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
         rows = x[place // index.shape[1]]
         inner = adapted_layer(THIN, rows, weights[0][e], bias, *thin[0].of(e))
         if keep:
-            gate_up[start:stop] = inner
+            gate_up[span] = inner
         activated = product(inner, how)
         pairs[place] = adapted_layer(THIN, activated, weights[1][e], other, *thin[1].of(e))
     return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
@@ -96,16 +92,16 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,
@@ -139,11 +135,8 @@ def backward(
     drouting = routing.new_zeros(routing.shape if needs_routing else 0)
     pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
     needs_inner = needs_x or any(needs[0])
-    for e, (start, stop) in enumerate(pairwise(bounds_of(offsets, index.numel()))):
-        if start == stop:
-            continue
-        place = order[start:stop].long()
-        upstream, inner = dy[place // index.shape[1]], gate_up[start:stop]
+    for e, span, place in used_experts(order, offsets, index.numel()):
+        upstream, inner = dy[place // index.shape[1]], gate_up[span]
         weight = routing.reshape(-1)[place].to(acc_dtype).unsqueeze(1)
         down = down_weight[e].mT if transposed else down_weight[e]
         dproduct, low = input_gradient(THIN, upstream, down, *second.of(e))
@@ -169,7 +162,7 @@ def backward(
     return dx, drouting, *thin[0], *thin[1]  # type: ignore[return-value]
 
 
-def _oriented(weight: Optional[Tensor], e: int, transposed: bool) -> Any:
+def _oriented(weight: Tensor | None, e: int, transposed: bool) -> Any:
     """The matrix of an expert, outputs first; None if it is not read."""
     return None if weight is None else weight[e].mT if transposed else weight[e]
 

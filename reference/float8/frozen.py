@@ -5,10 +5,6 @@ the codes of forward and ``s_w`` their scales, which go into the rows of dy befo
 rounded. So both GEMMs use one rounding of w, and dx is the gradient of what forward computed.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -28,7 +24,7 @@ Weight = Tensor | Float8Rows
 """A weight (N, K) as it is, or codes and scales of its rows."""
 
 
-def weight_or_codes(weight: Tensor, scale: Optional[Tensor], to: Quantizer) -> Weight:
+def weight_or_codes(weight: Tensor, scale: Tensor | None, to: Quantizer) -> Weight:
     """A weight as a contract passes it: codes if it comes with scales.
 
     A 4-bit weight with the flag ``float8`` is rounded to rows in FP8.
@@ -41,15 +37,13 @@ def weight_or_codes(weight: Tensor, scale: Optional[Tensor], to: Quantizer) -> W
 
 
 def coded_weight(
-    weight: Tensor, scale: Optional[Tensor], format: torch.dtype, to: Quantizer
+    weight: Tensor, scale: Tensor | None, format: torch.dtype, to: Quantizer
 ) -> Float8Rows:
     """A weight in FP8: its codes if it comes with scales, else rounded."""
     return to.rows(as_rows(weight), None, format) if scale is None else Float8Rows(weight, scale)
 
 
-def input_rows(
-    x: Tensor, codes: Optional[Tensor], scale: Optional[Tensor], to: Quantizer
-) -> Float8Rows:
+def input_rows(x: Tensor, codes: Tensor | None, scale: Tensor | None, to: Quantizer) -> Float8Rows:
     """Rows of an input in FP8: its codes (bytes) if the caller has them, else rounded."""
     if codes is None or scale is None:
         return rows_of(x, None, to)
@@ -57,8 +51,8 @@ def input_rows(
 
 
 def shared_rows(
-    x: Tensor, codes: Optional[Tensor], scale: Optional[Tensor], to: Quantizer, *weights: object
-) -> Optional[Float8Rows]:
+    x: Tensor, codes: Tensor | None, scale: Tensor | None, to: Quantizer, *weights: object
+) -> Float8Rows | None:
     """Rows of several layers' input as :func:`input_rows`; None if no layer is in FP8."""
     if not any(isinstance(weight, Float8Rows) for weight in weights):
         return None
@@ -66,7 +60,7 @@ def shared_rows(
 
 
 def coded_linear(
-    left: Float8Rows, weight: Float8Rows, bias: Optional[Tensor], dtype: torch.dtype
+    left: Float8Rows, weight: Float8Rows, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``left @ weight.T + bias``."""
     if apart():
@@ -76,7 +70,7 @@ def coded_linear(
 
 
 def frozen_linear(
-    rows: Tensor, weight: Weight, bias: Optional[Tensor], left: Optional[Float8Rows]
+    rows: Tensor, weight: Weight, bias: Tensor | None, left: Float8Rows | None
 ) -> Tensor:
     """``rows @ weight.T + bias``; ``left`` are the rows in FP8, for a weight that is."""
     if isinstance(weight, Tensor):
@@ -88,10 +82,10 @@ def frozen_linear(
 def coded_gradient(
     left: Float8Rows,
     weight: Tensor,
-    scale: Optional[Tensor],
+    scale: Tensor | None,
     to: Quantizer,
     dtype: torch.dtype,
-    onto: Optional[Tensor] = None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """``left @ codes(weight)``, added to ``onto`` in its buffer.
 
@@ -115,8 +109,8 @@ def frozen_gradient(
     dy: Tensor,
     weight: Weight,
     to: Quantizer,
-    onto: Optional[Tensor] = None,
-    left: Optional[Float8Rows] = None,
+    onto: Tensor | None = None,
+    left: Float8Rows | None = None,
 ) -> Tensor:
     """``dy @ weight``, added to ``onto`` in its buffer; ``left`` are its rows in FP8, if known."""
     if isinstance(weight, Tensor):

@@ -8,7 +8,7 @@ bits are those of such layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,18 +34,18 @@ def _forward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
-        gate_bias: Optional[Tensor],
-        up_bias: Optional[Tensor],
-        down_bias: Optional[Tensor],
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
         activation: str,
-        gate_weight_scale: Optional[Tensor],
-        up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor],
-        codes: Optional[Tensor],
-        codes_scale: Optional[Tensor],
-        gate_weight_codes: Optional[Tensor],
-        up_weight_codes: Optional[Tensor],
-        down_weight_codes: Optional[Tensor],
+        gate_weight_scale: Tensor | None,
+        up_weight_scale: Tensor | None,
+        down_weight_scale: Tensor | None,
+        codes: Tensor | None,
+        codes_scale: Tensor | None,
+        gate_weight_codes: Tensor | None,
+        up_weight_codes: Tensor | None,
+        down_weight_codes: Tensor | None,
         needs_x: bool,
         needs_gate_weight: bool,
         needs_up_weight: bool,
@@ -69,19 +69,19 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
 
     def backward(
         dy: Tensor,
-        x: Optional[Tensor],
-        gate_weight: Optional[Tensor],
-        up_weight: Optional[Tensor],
+        x: Tensor | None,
+        gate_weight: Tensor | None,
+        up_weight: Tensor | None,
         down_weight: Tensor,
         gate: Tensor,
         up: Tensor,
         activation: str,
-        gate_weight_scale: Optional[Tensor],
-        up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor],
-        gate_weight_codes: Optional[Tensor],
-        up_weight_codes: Optional[Tensor],
-        down_weight_codes: Optional[Tensor],
+        gate_weight_scale: Tensor | None,
+        up_weight_scale: Tensor | None,
+        down_weight_scale: Tensor | None,
+        gate_weight_codes: Tensor | None,
+        up_weight_codes: Tensor | None,
+        down_weight_codes: Tensor | None,
         gate_scale: Tensor,
         up_scale: Tensor,
         down_scale: Tensor,

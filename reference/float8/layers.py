@@ -3,9 +3,7 @@
 The gradient of a weight is a GEMM of unrounded numbers.
 """
 
-from __future__ import annotations
-
-from typing import Optional, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +12,10 @@ from liger_multi.reference.common.chunking import as_rows, statistics_dtype
 from liger_multi.reference.float8.frozen import coded_gradient, coded_linear, coded_weight
 from liger_multi.reference.float8.rows import Float8Rows, Quantizer
 
-Weight = TypeVar("Weight", Tensor, Optional[Tensor])
+Weight = TypeVar("Weight", Tensor, Tensor | None)
 
 
-def read_weight(weight: Weight, codes: Optional[Tensor]) -> Weight:
+def read_weight(weight: Weight, codes: Tensor | None) -> Weight:
     """What is read of a weight: the codes beside it, where it has been rounded before."""
     return weight if codes is None else codes
 
@@ -25,8 +23,8 @@ def read_weight(weight: Weight, codes: Optional[Tensor]) -> Weight:
 def layer(
     left: Float8Rows,
     weight: Tensor,
-    scale: Optional[Tensor],
-    bias: Optional[Tensor],
+    scale: Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
     to: Quantizer,
 ) -> tuple[Tensor, Tensor]:
@@ -39,17 +37,17 @@ def layer(
 def input_gradient(
     left: Float8Rows,
     weight: Tensor,
-    scale: Optional[Tensor],
+    scale: Tensor | None,
     own: Tensor,
     to: Quantizer,
     dtype: torch.dtype,
-    onto: Optional[Tensor] = None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """The gradient of a layer's input; a weight without given scales is rounded by its own."""
     return coded_gradient(left, weight, own if scale is None else None, to, dtype, onto)
 
 
-def weight_gradient(dy: Tensor, x: Optional[Tensor], needed: bool, dtype: torch.dtype) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor:
     """``dy' x``, or nothing."""
     if not needed or x is None:
         return dy.new_empty(0, dtype=dtype)

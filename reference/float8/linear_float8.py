@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,11 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
     def forward(
         x: Tensor,
         weight: Tensor,
-        bias: Optional[Tensor],
-        weight_scale: Optional[Tensor],
-        codes: Optional[Tensor],
-        codes_scale: Optional[Tensor],
-        weight_codes: Optional[Tensor],
+        bias: Tensor | None,
+        weight_scale: Tensor | None,
+        codes: Tensor | None,
+        codes_scale: Tensor | None,
+        weight_codes: Tensor | None,
         needs_x: bool,
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,10 +45,10 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
 
     def backward(
         dy: Tensor,
-        x: Optional[Tensor],
-        weight: Optional[Tensor],
-        weight_scale: Optional[Tensor],
-        weight_codes: Optional[Tensor],
+        x: Tensor | None,
+        weight: Tensor | None,
+        weight_scale: Tensor | None,
+        weight_codes: Tensor | None,
         scale: Tensor,
         weight_dtype: torch.dtype,
         needs_x: bool,

@@ -10,11 +10,9 @@ are dequantized first: codes have 4 significant bits and scales are powers of tw
 in bf16 too.
 """
 
-from __future__ import annotations
-
 import functools
 from contextvars import ContextVar
-from typing import NamedTuple, Optional, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,10 +41,10 @@ class Float8Rows(NamedTuple):
 class Quantizer(Protocol):
     """How a backend makes codes."""
 
-    def rows(self, x: Tensor, columns: Optional[Tensor], format: torch.dtype) -> Float8Rows:
+    def rows(self, x: Tensor, columns: Tensor | None, format: torch.dtype) -> Float8Rows:
         """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
 
-    def across(self, x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
+    def across(self, x: Tensor, scale: Tensor | None, format: torch.dtype) -> Tensor:
         """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
 
 
@@ -62,7 +60,7 @@ class PlainQuantizer:
     """Codes in plain PyTorch, block by block of rows."""
 
     @staticmethod
-    def rows(x: Tensor, columns: Optional[Tensor], format: torch.dtype) -> Float8Rows:
+    def rows(x: Tensor, columns: Tensor | None, format: torch.dtype) -> Float8Rows:
         """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
         codes = torch.empty(x.shape, dtype=format, device=x.device)
         scale = x.new_empty(x.shape[0], dtype=torch.float32)
@@ -75,7 +73,7 @@ class PlainQuantizer:
         return Float8Rows(codes, scale)
 
     @staticmethod
-    def across(x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
+    def across(x: Tensor, scale: Tensor | None, format: torch.dtype) -> Tensor:
         """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
         out = torch.empty(x.shape[::-1], dtype=format, device=x.device)
         for block in row_blocks(x.shape[0], x.shape[1] * 8):
@@ -199,6 +197,6 @@ def _writes(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bo
     return True
 
 
-def rows_of(x: Tensor, columns: Optional[Tensor], to: Quantizer) -> Float8Rows:
+def rows_of(x: Tensor, columns: Tensor | None, to: Quantizer) -> Float8Rows:
     """The rows of a tensor ``(..., K)`` in the format of its device, as a matrix."""
     return to.rows(as_rows(x), columns, format_of(x.device))

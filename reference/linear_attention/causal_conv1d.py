@@ -1,7 +1,5 @@
 """``u[t] = bias + sum of weight[:, W - 1 - j] x[t - j]``, ``y = u`` or ``silu(u)``."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,9 @@ from liger_multi.reference.linear_attention.convolution import Sums, blocks_of, 
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
 ) -> Tensor:
     """Block by block of tokens."""
@@ -30,9 +28,9 @@ def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
     needs_x: bool,
     needs_weight: bool,

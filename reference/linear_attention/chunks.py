@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,8 @@ class Inputs(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
-    initial_state: Optional[Tensor]
-    first: Optional[Tensor]
+    initial_state: Tensor | None
+    first: Tensor | None
     scale: float
     qk_l2norm: bool
 
@@ -162,7 +162,7 @@ def heads_of(first: Tensor, heads: Heads) -> slice:
     return slice(None) if first.shape[0] == 1 else heads.batch
 
 
-def _starts(first: Optional[Tensor], heads: Heads, part: slice, chunk: int) -> Optional[Tensor]:
+def _starts(first: Tensor | None, heads: Heads, part: slice, chunk: int) -> Tensor | None:
     """In which row of its chunk the segment of each row begins, -1 if before the chunk.
 
     Of shape (batch or 1, 1, 1, chunks, chunk). The segment of the first token of all has the
@@ -191,12 +191,12 @@ class Sight:
         whole: Whether the chunk is of one segment, that of the state before it; None if all are.
     """
 
-    def __init__(self, chunk: int, starts: Optional[Tensor], device: torch.device) -> None:
+    def __init__(self, chunk: int, starts: Tensor | None, device: torch.device) -> None:
         place = torch.arange(chunk, device=device)
         self.visible: Tensor = place.unsqueeze(-1) >= place
-        self.carried: Optional[Tensor] = None
-        self.last: Optional[Tensor] = None
-        self.whole: Optional[Tensor] = None
+        self.carried: Tensor | None = None
+        self.last: Tensor | None = None
+        self.whole: Tensor | None = None
         if starts is not None:
             self.visible = self.visible & (starts.unsqueeze(-1) <= place)
             self.carried, self.last = starts < 0, starts == starts[..., -1:]
@@ -214,7 +214,7 @@ class Sight:
 
     def by_chunks(
         self, shape: torch.Size
-    ) -> list[tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]]:
+    ) -> list[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Of every chunk what masks the rows of both states, and what passes.
 
         Args:
@@ -449,8 +449,8 @@ def run_forward(
 def run_backward(
     rule: type[Span],
     inputs: Inputs,
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Some heads at a time: forward over the spans for their states, then the spans in reverse.
@@ -491,7 +491,7 @@ def _span_backward(
     block: Heads,
     part: slice,
     state: Tensor,
-    dy: Optional[Tensor],
+    dy: Tensor | None,
     dstate: Tensor,
     out: list[Tensor],
 ) -> Tensor:
@@ -521,8 +521,8 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        initial_state: Optional[Tensor],
-        first: Optional[Tensor],
+        initial_state: Tensor | None,
+        first: Tensor | None,
         scale: float,
         qk_l2norm: bool,
         output_final_state: bool,
@@ -532,15 +532,15 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         return run_forward(rule, inputs, output_final_state)
 
     def backward(
-        dy: Optional[Tensor],
-        dfinal_state: Optional[Tensor],
+        dy: Tensor | None,
+        dfinal_state: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        initial_state: Optional[Tensor],
-        first: Optional[Tensor],
+        initial_state: Tensor | None,
+        first: Tensor | None,
         scale: float,
         qk_l2norm: bool,
         needs_q: bool,

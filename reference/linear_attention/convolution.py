@@ -5,7 +5,7 @@ token's gradient has terms from W - 1 later tokens, so that the last W - 1 sums 
 the next one.
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ class Filter(NamedTuple):
     """Weight (C, W) and bias in the dtype of the sums, and which tokens share a sequence."""
 
     weight: Tensor
-    bias: Optional[Tensor]
-    near: Optional[list[Tensor]]
+    bias: Tensor | None
+    near: list[Tensor] | None
 
     @property
     def before(self) -> int:

@@ -4,8 +4,6 @@ Scores have the decay D_ij = exp(G_i - G_j) for i >= j of one segment, G the sum
 the first token of the chunk or segment on: P = (Q K') D, and B = (K K') D below the diagonal.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.reference.linear_attention.chunks import HeadDecays, Span, implement

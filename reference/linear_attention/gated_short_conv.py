@@ -1,16 +1,12 @@
 """``y = c (causal convolution of b v)`` of x, which is b, c and v side by side."""
 
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import statistics_dtype
 from liger_multi.reference.linear_attention.convolution import Sums, blocks_of, filter_of, window_of
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
     """Block by block of tokens."""
     by = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
     b, c, v = x.chunk(3, -1)
@@ -25,8 +21,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    segments: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

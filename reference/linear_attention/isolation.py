@@ -6,16 +6,13 @@ in such a matmul, and the sums of those who see it become NaN. Elsewhere, masks 
 multiply. Whatever is finite has the same bits as without.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
 
 
-def kept(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+def kept(x: Tensor, mask: Tensor | None) -> Tensor:
     """``x`` where the mask is true, 0 elsewhere; all of it without a mask."""
     return x if mask is None else x.masked_fill(~mask, 0)
 

@@ -15,9 +15,7 @@ of neighbors. No difference of two sums is formed, so that gates lose no digit t
 other tokens; nor by their gradients, which go back through the same tree of sums.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +45,8 @@ class Level(NamedTuple):
 
     lower: Tensor
     upper: Tensor
-    later: Optional[Tensor]
-    earlier: Optional[Tensor]
+    later: Tensor | None
+    earlier: Tensor | None
 
 
 class ChannelSpan(Span):
@@ -84,11 +82,11 @@ class ChannelSpan(Span):
         self.e, self.r = self.sight.of_state(g.exp_()), self.sight.of_last(after.exp_())
         self.z = self.sight.over(self.z)
 
-    def _visible_pairs(self) -> Optional[Tensor]:
+    def _visible_pairs(self) -> Tensor | None:
         """Pairs of one segment, where there are several."""
         return None if self.starts is None else self.sight.visible.unsqueeze(-3)
 
-    def _meeting(self, chunk: int, size: int) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    def _meeting(self, chunk: int, size: int) -> tuple[Tensor | None, Tensor | None]:
         """Rows of lower and of upper halves of the segment of the upper half's last row."""
         if self.starts is None:
             return None, None

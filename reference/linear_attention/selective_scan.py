@@ -15,10 +15,8 @@ channels with 16 states on an EPYC core (2026-11). Blocks of channels and spans 
 memory. Backward keeps the state before every span, and computes the others again.
 """
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,11 +51,11 @@ class Inputs(NamedTuple):
     A: Tensor
     B: Tensor
     C: Tensor
-    D: Optional[Tensor]
-    z: Optional[Tensor]
-    delta_bias: Optional[Tensor]
-    initial_state: Optional[Tensor]
-    first: Optional[Tensor]
+    D: Tensor | None
+    z: Tensor | None
+    delta_bias: Tensor | None
+    initial_state: Tensor | None
+    first: Tensor | None
     sizes: StepSizes
 
     @property
@@ -96,7 +94,7 @@ def _blocks(inputs: Inputs) -> tuple[list[Block], list[slice]]:
     return blocks, spans
 
 
-def _pass(own: Tensor, decay: Tensor, state: Tensor, breaks: Optional[Tensor]) -> Tensor:
+def _pass(own: Tensor, decay: Tensor, state: Tensor, breaks: Tensor | None) -> Tensor:
     """Add a decayed state to ``own``, but not over a break."""
     return own.addcmul_(decay, state if breaks is None else state.masked_fill(breaks, 0))
 
@@ -118,8 +116,8 @@ class Span:
         )
         self.A = inputs.A[block.channels].to(acc_dtype).mT.contiguous()
         self.decays = (self.delta.unsqueeze(2) * self.A).exp_()
-        self.within: Optional[Tensor] = None  # tokens at which no sequence begins
-        self.breaks: list[Optional[Tensor]] = [None] * (part.stop - part.start)
+        self.within: Tensor | None = None  # tokens at which no sequence begins
+        self.breaks: list[Tensor | None] = [None] * (part.stop - part.start)
         if inputs.first is not None:
             first = inputs.first[block.batch] if inputs.first.shape[0] > 1 else inputs.first
             place = torch.arange(part.start, part.stop, device=first.device)
@@ -128,7 +126,7 @@ class Span:
             self.within, self.breaks = ~begins, self._breaks(begins)
 
     @staticmethod
-    def _breaks(begins: Tensor) -> list[Optional[Tensor]]:
+    def _breaks(begins: Tensor) -> list[Tensor | None]:
         """Of every token which sequences begin there; None for no one, where a CPU can say so.
 
         Their decay of 0 would not stop a state that is not finite.
@@ -187,11 +185,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     delta_softplus: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +224,7 @@ def _add_span(
     block: Block,
     part: slice,
     state: Tensor,
-    dy: Optional[Tensor],
+    dy: Tensor | None,
     dstate: Tensor,
 ) -> Tensor:
     """Add the gradients of a span; return that of the state before it."""
@@ -264,18 +262,18 @@ def _add_span(
 
 
 def backward(
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     u: Tensor,
     delta: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     states: Tensor,
     delta_softplus: bool,
     needs_u: bool,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,11 +55,11 @@ class Inputs(NamedTuple):
     A: Tensor
     B: Tensor
     C: Tensor
-    D: Optional[Tensor]
-    z: Optional[Tensor]
-    dt_bias: Optional[Tensor]
-    initial_state: Optional[Tensor]
-    first: Optional[Tensor]
+    D: Tensor | None
+    z: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    first: Tensor | None
     sizes: StepSizes
     most: int
 
@@ -320,7 +320,7 @@ def _add_span(
     heads: Heads,
     part: slice,
     state: Tensor,
-    dy: Optional[Tensor],
+    dy: Tensor | None,
     dstate: Tensor,
 ) -> Tensor:
     """Add the gradients of a span; return that of the state before it."""
@@ -357,8 +357,8 @@ def _add_span(
 def run_backward(
     rule: type[Span],
     inputs: Inputs,
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     needs: dict[str, bool],
 ) -> Nine:
     """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
@@ -387,11 +387,11 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         A: Tensor,
         B: Tensor,
         C: Tensor,
-        D: Optional[Tensor],
-        z: Optional[Tensor],
-        dt_bias: Optional[Tensor],
-        initial_state: Optional[Tensor],
-        first: Optional[Tensor],
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        first: Tensor | None,
         dt_softplus: bool,
         dt_min: float,
         dt_max: float,
@@ -406,18 +406,18 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
         return run_forward(rule, inputs, output_final_state)
 
     def backward(
-        dy: Optional[Tensor],
-        dfinal_state: Optional[Tensor],
+        dy: Tensor | None,
+        dfinal_state: Tensor | None,
         x: Tensor,
         dt: Tensor,
         A: Tensor,
         B: Tensor,
         C: Tensor,
-        D: Optional[Tensor],
-        z: Optional[Tensor],
-        dt_bias: Optional[Tensor],
-        initial_state: Optional[Tensor],
-        first: Optional[Tensor],
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        first: Tensor | None,
         dt_softplus: bool,
         dt_min: float,
         dt_max: float,

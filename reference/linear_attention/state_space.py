@@ -1,8 +1,6 @@
 """What state space models have around their scans: step sizes, the gate z, sums of gradients."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +34,7 @@ class StepSizes(NamedTuple):
         return dsteps * torch.sigmoid(raw) if self.softplus else dsteps
 
 
-def gated(y: Tensor, z: Optional[Tensor]) -> Tensor:
+def gated(y: Tensor, z: Tensor | None) -> Tensor:
     """``y silu(z)``, or y without a gate."""
     return y if z is None else y * F.silu(z)
 

@@ -1,7 +1,5 @@
 """Dynamic tanh, ``y = weight * tanh(alpha * x) + bias``, rounded once."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ def _acc_dtype(*tensors: Tensor | None) -> torch.dtype:
     return statistics_dtype(torch.float64 if wide else torch.float32)
 
 
-def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+def forward(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """In fp32 (fp64 for fp64), block by block of rows."""
     acc_dtype, x2d, dtype = _acc_dtype(x, alpha, weight, bias), as_rows(x), x.dtype
     for t in (alpha, weight, bias):
@@ -32,8 +30,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     alpha: Tensor,
-    weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype],
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_alpha: bool,
     needs_weight: bool,

@@ -1,7 +1,5 @@
 """The sum of two scaled tensors and its RMSNorm, in the order of a pre-norm block."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from liger_multi.reference.norms import fused_add_rms_norm
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -26,9 +24,9 @@ def forward(
 
 def backward(
     new_residual: Tensor,
-    dy: Optional[Tensor],
-    dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    dy: Tensor | None,
+    dnew_residual: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

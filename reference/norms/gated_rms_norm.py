@@ -1,7 +1,5 @@
 """RMSNorm of groups times an activated gate, in the order of the Hugging Face classes."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -31,8 +29,8 @@ def _scaled(
 
 def forward(
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -68,8 +66,8 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

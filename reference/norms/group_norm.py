@@ -1,7 +1,6 @@
 """GroupNorm over a sample's groups of channels, in the roundings of PyTorch's own."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 
 
 def forward(
-    x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's kernel, with parameters in fp32: that keeps the statistics in fp32."""
     acc_dtype, (samples, channels), positions = (
@@ -39,10 +38,10 @@ def backward(
     dy: Tensor,
     x: Tensor,
     num_groups: int,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

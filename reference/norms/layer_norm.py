@@ -1,7 +1,5 @@
 """LayerNorm, ``y = (x - mean) / sqrt(var + eps) * w + b``, in the roundings of PyTorch's."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from liger_multi.reference.common.chunking import as_rows, row_blocks, statistic
 
 
 def forward(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's kernel; parameters in fp32 keep the statistics of bf16 rows in fp32."""
     acc_dtype, x2d = statistics_dtype(x.dtype), as_rows(x)
@@ -30,10 +28,10 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

@@ -1,7 +1,6 @@
 """RMSNorm modulated by a condition, ``norm(x) * (1 + scale) + shift``, in PyTorch's order."""
 
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def _split(x: Tensor, modulations: int) -> Tensor:
 
 
 def _row_by_row(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """The norm of every row alone, on memory of its own, so that its bits show no other row."""
     alone = (row.clone(memory_format=torch.contiguous_format) for row in as_rows(x).split(1))
@@ -38,8 +37,8 @@ def _row_by_row(
 def forward(
     x: Tensor,
     scale: Tensor,
-    shift: Optional[Tensor],
-    weight: Optional[Tensor],
+    shift: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -65,8 +64,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     scale: Tensor,
-    shift_dtype: Optional[torch.dtype],
-    weight: Optional[Tensor],
+    shift_dtype: torch.dtype | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

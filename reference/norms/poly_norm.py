@@ -1,7 +1,5 @@
 """Sum of the RMSNorms of the first three powers."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from liger_multi.reference.common.chunking import as_rows, row_blocks, statistic
 POWERS = (3, 2, 1)  # in the order of the weights
 
 
-def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """In fp32 (fp64 for fp64), block by block of rows, rounded once."""
     acc_dtype, x2d = statistics_dtype(x.dtype), as_rows(x)
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
@@ -37,7 +35,7 @@ def backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

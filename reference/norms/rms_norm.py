@@ -1,7 +1,5 @@
 """RMSNorm, ``y = w * x / sqrt(mean(x^2) + eps)``, in the order of the Hugging Face classes."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ def _scaled(
     return w * n.to(dtype) if casting == "llama" else (w * n).to(dtype)
 
 
-def output_dtype(x: Tensor, weight: Optional[Tensor], casting: str) -> torch.dtype:
+def output_dtype(x: Tensor, weight: Tensor | None, casting: str) -> torch.dtype:
     """The dtype of the norm: that of x, and of a weight that meets a rounded x."""
     if weight is None or casting != "llama":
         return x.dtype
@@ -27,7 +25,7 @@ def output_dtype(x: Tensor, weight: Optional[Tensor], casting: str) -> torch.dty
 
 
 def forward(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """Normalize block by block of rows; statistics in fp32 (fp64 for fp64)."""
     acc_dtype, x2d = statistics_dtype(x.dtype), as_rows(x)
@@ -46,7 +44,7 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -59,9 +57,9 @@ def backward(
 
 def gradients(
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

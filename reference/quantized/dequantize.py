@@ -4,8 +4,6 @@ Blocks of codes bound memory: of each, levels are looked up in fp32 and multipli
 once into their place.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -63,10 +61,10 @@ def integers(codes: Tensor, format: str) -> Tensor:
 
 def opened(
     scales: Tensor,
-    global_scale: Optional[Tensor],
-    scale_levels: Optional[Tensor],
-    scale_absmax: Optional[Tensor],
-    scale_offset: Optional[Tensor],
+    global_scale: Tensor | None,
+    scale_levels: Tensor | None,
+    scale_absmax: Tensor | None,
+    scale_offset: Tensor | None,
     format: str,
     divides: bool,
 ) -> Tensor:
@@ -90,7 +88,7 @@ def opened(
 
 
 def numbers(
-    codes: Tensor, zeros: Optional[Tensor], format: str, dtype: torch.dtype, block: Tensor
+    codes: Tensor, zeros: Tensor | None, format: str, dtype: torch.dtype, block: Tensor
 ) -> Tensor:
     """The levels of flat bytes, of which ``block`` has the block of every code."""
     index = integers(codes, format)
@@ -106,11 +104,11 @@ def _blocks_of(part: slice, group: int, device: torch.device) -> Tensor:
 def forward(
     codes: Tensor,
     scales: Tensor,
-    global_scale: Optional[Tensor],
-    zeros: Optional[Tensor],
-    scale_levels: Optional[Tensor],
-    scale_absmax: Optional[Tensor],
-    scale_offset: Optional[Tensor],
+    global_scale: Tensor | None,
+    zeros: Tensor | None,
+    scale_levels: Tensor | None,
+    scale_absmax: Tensor | None,
+    scale_offset: Tensor | None,
     format: str,
     group: int,
     divides: bool,
@@ -131,7 +129,7 @@ def backward(
     dy: Tensor,
     codes: Tensor,
     scales: Tensor,
-    zeros: Optional[Tensor],
+    zeros: Tensor | None,
     format: str,
     group: int,
 ) -> Tensor:

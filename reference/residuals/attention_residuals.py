@@ -1,7 +1,5 @@
 """Attention over depth: a softmax over blocks of one query's scores with their normed outputs."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ def _direction(query: Tensor, weight: Tensor | None, acc_dtype: torch.dtype) -> 
 
 
 def forward(
-    blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
+    blocks: Tensor, query: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some rows of all blocks at a time."""
     acc_dtype, rows = statistics_dtype(blocks.dtype), _rows(blocks)
@@ -39,7 +37,7 @@ def backward(
     dy: Tensor,
     blocks: Tensor,
     query: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     p: Tensor,
     rstd: Tensor,
     needs_blocks: bool,

@@ -5,7 +5,7 @@ that reads the streams, and what is made of the few numbers that it leaves of a 
 """
 
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Parts(Protocol):
         scale: Tensor,
         rstd: Tensor,
         length: int,
-        grads: tuple[Optional[Tensor], ...],
+        grads: tuple[Tensor | None, ...],
         options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -107,7 +107,7 @@ def _sinkhorn(z: Tensor, steps: int, eps: float) -> list[tuple[Tensor, Tensor]]:
 
 
 def _logits_gradient(
-    z: Tensor, grads: tuple[Optional[Tensor], ...], options: SinkhornOptions
+    z: Tensor, grads: tuple[Tensor | None, ...], options: SinkhornOptions
 ) -> Tensor:
     """Back through the iterates."""
     count, steps, eps, post_scale = options
@@ -152,7 +152,7 @@ class ReferenceParts:
         scale: Tensor,
         rstd: Tensor,
         length: int,
-        grads: tuple[Optional[Tensor], ...],
+        grads: tuple[Tensor | None, ...],
         options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,9 +201,9 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
         )
 
     def backward(
-        dpre: Optional[Tensor],
-        dpost: Optional[Tensor],
-        dmix: Optional[Tensor],
+        dpre: Tensor | None,
+        dpost: Tensor | None,
+        dmix: Tensor | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor,

@@ -3,8 +3,6 @@
 ``rotate_half`` maps a pair of channels ``(a, b)`` to ``(-b, a)``; its transposed is its negative.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -122,8 +120,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     style: str,

@@ -1,7 +1,5 @@
 """Rotary embedding by complex numbers: interleaved pairs in fp32, cast back."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -23,8 +21,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     freqs: Tensor,
     head_axis: int,
     rotary_dim: int,

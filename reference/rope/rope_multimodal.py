@@ -1,7 +1,5 @@
 """RoPE with sections of several grids (M-RoPE): merged angles, then plain ``rope``."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -38,8 +36,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     sections: str,

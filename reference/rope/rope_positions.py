@@ -1,7 +1,5 @@
 """Rotary embedding of integer positions: their angles, then plain ``rope``."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -60,8 +58,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     inv_freq: Tensor,
     position_ids: Tensor,
     scaling: float,

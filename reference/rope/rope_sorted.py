@@ -1,7 +1,5 @@
 """Rotary embedding of interleaved pairs with half-split output."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -39,8 +37,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     head_axis: int,

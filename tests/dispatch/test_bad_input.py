@@ -26,11 +26,10 @@ import yaml
 import liger_multi
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
-from liger_multi.dispatch import launch, registry
-from liger_multi.dispatch import resolve as planning
+from liger_multi.dispatch import config, launch, registry, resolve as planning
 from liger_multi.dispatch.config import configure, current, forget, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
-from liger_multi.memory import estimate
+from liger_multi.memory import Profile, estimate
 from liger_multi.memory.sizes import config_of
 from tests.comparing import recorded
 from tests.harness import PATIENCE
@@ -343,8 +342,6 @@ def test_patterns_count_in_their_order():
 
 
 def test_configurations_do_not_pile_up():
-    from liger_multi.dispatch import config
-
     for size in range(1, 3 * config.MOST_CONFIGURATIONS):
         configure({"chunk_bytes": size})
     assert len(config._known) <= config.MOST_CONFIGURATIONS
@@ -571,8 +568,7 @@ def test_any_text_as_configuration(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_text_as_plan(seed, tmp_path):
-    from liger_multi.memory.planning import Settings
-    from liger_multi.memory.planning import load as load_plan
+    from liger_multi.memory.planning import Settings, load as load_plan
 
     rng, path = random.Random(seed), tmp_path / "plan.yaml"
     good = {"version": 1, "settings": Settings().as_data()}
@@ -953,8 +949,6 @@ def test_code_of_configuration_never_runs(command, model_type, tmp_path, monkeyp
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"title": 1}', '{"holders": 5, "saved": 1}'])
 def test_a_file_that_is_no_profile(content, tmp_path):
-    from liger_multi.memory import Profile
-
     (tmp_path / "a.json").write_text(content)
     assert not outcome(Profile.load, tmp_path / "a.json")
 

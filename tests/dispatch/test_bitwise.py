@@ -19,8 +19,7 @@ from liger_multi.dispatch.resolve import mode_in_force
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
 from liger_multi.reference.common import strict
 from liger_multi.reference.norms import rms_norm
-from liger_multi.testing import bitwise as checks
-from liger_multi.testing import samples
+from liger_multi.testing import bitwise as checks, samples
 from liger_multi.testing.checks import call
 from tests.comparing import recorded
 

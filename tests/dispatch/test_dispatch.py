@@ -154,7 +154,6 @@ def test_explain_names_every_backend_with_a_reason():
 @pytest.fixture
 def plugin(monkeypatch):
     """A backend from outside the tree, with forward of rms_norm only, that refuses wide rows."""
-    from liger_multi.dispatch import registry, resolve
     from liger_multi.reference.norms import rms_norm as reference
 
     calls = []

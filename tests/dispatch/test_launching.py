@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_multi.dispatch import launch as numbers
-from liger_multi.dispatch import torch_ops
+from liger_multi.dispatch import launch as numbers, torch_ops
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing import samples
 
@@ -24,8 +23,7 @@ from dataclasses import dataclass
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks import models as bench_models
-from benchmarks import tune
+from benchmarks import models as bench_models, tune
 from liger_multi.backends.triton.common import launching, specialization
 
 ROOT = Path(__file__).parents[2]
@@ -338,7 +336,6 @@ def test_forced_config_scope():
 
 def test_entries_of_another_variant_are_not_forced(monkeypatch):
     """With sizes beyond its bounds an entry runs; a kernel for another dtype may not compile."""
-    from dataclasses import dataclass
 
     @dataclass(frozen=True)
     class Config:

@@ -29,13 +29,13 @@ from ci.npu import blocks, launches, levels, lowering
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
 from ci.npu.simulate import READ
-from liger_multi import ops
+from liger_multi import ops, trees
 from liger_multi.backends.npu.experts import fused_moe as ours
 from liger_multi.backends.npu.linear_attention import causal_conv1d, chunks, gated_short_conv
 from liger_multi.dispatch import launch as launch_config
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.registry import operators
+from liger_multi.dispatch.registry import backends, operators
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.patching import register_attention
 from liger_multi.reference.experts import fused_moe as theirs
@@ -138,8 +138,6 @@ assert torch.npu.get_device_limit(0)["vector_core_num"] == 40
 
 
 def test_doctor_names_the_chip():
-    from liger_multi.dispatch.registry import backends
-
     facts = backends()["npu"].describe()
     assert (facts["chip"], facts["vector cores"]) == ("Ascend910B3", "40")
     assert facts["unified buffer"] == "192 KiB"
@@ -247,7 +245,6 @@ TREES = ("llama", "gemma2", "gpt_oss", "mixtral", "qwen3_next", "lfm2", "bamba")
 def test_shared_prefixes_are_those_of_the_cpu(name):
     """Log-probabilities, entropies, the loss of routers and every gradient of two trees."""
     pytest.importorskip("transformers")
-    from liger_multi import trees
     from tests.comparing import assert_same_gradients, gradients
     from tests.patching import test_trees as cases
 

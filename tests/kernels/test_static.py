@@ -21,15 +21,16 @@ from ci.static import (
     TARGETS,
     StaticCase,
     Variant,
+    build,
     kernels,
+    launch as static_launch,
     lower,
     missing,
     patterns,
     static_cases,
+    table as static_table,
     variants,
 )
-from ci.static import launch as static_launch
-from ci.static import table as static_table
 from ci.static.cases import calls, start
 from ci.static.code import CORES, Code, resident
 from ci.static.descriptors import misread
@@ -49,7 +50,7 @@ from ci.static.table import (
     verdicts,
 )
 from liger_multi.backends.triton.attention import attention
-from liger_multi.backends.triton.common.rows import add_dot
+from liger_multi.backends.triton.common.rows import add_dot, sigmoid
 from liger_multi.backends.triton.rope import rms_norm_rope
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
@@ -473,7 +474,6 @@ def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
     """LLVM writes its own count into the assembly; it does not know the size of a program."""
     if missing(TARGETS["gfx942"]):
         pytest.skip(missing(TARGETS["gfx942"]))
-    from ci.static import build
     from ci.static.code import read
 
     visited = set()
@@ -524,8 +524,6 @@ def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
 
 
 def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
-    from liger_multi.backends.triton.common.rows import sigmoid
-
     name = "_gated_forward_kernel"
     before, source = static_table.sources(name), sigmoid.src
     update = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")

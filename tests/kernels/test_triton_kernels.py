@@ -35,10 +35,10 @@ from liger_multi.backends.triton.activations import gated_rows
 from liger_multi.backends.triton.attention import (
     indexer_kernels,
     indexer_topk,
+    multi_token_attention as kernels,
     pairs_of_lists,
     sparse_attention,
 )
-from liger_multi.backends.triton.attention import multi_token_attention as kernels
 from liger_multi.backends.triton.common import gemm
 from liger_multi.backends.triton.common.float8 import FORMATS as CODE_FORMATS
 from liger_multi.backends.triton.common.gemm import gemm_by_rows

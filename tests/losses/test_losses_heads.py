@@ -339,11 +339,7 @@ OPS = (
 )
 
 
-@pytest.fixture
-def kernels(request):
-    """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    with harness.kernels_of(request.config, OPS):
-        yield
+kernels = harness.interpreted_kernels(*OPS, autouse=False)
 
 
 ADVANTAGES = torch.tensor([0.7, -1.2, 0.4, -0.3])

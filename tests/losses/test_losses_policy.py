@@ -1,5 +1,7 @@
 """Policy losses: TRL's own implementation, one pass and two, ranks, and the papers' formulas."""
 
+import contextlib
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -228,6 +230,40 @@ def test_policy_edges(loss_type):
         expected, _ = trl_policy(b, KINDS[loss_type], columns=("old",))
         ours, _ = ours_policy(b, KINDS[loss_type], ("old",), num_items=b.mask.sum() * 1.0)
         assert_same_loss(ours, expected, b.leaves)
+
+
+@contextlib.contextmanager
+def narrow():
+    torch.set_default_dtype(HALF)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(WIDE)
+
+
+def kto(b):
+    desirable = b.mask[:, 2]
+    return losses.kto_loss(
+        b.head(), b.target, desirable, kl=0.3, desirable_weight=1.3, undesirable_weight=0.7
+    )
+
+
+def sequence(b):
+    return losses.sequence_loss(b.head(), b.target, reduction="sequence")
+
+
+RUNS = {name: functools.partial(ours_policy, options=o) for name, o in CASES.items()}
+
+
+@pytest.mark.parametrize("run", [kto, sequence, *RUNS.values()], ids=["kto", "sequence", *RUNS])
+def test_default_dtype_has_no_say(run):
+    """Scripts set it to 16 bits for their models; lengths and factors would be rounded to it."""
+    b = Batch()
+    expected, expected_metrics = run(b)
+    with narrow():
+        ours, metrics = run(b)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    torch.testing.assert_close(metrics, expected_metrics, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "luspo"])

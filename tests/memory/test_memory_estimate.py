@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import liger_multi
 from benchmarks import store
+from benchmarks.harness import tracked_peak
 from benchmarks.memory import CPU, STORIES, Case
 from liger_multi.cli.main import main
 from liger_multi.dispatch.op import OPS
@@ -24,7 +25,7 @@ from liger_multi.memory import (
 )
 from liger_multi.memory.recorder import Recorder, stored
 from liger_multi.memory.setup import OPTIMIZERS, TrainingSetup
-from liger_multi.memory.simulation import MetaImplementations, Simulation, on_meta
+from liger_multi.memory.simulation import SCRATCH, MetaImplementations, Simulation, on_meta
 from liger_multi.memory.sizes import SIZES, config_of
 from tests.models import build
 
@@ -55,12 +56,10 @@ def test_estimate_near_measured_step(case):
     model = case.build("cpu")
     optimizer, step = case.step(model)
     step()
-    states = [t for s in optimizer.state.values() for t in s.values()]
-    with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
-        step()
+    peak = tracked_peak(model, optimizer, step)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     estimated = estimate(model, 4, 128, dtype=case.dtype, optimizer="adamw_loop", device="cpu")
-    assert estimated.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.01 if case.lora else 0.1)
+    assert estimated.peak_bytes == pytest.approx(peak, rel=0.01 if case.lora else 0.1)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before), "left alone"
     assert next(model.parameters()).device.type == "cpu"
@@ -101,11 +100,8 @@ def test_float8_estimate_near_measured_step(name):
     for _ in range(2):  # from the second step on, norms return FP8 codes
         step()
     tensors = [t for p in model.parameters() for t in stored(p)]
-    states = [t for s in optimizer.state.values() for t in s.values()]
-    with measure("cpu", known=[*tensors, *model.buffers(), *states]) as peak:
-        step()
+    assert estimated.peak_bytes == pytest.approx(tracked_peak(model, optimizer, step), rel=0.1)
     assert estimated.parts["parameters"] == sum(t.nbytes for t in tensors)
-    assert estimated.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.1)
     if lora:
         coded = [p for p in model.parameters() if len(stored(p)) == 2]
         saved = sum(p.numel() - 4 * p.shape[0] for p in coded)
@@ -668,7 +664,6 @@ def test_scratch_of_launchers(name, direction):
     from ci.static import TARGETS, recorded
     from liger_multi.dispatch import registry
     from liger_multi.dispatch.launch import simulate
-    from liger_multi.memory.simulation import SCRATCH
 
     tensors = KERNELS[name]
     launcher = getattr(registry.module("triton", name), direction)

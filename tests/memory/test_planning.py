@@ -20,13 +20,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from benchmarks import long_context, plans
-from benchmarks import store as results
+from benchmarks import long_context, plans, store as results
+from benchmarks.harness import tracked_peak
 from benchmarks.memory import Case as Small
-from benchmarks.models import MODELS
-from benchmarks.models import Run as SeveralCards
-from benchmarks.plans import Case as Run
-from benchmarks.plans import executed
+from benchmarks.models import MODELS, Run as SeveralCards
+from benchmarks.plans import Case as Run, executed
 from liger_multi import configure
 from liger_multi.cli.main import main
 from liger_multi.dispatch import config as configuration
@@ -38,7 +36,6 @@ from liger_multi.memory import (
     apply,
     estimate,
     load,
-    measure,
     plan,
     simulation,
     sizes,
@@ -101,10 +98,7 @@ def measured(settings, model):
 
     with apply(settings, model):
         step()
-        states = [t for s in optimizer.state.values() for t in s.values()]
-        with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
-            step()
-    return peak.peak_bytes
+        return tracked_peak(model, optimizer, step)
 
 
 WAYS = {

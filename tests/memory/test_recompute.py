@@ -27,10 +27,10 @@ from liger_multi.memory import (
     decoder_layers,
     estimate,
     layer_stats,
+    offload as codes,
     offload_activations,
     profile,
 )
-from liger_multi.memory import offload as codes
 from liger_multi.memory.choosing import Cost, Stats
 from liger_multi.memory.offload import Offload, _Plain
 from liger_multi.memory.recompute import ATTENTION, keeps, store

@@ -15,7 +15,12 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.ops.attention import from_lengths, key_ranges
-from liger_multi.reference.attention import attention as reference
+from liger_multi.reference.attention import (
+    attention as reference,
+    indexer_scores,
+    indexer_topk,
+    sparse_attention,
+)
 from liger_multi.reference.attention.sparse_attention import SumsByKey, add_rows_
 from liger_multi.reference.common import strict
 from liger_multi.reference.residuals import attention_residuals as depth_reference
@@ -108,8 +113,7 @@ TREES = {  # roots with their branches, tokens of the row, least pairs of a bloc
 def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, monkeypatch):
     """Calls without ranges and their sum are what the ranges say."""
     device = harness.place_of("triton")
-    from liger_multi.backends.triton.attention import attention as kernels
-    from liger_multi.backends.triton.attention import blocks
+    from liger_multi.backends.triton.attention import attention as kernels, blocks
     from liger_multi.patching.packing import tree as plan
     from liger_multi.patching.packing.tree import planted
 
@@ -593,8 +597,6 @@ def test_wrong_indices_are_named():
 
 
 def test_blocks_of_one_query_change_nothing(monkeypatch):
-    from liger_multi.reference.attention import indexer_scores, indexer_topk, sparse_attention
-
     inputs, index = latents(), indexed(30)
     run = [
         lambda: gradients(ops.sparse_attention, inputs, **LATENT),

@@ -17,7 +17,7 @@ from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
-from tests import harness
+from tests import harness, models
 
 # equal sizes of different axes are no reason for another graph
 different_axes = torch.fx.experimental._config.patch(use_duck_shape=False)
@@ -281,8 +281,6 @@ def dynamic_models():
 def test_models_with_sizes_that_vary(model_type):
     """Two layers: a second MLP met the sizes that the first one had left behind."""
     from packaging import version
-
-    from tests import models
 
     config = {}
     known = models.ARCHITECTURES[model_type]

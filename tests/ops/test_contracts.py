@@ -9,7 +9,7 @@ import torch
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.registry import module, operators
+from liger_multi.dispatch.registry import backends, module, operators
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing import samples
 from liger_multi.testing.checks import call, grads, outputs
@@ -240,7 +240,6 @@ def test_docstrings_have_every_section(op):
 
 @pytest.mark.parametrize("op", operators())
 def test_every_backend_implements_the_schema(op):
-    from liger_multi.dispatch.registry import backends
     from liger_multi.dispatch.resolve import _implementation
 
     assert module("reference", op) is not None

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.testing.samples import Sample
-from liger_multi.testing.samples import Tensor as Drawn
+from liger_multi.testing.samples import Sample, Tensor as Drawn
 from tests import harness
 
 LENGTHS = (1, 2, 63, 64, 65, 1, 0, 0, 1, 4096, 3)

@@ -17,11 +17,7 @@ LOGITS = {"form": "logits", "teacher_form": "logits"}
 every = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(autouse=True)
-def kernels(request):
-    """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    with harness.kernels_of(request.config, (*NAMES, *INPLACE, "fused_linear_*")):
-        yield
+kernels = harness.interpreted_kernels(*NAMES, *INPLACE, "fused_linear_*")
 
 
 def heads(rows=40, classes=61, dtype=torch.float32, device="cpu", ignored=0.2, teacher_classes=0):

@@ -45,14 +45,6 @@ def _linear(weights, x):
     return ops.linear(x, weights[0], torch.ones(weights[0].shape[0]))
 
 
-def _gated_mlp(weights, x):
-    return ops.gated_mlp(x, *weights)
-
-
-def _lora_mlp(weights, x):
-    return ops.lora_mlp(x, *weights, *ADAPTERS["mlp"])
-
-
 def _lora_qkv(weights, x):
     layers = zip("qkv", weights, ADAPTERS["qkv"], strict=True)
     named = {}
@@ -67,17 +59,8 @@ def _routed(x):
     return index, torch.rand(index.shape, generator=generator).to(x)
 
 
-def _fused_moe(weights, x):
-    return ops.fused_moe(x, *weights, *_routed(x), activation="silu")
-
-
-def _lora_moe(weights, x):
-    return ops.lora_moe(x, *weights, *_routed(x), *ADAPTERS["moe"], activation="silu")
-
-
-def _transposed_moe(weights, x):
-    turned = [w.mT for w in weights]
-    return ops.lora_moe(x, *turned, *_routed(x), *ADAPTERS["moe"], transposed=True)
+def _lora_moe(weights, x, **options):
+    return ops.lora_moe(x, *weights, *_routed(x), *ADAPTERS["moe"], **options)
 
 
 def _head(weights, x):
@@ -110,12 +93,18 @@ MLP = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
 MOE = ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
 CALLS = {
     "linear": (_linear, ((INNER, HIDDEN),)),
-    "gated_mlp": (_gated_mlp, MLP),
-    "lora_mlp": (_lora_mlp, MLP),
+    "gated_mlp": (lambda weights, x: ops.gated_mlp(x, *weights), MLP),
+    "lora_mlp": (lambda weights, x: ops.lora_mlp(x, *weights, *ADAPTERS["mlp"]), MLP),
     "lora_qkv": (_lora_qkv, ((INNER, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN))),
-    "fused_moe": (_fused_moe, MOE),
-    "lora_moe": (_lora_moe, MOE),
-    "lora_moe transposed": (_transposed_moe, MOE),
+    "fused_moe": (
+        lambda weights, x: ops.fused_moe(x, *weights, *_routed(x), activation="silu"),
+        MOE,
+    ),
+    "lora_moe": (lambda weights, x: _lora_moe(weights, x, activation="silu"), MOE),
+    "lora_moe transposed": (
+        lambda weights, x: _lora_moe([w.mT for w in weights], x, transposed=True),
+        MOE,
+    ),
     "fused_linear_cross_entropy": (_head, ((INNER, HIDDEN),)),
     "fused_linear_cross_entropy mean": (_mean_head, ((INNER, HIDDEN),)),
     "fused_linear_log_prob": (_log_prob, ((INNER, HIDDEN),)),

@@ -18,8 +18,12 @@ from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
 from liger_multi.ops import fused_linear_cross_entropy, fused_linear_jsd, fused_linear_log_prob
 from liger_multi.reference.common.float8 import GRADIENT
-from liger_multi.reference.cross_entropy import float8, fused_linear, reduction
-from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
+from liger_multi.reference.cross_entropy import (
+    float8,
+    fused_linear,
+    fused_linear_log_prob as loop,
+    reduction,
+)
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from tests import harness
 from tests.comparing import Operations

@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
-from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop, rows as rows_of
 from liger_multi.reference.cross_entropy.token_log_prob import implement_token_log_prob
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
@@ -24,14 +23,7 @@ NAMES = ("log_prob", "entropy", "lse")
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def kernels(request):
-    """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    if harness.interpreted() and "triton" in harness.selected_backends(request.config):
-        with liger_multi.use(fused_linear_log_prob=["triton", "reference"]):
-            yield
-    else:
-        yield
+kernels = harness.interpreted_kernels("fused_linear_log_prob")
 
 
 def head(rows=40, width=16, classes=61, dtype=torch.float32, device="cpu", ignored=0.2):

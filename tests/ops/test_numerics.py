@@ -20,9 +20,12 @@ from liger_multi.dispatch.op import OPS
 from liger_multi.ops import LoRA, lora_mlp, lora_moe, lora_qkv, lora_update
 from liger_multi.reference.adapters import low_rank as low_rank_reference
 from liger_multi.reference.common.chunking import add_product_, chunk_rows
-from liger_multi.reference.cross_entropy import fused_linear, reduction
-from liger_multi.reference.cross_entropy import fused_linear_log_prob as log_probs
-from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy import (
+    fused_linear,
+    fused_linear_log_prob as log_probs,
+    reduction,
+    rows as rows_of,
+)
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -707,12 +710,7 @@ NAMES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def kernels(request):
-    """Interpreted kernels are pinned by name; elsewhere the device chooses."""
-    named = harness.interpreted() and "triton" in harness.selected_backends(request.config)
-    with liger_multi.use(**dict.fromkeys(NAMES, "triton") if named else {}):
-        yield
+kernels = harness.interpreted_kernels(*NAMES, order="triton")
 
 
 CLASSES = 97

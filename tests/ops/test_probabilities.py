@@ -14,11 +14,7 @@ LOW = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = ("embedding", "softmax", "sparsemax", "selective_log_softmax")
 
 
-@pytest.fixture(autouse=True)
-def kernels(request):
-    """Interpreted kernels are bound by name; elsewhere the device chooses."""
-    with harness.kernels_of(request.config, NAMES):
-        yield
+kernels = harness.interpreted_kernels(*NAMES)
 
 
 def gradient(index, weight, dy, **options):

@@ -15,7 +15,12 @@ import torch.nn.functional as F
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.backend import DeviceInfo
-from liger_multi.reference.linear_attention import chunks, selective_scan, ssd_scan
+from liger_multi.reference.linear_attention import (
+    chunks,
+    kimi_delta_attention as reference,
+    selective_scan,
+    ssd_scan,
+)
 from liger_multi.testing import FORMULAS, samples
 from tests.comparing import Operations
 
@@ -425,8 +430,6 @@ def test_states_kept_for_backward(monkeypatch):
 
 def test_nothing_has_the_size_of_pairs_times_channels():
     """Pairs of a chunk's tokens for every channel would be 64 times the gates."""
-    from liger_multi.reference.linear_attention import kimi_delta_attention as reference
-
     sizes = {"heads": 2, "size": 64, "value": 64, "state": False}
     tensors = {n: t.float() for n, t in KIMI.make(512, **sizes).items()}
     arguments = (*tensors.values(), None, None, 0.125, True)

@@ -40,8 +40,7 @@ from tests.models import (
     scaled_to_width,
     transformers,
 )
-from tests.sweep.cases import build as build_pair
-from tests.sweep.cases import inputs, registered
+from tests.sweep.cases import build as build_pair, inputs, registered
 from tests.sweep.multimodal import modalities
 from tests.sweep.run import executed
 

@@ -25,9 +25,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 import liger_multi
 from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import register_attention, unregister_attention
-from liger_multi.patching.attention import interface as attention
-from liger_multi.patching.attention import sparse
-from liger_multi.patching.attention import support as attention_support
+from liger_multi.patching.attention import (
+    interface as attention,
+    sparse,
+    support as attention_support,
+)
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
 from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (
@@ -41,7 +43,7 @@ from tests.models import (
 )
 from tests.sweep import cases
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
-from tests.sweep.cases import registered
+from tests.sweep.cases import _small, registered
 
 PAIRS = registered()
 LATEST = version.parse(transformers.__version__) >= version.parse("5.23")
@@ -225,8 +227,6 @@ def test_another_name_and_parts_of_a_model():
 
 
 def test_a_refused_part_can_stay_eager():
-    from tests.sweep.cases import _small
-
     config = transformers.EncoderDecoderConfig(
         encoder=_small("bert").to_dict(),
         decoder=_small("xglm", is_decoder=True, add_cross_attention=True).to_dict(),

@@ -257,6 +257,41 @@ def test_every_weight_is_computed_once(architecture: str, first: str) -> None:
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
+def test_biases_are_computed_as_often() -> None:
+    stock = build(tied=False, mlp_bias=True, attention_bias=True)
+    stock.lm_head.bias = nn.Parameter(torch.randn(stock.lm_head.out_features))
+    for path, module in list(stock.named_modules()):
+        if getattr(module, "bias", None) is not None:
+            parametrize.register_parametrization(module, "bias", Scaled(f"{path}.bias"))
+    ours, inputs = copy.deepcopy(stock), batch()
+    assert not counted(lambda: liger_multi.patch(ours))[1]
+    expected, times = counted(lambda: step(stock, inputs))
+    actual, ours_times = counted(lambda: step(ours, inputs))
+    assert ours_times == times
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("restored", ["before", "after"])
+def test_parametrizations_that_come_and_go_after_a_patch(restored: str) -> None:
+    """PyTorch removes one from the class of a module, and then gives it the first base of it."""
+    inputs, models = batch(), [parametrize_head(build(tied=False)) for _ in range(2)]
+    stock, ours = models
+    for i, model in enumerate(models):
+        parametrize.register_parametrization(model.model.norm, "weight", Scaled("norm"))
+        if i:
+            liger_multi.patch(model)
+        parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Same("_"))
+        parametrize.register_parametrization(model.lm_head, "weight", Scaled("again"))
+    for late in (False, True):
+        if late == (restored == "after"):
+            liger_multi.unpatch(ours)
+        for model in () if late else models:
+            for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
+                parametrize.remove_parametrizations(module, "weight")
+        torch.testing.assert_close(step(ours, inputs), step(stock, inputs))
+    assert type(ours.lm_head) is nn.Linear
+
+
 def _loss_on_logits(model: Any, inputs: Any) -> Tensor:
     logits = model(input_ids=inputs["input_ids"]).logits
     loss = torch.logsumexp(logits, -1).sum() + logits.argmax(-1).sum() + logits.sum()

@@ -19,6 +19,7 @@ from liger_multi.patching import patch, register_experts, unpatch, unregister_ex
 from liger_multi.patching.experts.find import experts_kind
 from tests.comparing import assert_same_gradients
 from tests.models import (
+    HEADLESS,
     Calls,
     Holder,
     assert_same_compiled,
@@ -32,7 +33,6 @@ from tests.models import (
     patched_copy,
     redrawn,
 )
-from tests.patching.test_apply import HEADLESS
 from tests.patching.test_evidence_signature import ALONE, HOOKS, patched_pair
 from tests.patching.test_mlp import Odd
 from tests.patching.test_norms import (

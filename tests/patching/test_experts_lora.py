@@ -23,8 +23,7 @@ from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.evidence.facts import ModelFacts
-from liger_multi.patching.experts import lora as expert_lora
-from liger_multi.patching.experts import quantized as quantized_experts
+from liger_multi.patching.experts import lora as expert_lora, quantized as quantized_experts
 from tests import models
 from tests.comparing import gradients, recorded, saved
 from tests.models import (

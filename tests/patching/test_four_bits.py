@@ -21,8 +21,7 @@ from liger_multi.integrations import (
     merge_mxfp4,
 )
 from liger_multi.integrations.mxfp4 import quantize_mxfp4
-from liger_multi.ops import QuantizedWeight
-from liger_multi.ops import _quantized as quantized
+from liger_multi.ops import QuantizedWeight, _quantized as quantized
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.four_bits import quantized_weight
 from tests.comparing import gradients, recorded

@@ -23,8 +23,15 @@ from liger_multi.patching import patch, patched, real_logits, register_attention
 from liger_multi.patching.evidence import signature
 from liger_multi.patching.linear import CallsLinear, LinearByRows
 from tests.comparing import assert_equal, gradients, recorded
-from tests.decoding import MODELS, all_ones, log_prob, prompt, roll_out, train
-from tests.decoding import model as decoded_model
+from tests.decoding import (
+    MODELS,
+    all_ones,
+    log_prob,
+    model as decoded_model,
+    prompt,
+    roll_out,
+    train,
+)
 from tests.models import VOCABULARY, adapters, batch, build, transformers
 from tests.patching.test_mixers import by_package
 

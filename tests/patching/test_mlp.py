@@ -14,8 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from liger_multi import ops
-from liger_multi.patching import mlp as find_mlps
-from liger_multi.patching import patch
+from liger_multi.patching import mlp as find_mlps, patch
 from tests.comparing import assert_same_gradients, gradients, recorded, saved
 from tests.models import Calls, Holder, assert_same_training, batch, build, variant
 from tests.patching.test_evidence_signature import Alpha

@@ -22,8 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 import liger_multi
 from liger_multi import ops, use
 from liger_multi.errors import PatchError
-from liger_multi.patching import patch, unpatch
-from liger_multi.patching import rotated_norms as rotated
+from liger_multi.patching import patch, rotated_norms as rotated, unpatch
 from tests.comparing import assert_same_gradients, recorded
 from tests.models import (
     HEADLESS,

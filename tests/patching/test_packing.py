@@ -20,8 +20,7 @@ from torch import nn
 
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import patch, register_attention, unpatch
-from liger_multi.patching.packing import checked as checked_packing
-from liger_multi.patching.packing import trial as trials
+from liger_multi.patching.packing import checked as checked_packing, trial as trials
 from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import adapters, build, patched_copy, redrawn, scaled_to_width, transformers

@@ -12,8 +12,6 @@ transformers = pytest.importorskip("transformers")
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_PREFIX as PREFIX,
-)
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
@@ -22,7 +20,7 @@ from liger_multi import ops, routes, trees
 from liger_multi.patching import patch, real_logits, register_attention
 from liger_multi.routes import Routes, RoutesError
 from tests.comparing import assert_same_gradients, gradients, recorded
-from tests.models import build
+from tests.models import build, redrawn
 
 QUIET = {"output_router_logits": False}
 LENGTHS = (9, 6, 4)
@@ -89,11 +87,7 @@ BUILDERS = {
 
 
 def model_of(name, *, patched=True):
-    model = BUILDERS[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(BUILDERS[name]())
     model.set_attn_implementation("liger_multi")
     if patched:
         patch(model)

@@ -52,11 +52,13 @@ CHECK = """for name in NAMES:
 BODY = BODY.replace("LIMIT", "1800")
 
 
-def run(folder, count, names, checkpointing=False):
+def run(folder, count, names, checkpointing=False, call="check"):
     # gpt_oss and Kimi Linear are models of the sweep, the others of transformers
     names = tuple(n for n in names if not n.startswith("Qwen3_5") or hasattr(transformers, n))
     body = BODY.replace("RANKS", str(count)).replace("NAMES", repr(names))
-    body = body.replace("CHECKPOINTING", str(checkpointing))
+    body = body.replace("CHECKPOINTING", str(checkpointing)).replace(
+        "models.check", f"models.{call}"
+    )
     harness.in_processes(folder, body, count)
 
 
@@ -99,16 +101,15 @@ def test_engines(call, count, seconds, tmp_path):
     harness.in_processes(tmp_path, body.replace(CHECK, f"shard_models.{call}"), count)
 
 
+MODELS = [
+    ("LlamaForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "gpt_oss"),
+    ("Qwen3NextForCausalLM", "Lfm2ForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM"),
+    ("Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM"),
+]
+
+
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("LlamaForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "gpt_oss"),
-        ("Qwen3NextForCausalLM", "Lfm2ForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM"),
-        ("Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM"),
-    ],
-    ids=lambda names: names[0],
-)
+@pytest.mark.parametrize("names", MODELS, ids=lambda names: names[0])
 def test_spread_rows_train_as_whole_ones(names, count, tmp_path):
     if names[0] != "LlamaForCausalLM" and OLDER:
         pytest.skip("mixers of older transformers are refused where no operator serves them")
@@ -116,12 +117,35 @@ def test_spread_rows_train_as_whole_ones(names, count, tmp_path):
 
 
 @pytest.mark.slow
-def test_layers_that_are_computed_again(tmp_path):
-    run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True)
+@pytest.mark.parametrize("call", ["check", "forest"])
+def test_layers_that_are_computed_again(call, tmp_path):
+    run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True, call=call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+def test_replayed_routes(count, checkpointing, tmp_path):
+    run(tmp_path, count, ("MixtralForCausalLM",), checkpointing, call="routed")
+
+
+def test_trees(tmp_path):
+    run(tmp_path, 2, ("LlamaForCausalLM",), call="forest")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("names", MODELS, ids=lambda names: names[0])
+def test_trees_of_every_mixer(names, count, tmp_path):
+    """Windows, sinks, routers, recurrences and convolutions along paths that cross shares."""
+    if names[0] != "LlamaForCausalLM" and OLDER:
+        pytest.skip("mixers of older transformers are refused where no operator serves them")
+    run(tmp_path, count, names, call="forest")
 
 
 CALLS = """shard_models.outside("LlamaForCausalLM", {})
 shard_models.outside("LlamaForCausalLM", {"fused_linear_cross_entropy": False})
+shard_models.outside("MixtralForCausalLM", {}, ["of each token"])
 shard_models.headless()
 shard_models.other_heads()
 shard_models.interrupted()

@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_multi.patching import patch, register_attention, unregister_attention
 from liger_multi.patching.packing import checked as checked_packing
-from tests.sweep import attention, packing
-from tests.sweep import page as coverage
+from tests.sweep import attention, packing, page as coverage
 from tests.sweep.cases import as_lines, build, inputs, registered
 from tests.sweep.multimodal import modalities
 from tests.sweep.run import Outcome, counts, difference, executed, liven

@@ -56,11 +56,7 @@ ROUTED = {"output_router_logits": True}
 
 def served(model_type="llama", **config):
     """A patched model whose tokens depend on each other visibly."""
-    model = build(model_type, **config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(build(model_type, **config))
     model.set_attn_implementation("liger_multi")
     patch(model)
     return model

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from liger_multi import trees
 from liger_multi.distributed import shard_sequence
 from liger_multi.errors import PackingError, PatchError
 from tests.sweep.cases import Pair, build
 from tests.sweep.packing import unlike, weights_of
 from tests.sweep.run import _said, liven
-from tests.sweep.trees import GRADIENT, Verdict
+from tests.sweep.trees import GRADIENT, LENGTHS as SEGMENTS, Verdict, filled
 
 RANKS = 2
 LENGTHS = (11, 6, 20)  # samples of the packed row; ranks do not divide their sum
@@ -98,8 +99,8 @@ def _expected(model: Any, calls: dict[str, dict[str, torch.Tensor]]) -> dict[str
     return expected
 
 
-def _calls() -> dict[str, dict[str, torch.Tensor]]:
-    """A plain row, the row with another token in its middle, and packed samples."""
+def _calls() -> dict[str, Any]:
+    """A plain row, the row with another token in its middle, packed samples, and trees."""
     length = sum(LENGTHS)
     ids = torch.randint(10, 60, (1, length), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
@@ -109,15 +110,19 @@ def _calls() -> dict[str, dict[str, torch.Tensor]]:
         "a plain row": {"input_ids": ids},
         "a row with another token": {"input_ids": other},
         "a packed row": {"input_ids": ids, "position_ids": positions},
+        "a row of trees": trees.pack(filled(SEGMENTS, torch.Generator().manual_seed(1))),
     }
 
 
-def _gradients(model: Any, call: dict[str, Any], ranks: int = 1) -> Any:
+def _gradients(model: Any, call: Any, ranks: int = 1) -> Any:
     """Logits of all tokens, and the gradients of a weighted sum of them, averaged over ranks."""
     torch.manual_seed(7)
     model.zero_grad()
-    logits = model(**call, use_cache=False).logits[:, :]
-    if logits.shape[:2] != (1, sum(LENGTHS)):
+    is_tree = isinstance(call, trees.Batch)
+    arguments = call.inputs if is_tree else {**call, "use_cache": False}
+    with trees.shared(call) if is_tree else contextlib.nullcontext():
+        logits = model(**arguments).logits[:, :]
+    if logits.shape[:2] != arguments["input_ids"].shape:
         raise ValueError(f"its logits are not those of its tokens: {tuple(logits.shape)}")
     (logits * weights_of(logits.shape)).sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -36,7 +36,7 @@ def judge(pair: Pair) -> Verdict:
         patch(model)
         with contextlib.suppress(Exception):  # of any model; the trial says what follows from it
             model.set_attn_implementation("liger_multi")
-        batch = trees.pack(_filled(LENGTHS, torch.Generator().manual_seed(1)))
+        batch = trees.pack(filled(LENGTHS, torch.Generator().manual_seed(1)))
         expected = _paths(model, batch)
     except Exception as error:
         verdict.why = _said(error)
@@ -51,13 +51,13 @@ def judge(pair: Pair) -> Verdict:
     return verdict
 
 
-def _filled(lengths: list[Any], generator: torch.Generator) -> list[Any]:
+def filled(lengths: list[Any], generator: torch.Generator) -> list[Any]:
     """Tokens in place of lengths."""
 
     def ids(count: int) -> list[int]:
         return torch.randint(10, 60, (count,), generator=generator).tolist()
 
-    return [(ids(count), _filled(below, generator)) for count, below in lengths]
+    return [(ids(count), filled(below, generator)) for count, below in lengths]
 
 
 def _gradients(model: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -11,20 +11,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bitwise, long_context, store, traces
-from benchmarks import ops as bench
-from benchmarks.tables import bitwise as bitwise_pages
-from benchmarks.tables import measured as measured_tables
-from benchmarks.tables import traces as trace_pages
+from benchmarks import bitwise, long_context, ops as bench, store, traces
+from benchmarks.tables import (
+    bitwise as bitwise_pages,
+    measured as measured_tables,
+    traces as trace_pages,
+)
 from benchmarks.traces import Span
 from ci import results
-from liger_multi import ops
-from liger_multi.bench import cases as bench_cases
-from liger_multi.bench import measure as bench_measure
-from liger_multi.bench import peers as bench_peers
-from liger_multi.bench import providers as bench_providers
-from liger_multi.bench import report as bench_report
-from liger_multi.bench import runner as bench_runner
+from liger_multi import ops, pictures
+from liger_multi.bench import (
+    cases as bench_cases,
+    measure as bench_measure,
+    peers as bench_peers,
+    providers as bench_providers,
+    report as bench_report,
+    runner as bench_runner,
+)
 from liger_multi.cli.main import main as command_line
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import FORMULAS, samples
@@ -195,16 +198,11 @@ def test_a_stopped_run_keeps_the_samples_that_are_done(tmp_path, planted):
     ]
 
 
-def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
-    path = tmp_path / "result.json"
+def test_a_picture_that_cannot_be_finished_is_not_left(tmp_path):
+    path = tmp_path / "picture.png"
     path.write_text("before")
-
-    def stop_halfway(temporary):
-        temporary.write_text("half")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), bench_report.whole(path) as temporary:
-        stop_halfway(temporary)
+    with pytest.raises(TypeError), pictures.figure(path, 2.0, 2.0) as drawing:
+        drawing.subplots(rows=1)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -19,7 +19,7 @@ from liger_multi._version import __version__
 from liger_multi.cli import doctor
 from liger_multi.cli.main import _parser, main
 from liger_multi.dispatch import registry
-from liger_multi.dispatch.config import configure, current, load
+from liger_multi.dispatch.config import configure, current, load, scope
 from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, PatchError
 from liger_multi.page import Page, _table
@@ -601,6 +601,13 @@ def test_an_ascii_terminal(a_model, command):
     assert b"\x1b" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["explain", "rms_norm"], ["explain", "nothing"]])
+def test_streams_that_are_closed(monkeypatch, arguments):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(arguments) == (2 if "nothing" in arguments else 0)
+
+
 def test_a_sequence_beyond_the_positions_has_a_note(capsys, a_model):
     assert main(["estimate", str(a_model), "--sequence", "5000"]) == 0
     assert "4,096 positions" in capsys.readouterr().out
@@ -730,8 +737,6 @@ def test_a_backend_that_a_patch_named_is_its_own(op, monkeypatch):
 
 
 def test_who_named_a_scope_survives_configure():
-    from liger_multi.dispatch.config import scope
-
     with scope({"rms_norm": "reference"}, "patch()"), liger_multi.use(swiglu="reference"):
         configure({"default": "auto"})
         assert current().choice_in("rms_norm", ("cpu", "")).source == "patch()"

@@ -23,7 +23,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from liger_multi.demo import training
+from liger_multi.demo import display, training
 from liger_multi.demo.training import Run
 
 MODELS = ("qwen2", "llama")
@@ -212,8 +212,6 @@ def test_blocks_hold_the_text_and_follow_the_seed(tmp_path):
 
 def test_tables_fit_a_narrow_terminal_and_name_their_columns():
     from rich.console import Console
-
-    from liger_multi.demo import display
 
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None)

@@ -14,8 +14,7 @@ import pytest
 import torch
 import yaml
 
-from ci import portable
-from ci import suite as parts
+from ci import portable, suite as parts
 from liger_multi.testing.checks import poison_value
 from tests import harness, processes
 from tests.comparing import ULPS, assert_same_gradients, difference

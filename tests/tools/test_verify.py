@@ -20,7 +20,7 @@ import torch
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.cli import verify
+from liger_multi.cli import doctor, verify
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import Configuration, load, parse, within
 from liger_multi.dispatch.registry import operators
@@ -38,7 +38,6 @@ NAME = "interpreter"
 HEAD = """
 import os, time, torch
 from liger_multi.dispatch.launch import launch_config
-from typing import Optional
 from torch import Tensor
 from liger_multi.reference.{family}.{op} import backward, forward as right
 """
@@ -573,8 +572,6 @@ def test_doctor_and_reports_name_a_quarantine(tmp_path):
     file = tmp_path / "q.yaml"
     quarantine.write(file, BLOCK)
     with within(Configuration((load(file),))):
-        from liger_multi.cli import doctor
-
         notes = [one["text"] for one in doctor.collect()["findings"]]
         model = torch.nn.Sequential(torch.nn.LayerNorm(8))
         report = str(liger_multi.patch(model))

@@ -23,11 +23,11 @@ from tests.models import (
     build,
     pair,
     patched_ops,
+    rows as data_of,
     tokenizer,
     trainer,
     with_words,
 )
-from tests.models import rows as data_of
 from tests.sweep import cases
 
 OPS = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "rope": 2, "swiglu": 2}

@@ -49,6 +49,7 @@ def test_trainer(kind, tmp_path):
 
 
 TRL = ["SFT", "packed SFT", "SFT of experts", "SFT of adapters", "SFT, own loss", "GRPO"]
+TRL += ["GRPO of trees", "GRPO of trees by a mixin", "DPO of trees"]
 
 
 FSDP = ["Trainer"]
@@ -86,10 +87,9 @@ def test_deepspeed(stage, tmp_path):
 ARGUMENTS = {"per_device_train_batch_size": 2}
 ONCE = {"steps_per_generation": 1, "num_iterations": 1}
 REFUSED = [
-    ({"use_vllm": True}, False, "use_vllm=True"),
-    ({"num_generations": 4, **ONCE}, False, "2 answers a rank, of 4 to a prompt"),
-    ({"num_generations": 2, **ONCE, "num_iterations": 3}, False, "above 1, got 3"),
-    ({}, True, "shared_prefixes=True"),
+    ({"use_vllm": True}, "use_vllm=True"),
+    ({"num_generations": 4, **ONCE}, "2 answers a rank, of 4 to a prompt"),
+    ({"num_generations": 2, **ONCE, "num_iterations": 3}, "above 1, got 3"),
 ]
 
 
@@ -103,13 +103,12 @@ def parallel(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(("more", "shared", "reason"), REFUSED)
-def test_what_ranks_do_not_serve_is_refused(more, shared, reason, parallel):
+@pytest.mark.parametrize(("more", "reason"), REFUSED)
+def test_what_ranks_do_not_serve_is_refused(more, reason, parallel):
     parallel(SequenceParallel(sp_size=2))
     arguments = types.SimpleNamespace(**{**ARGUMENTS, **more})
-    callback = TrainerCallback(shared_prefixes=shared)
     with pytest.raises(PatchError, match=reason):
-        callback.on_train_begin(arguments, None, None, model=build())
+        TrainerCallback().on_train_begin(arguments, None, None, model=build())
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])

@@ -13,8 +13,12 @@ import torch
 import liger_multi
 from liger_multi import losses, ops, trees
 from liger_multi.errors import PatchError
-from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
-from liger_multi.integrations import trainer as trainer_module
+from liger_multi.integrations import (
+    SharedPrefixes,
+    TrainerCallback,
+    share_prefixes,
+    trainer as trainer_module,
+)
 from tests.comparing import recorded
 from tests.models import (
     Calls,

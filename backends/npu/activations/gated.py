@@ -5,10 +5,6 @@ tanh, sigmoid(2 u). A piece is one step of columns of one row; contiguous tensor
 torch_npu's operators want gate and up in one tensor: of two, they would need a copy.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -140,8 +136,8 @@ def _backward_rows(
     dy: Tensor,
     gate: Tensor,
     up: Tensor,
-    dgate: Optional[Tensor],
-    dup: Optional[Tensor],
+    dgate: Tensor | None,
+    dup: Tensor | None,
 ) -> None:
     rows, cols = dy.shape
     block = block_of("gated_backward", dy, cols)

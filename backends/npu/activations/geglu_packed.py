@@ -4,8 +4,6 @@ npu_geglu activates the right half unless told otherwise, and its gradient needs
 which is not kept: the kernel recomputes it without a second tensor.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """SwiGLU of two tensors: an Ascend kernel, since npu_swiglu would need both in one."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.npu.activations.gated import gated, gated_gradients

@@ -1,7 +1,5 @@
 """SwiGLU of one tensor: npu_swiglu and its backward; with multipliers, an Ascend kernel."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,7 +5,7 @@ Its gradient takes a row's maximum and sum of exponentials, and uses exp(s - max
 Causal attention needs a mask of 2048 x 2048 elements, whatever the lengths.
 """
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,
@@ -53,8 +53,8 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     y: Tensor,
     lse: Tensor,
     causal: bool,

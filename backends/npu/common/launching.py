@@ -4,8 +4,6 @@ Blocks are columns at a time, by kernel, chip and bytes of an element, from ``la
 the largest for which the vendor's compiler finds room in the unified buffer.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

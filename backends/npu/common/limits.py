@@ -3,22 +3,20 @@
 Nothing here reads from the device. torch_npu's own meta functions check names and counts alone.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def packed_gates(x: Tensor) -> Optional[str]:
+def packed_gates(x: Tensor) -> str | None:
     """Limits of npu_swiglu and npu_geglu."""
     if x.dtype not in FLOATS or x.dim() > 8 or not x.numel():
         return f"takes 1 to 8 axes of fp32, fp16 or bf16, got {x.dtype} {tuple(x.shape)}"
     return None
 
 
-def norm(x: Tensor, weight: Optional[Tensor], offset: float) -> Optional[str]:
+def norm(x: Tensor, weight: Tensor | None, offset: float) -> str | None:
     """Limits of npu_rms_norm and its variants; ``offset + w`` must be exact in w's dtype."""
     if weight is None or weight.dtype != x.dtype:
         return "takes a weight of the dtype of x"
@@ -31,7 +29,7 @@ def norm(x: Tensor, weight: Optional[Tensor], offset: float) -> Optional[str]:
 
 def rotation(
     x: Tensor, cos: Tensor, sin: Tensor, style: str, rotary_dim: int, order: str
-) -> Optional[str]:
+) -> str | None:
     """Limits of npu_rotary_mul on x with four axes in the order of memory."""
     if x.dim() != 4 or order not in ("0123", "0213") or not x.numel():
         return "takes 4 axes in the order BNSD or BSND"
@@ -53,11 +51,11 @@ def fused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     softcap: float,
-) -> Optional[str]:
+) -> str | None:
     """Limits of npu_fusion_attention_v3 and its gradient."""
     if sinks is not None or ranges is not None or softcap != 0.0:
         return "takes no sinks, no softcap, and of masks the causal one"
@@ -73,8 +71,8 @@ def fused_attention(
 
 
 def experts(
-    x: Tensor, index: Tensor, gate_up: Optional[Tensor], down: Tensor, wide: int, table: str
-) -> Optional[str]:
+    x: Tensor, index: Tensor, gate_up: Tensor | None, down: Tensor, wide: int, table: str
+) -> str | None:
     """Limits of npu_moe_token_permute and its inverse, npu_grouped_matmul and its _add_ form."""
     weights = [w for w in (gate_up, down) if w is not None]
     if table != "a2":

@@ -22,9 +22,7 @@ second tensor of the logits' size, takes no negative ignore_index and none of th
 not used.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,8 +50,8 @@ class Coefficients(NamedTuple):
 
     grad_target: Tensor
     grad_lse: Tensor
-    entropy: Optional[Tensor] = None
-    smooth: Optional[Tensor] = None
+    entropy: Tensor | None = None
+    smooth: Tensor | None = None
 
 
 @triton.jit
@@ -264,7 +262,7 @@ def _curve(spec: Objective) -> tuple[float, float, bool]:
     return spec.logit_scale, spec.softcap or 1.0, spec.softcap is not None
 
 
-def _filled(t: Tensor) -> Optional[Tensor]:
+def _filled(t: Tensor) -> Tensor | None:
     return t if t.numel() else None
 
 
@@ -297,7 +295,7 @@ def normalizers(raw: Tensor, scale: float) -> LogSumExp:
 
 
 def statistics(
-    raw: Tensor, target: Tensor, weight: Optional[Tensor], spec: Objective, outputs: str
+    raw: Tensor, target: Tensor, weight: Tensor | None, spec: Objective, outputs: str
 ) -> RowStats:
     """Statistics of every row; ``raw`` is left alone."""
     raw = as_rows(raw)
@@ -333,10 +331,10 @@ def statistics(
 def _finished(
     rows: RowStats,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     spec: Objective,
     log_prob: Tensor,
-    spread: Optional[Tensor],
+    spread: Tensor | None,
     argmax: Tensor,
     cols: int,
 ) -> RowStats:
@@ -362,7 +360,7 @@ def _finished(
 
 def coefficients(
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     lse: LogSumExp,
     spec: Objective,
     cols: int,
@@ -390,7 +388,7 @@ def gradient_into(
     out: Tensor,
     raw: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     lse: LogSumExp,
     spec: Objective,
     numbers: Coefficients,
@@ -433,7 +431,7 @@ class AscendRows:
         out: Tensor,
         raw: Tensor,
         target: Tensor,
-        weight: Optional[Tensor],
+        weight: Tensor | None,
         lse: LogSumExp,
         objective: Objective,
         scales: tuple[Tensor, Tensor],
@@ -451,9 +449,9 @@ class AscendRows:
     def statistics_and_gradient_(
         raw: Tensor,
         target: Tensor,
-        weight: Optional[Tensor],
+        weight: Tensor | None,
         objective: Objective,
-        scales: Optional[Tensor],
+        scales: Tensor | None,
         outputs: str,
     ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
@@ -466,7 +464,7 @@ class AscendRows:
     def gradient_(
         raw: Tensor,
         target: Tensor,
-        weight: Optional[Tensor],
+        weight: Tensor | None,
         lse: LogSumExp,
         objective: Objective,
         dloss: Tensor,
@@ -481,7 +479,7 @@ class AscendRows:
         lse: LogSumExp,
         objective: Objective,
         upstream: Upstream,
-        out: Optional[Tensor] = None,
+        out: Tensor | None = None,
     ) -> None:
         """The gradient of ``raw`` by log-probability, entropy and lse; over it without ``out``."""
         parts = (None if p is None else p.float() for p in upstream)

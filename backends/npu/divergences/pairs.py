@@ -6,10 +6,6 @@ sums a row's loss and ``slope``, and one writes the gradient, perhaps over the s
 The loops over chunks are those of the reference.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -230,7 +226,7 @@ def _constants(spec: DivergenceSpec, name: str, x: Tensor) -> dict[str, int]:
 
 
 def _factors(
-    factor: Tensor, target: Optional[Tensor], count: int, spec: DivergenceSpec, like: Tensor
+    factor: Tensor, target: Tensor | None, count: int, spec: DivergenceSpec, like: Tensor
 ) -> Tensor:
     """One number a row, 0 where the row is ignored."""
     wide = factor.float().reshape(-1).expand(count)
@@ -244,7 +240,7 @@ class AscendPairs:
 
     @staticmethod
     def statistics(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], spec: DivergenceSpec
+        student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec
     ) -> DivergenceStats:
         """Losses and residuals of rows."""
         student, teacher = as_rows(student), as_rows(teacher)
@@ -281,7 +277,7 @@ class AscendPairs:
         out: Tensor,
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         rows: DivergenceStats,
         spec: DivergenceSpec,
         factor: Tensor,
@@ -315,7 +311,7 @@ class AscendPairs:
         cls,
         student: Tensor,
         teacher: Tensor,
-        target: Optional[Tensor],
+        target: Tensor | None,
         spec: DivergenceSpec,
         factor: Tensor,
     ) -> Tensor:

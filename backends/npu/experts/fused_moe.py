@@ -9,7 +9,7 @@ own.
 """
 
 from itertools import pairwise
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +83,8 @@ def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -
 
 
 def _refusal(
-    x: Tensor, index: Tensor, gate_up: Optional[Tensor], down: Tensor, wide: int
-) -> Optional[str]:
+    x: Tensor, index: Tensor, gate_up: Tensor | None, down: Tensor, wide: int
+) -> str | None:
     return limits.experts(x, index, gate_up, down, wide, device_info(x.device).table)
 
 
@@ -118,7 +118,7 @@ def _activated(gate_up: Tensor, activation_options: Any) -> Tensor:
     return out
 
 
-def supports(activation: str) -> Optional[str]:
+def supports(activation: str) -> str | None:
     """Experts with a gate: the passes around the GEMMs split their rows in two."""
     return "has experts with a gate only" if activation == "relu_squared" else None
 
@@ -129,8 +129,8 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     limit: float,
     alpha: float,
@@ -212,12 +212,12 @@ def _through_activation(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    down_bias: Optional[Tensor],
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,

@@ -1,9 +1,5 @@
 """``y = u`` or ``silu(u)``: an Ascend kernel in each direction."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.backends.npu.linear_attention.convolution import (
@@ -19,9 +15,9 @@ supports = supports
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
 ) -> Tensor:
     """One launch; packed sequences add a few small ones that read their ids."""
@@ -33,9 +29,9 @@ def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
     needs_x: bool,
     needs_weight: bool,

@@ -12,10 +12,7 @@ differs is how many launches they take, and which:
   chunks per doubling, and no solver of triangular systems.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -50,7 +47,7 @@ def spans(length: int, chunk: int, rows: int, row_bytes: int) -> tuple[int, list
     return many, token_spans(length, chunk, steps)
 
 
-def _passed(own: Tensor, move: Tensor, state: Tensor, whole: Optional[Tensor]) -> Tensor:
+def _passed(own: Tensor, move: Tensor, state: Tensor, whole: Tensor | None) -> Tensor:
     """Add ``move @ state`` to ``own`` in place, for chunks that the state passes."""
     if whole is None:
         return own.baddbmm_(move, state)
@@ -105,7 +102,7 @@ class Batched(Span):
         n = n - sight.of_state(self.w @ states)
         return states, n, last.clone().unflatten(0, n.shape[:3])
 
-    def _whole(self) -> list[Optional[Tensor]]:
+    def _whole(self) -> list[Tensor | None]:
         """Whether the state passes each chunk, broadcast over all heads."""
         masks = self.sight.by_chunks(self.v.shape[:4])
         return [whole for _, _, whole in masks]

@@ -14,9 +14,7 @@ its sequence, W - 1 at most. Nothing of other sequences is multiplied, so that t
 theirs. torch_npu has ``npu_masked_causal_conv1d`` for three weights, 64 channels and A5 alone.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import triton
@@ -364,7 +362,7 @@ def pieces(batch: int, length: int, cols: int, block: int, cores: int) -> Pieces
     return Pieces(each, chunks, steps, batch * chunks * steps)
 
 
-def reach_of(ids: Optional[Tensor], width: int) -> Optional[Tensor]:
+def reach_of(ids: Tensor | None, width: int) -> Tensor | None:
     """How many tokens before each, ``width - 1`` at most, belong to its sequence; (B, T) int32.
 
     What stands before a row belongs to the row's first sequence.
@@ -386,9 +384,9 @@ class Arguments(NamedTuple):
     """What the kernels read in addition to x, in the form that they take."""
 
     weight: Tensor
-    bias: Optional[Tensor]
-    state: Optional[Tensor]
-    reach: Optional[Tensor]
+    bias: Tensor | None
+    state: Tensor | None
+    reach: Tensor | None
 
     @property
     def width(self) -> int:
@@ -397,7 +395,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(
-    weight: Tensor, bias: Optional[Tensor], state: Optional[Tensor], ids: Optional[Tensor]
+    weight: Tensor, bias: Tensor | None, state: Tensor | None, ids: Tensor | None
 ) -> Arguments:
     """What the kernels read in addition to x, in the form that they take."""
     bias, state = (None if t is None else t.contiguous() for t in (bias, state))
@@ -441,13 +439,13 @@ def _gradients(
     dy: Tensor,
     x: Tensor,
     args: Arguments,
-    dx: Optional[Tensor],
-    dstate: Optional[Tensor],
+    dx: Tensor | None,
+    dstate: Tensor | None,
     silu: bool,
     gated: bool,
     needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Write dx and dstate; return the gradients of weight (W, C) and bias in fp32, if needed."""
     dy, x, (batch, length, cols) = _adjacent(dy), _adjacent(x), dy.shape
     block = block_of("conv_backward", x, cols)
@@ -483,7 +481,7 @@ def _gradients(
     return dweight, dbias
 
 
-def supports(x: Tensor, weight: Tensor) -> Optional[str]:
+def supports(x: Tensor, weight: Tensor) -> str | None:
     """Why a filter is refused, or None."""
     if weight.shape[1] > WIDEST:
         return f"takes filters of up to {WIDEST} weights a channel, got {weight.shape[1]}"
@@ -492,7 +490,7 @@ def supports(x: Tensor, weight: Tensor) -> Optional[str]:
     return None
 
 
-def _filled(t: Tensor) -> Optional[Tensor]:
+def _filled(t: Tensor) -> Tensor | None:
     return t if t.numel() else None
 
 
@@ -500,9 +498,9 @@ def gradients(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    state: Optional[Tensor],
-    ids: Optional[Tensor],
+    bias: Tensor | None,
+    state: Tensor | None,
+    ids: Tensor | None,
     silu: bool,
     gated: bool,
     needs: tuple[bool, bool, bool, bool],

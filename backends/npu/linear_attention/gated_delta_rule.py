@@ -3,8 +3,6 @@
 ``npu_chunk_gated_delta_rule`` of torch_npu is for inference: it has no gradient.
 """
 
-from __future__ import annotations
-
 from liger_multi.backends.npu.linear_attention.chunks import Batched
 from liger_multi.reference.linear_attention.chunks import implement
 from liger_multi.reference.linear_attention.gated_delta_rule import HeadSpan

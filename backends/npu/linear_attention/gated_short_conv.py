@@ -1,9 +1,5 @@
 """``y = c u`` of the convolution u of ``b v``: an Ascend kernel in each direction."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.backends.npu.linear_attention.convolution import (
@@ -16,9 +12,7 @@ from liger_multi.backends.npu.linear_attention.convolution import (
 supports = supports
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
     """One launch; packed sequences add a few small ones that read their ids."""
     return convolve(x, arguments(weight, bias, None, segments), False, True)
 
@@ -27,8 +21,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    segments: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

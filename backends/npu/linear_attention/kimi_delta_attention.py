@@ -12,8 +12,6 @@ later one, and those after i to the block's end otherwise; M_s are the pairs. Al
 one matmul, and so is their gradient: no difference of sums is formed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -21,7 +21,7 @@ The gradient of the state, and the sums dA, dD and that of delta_bias, pass from
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import triton
@@ -263,8 +263,8 @@ class Inputs(NamedTuple):
     A: Tensor
     BC: Tensor
     channel: Tensor
-    z: Optional[Tensor]
-    first: Optional[Tensor]
+    z: Tensor | None
+    first: Tensor | None
     soft: bool
     block: int
     states: int
@@ -307,10 +307,10 @@ def _inputs_of(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    bias: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    first: Tensor | None,
     soft: bool,
 ) -> Inputs:
     channel = u.new_zeros((2, u.shape[2]), dtype=torch.float32)
@@ -335,8 +335,8 @@ def _run(
     part: slice,
     each: int,
     state: Tensor,
-    y: Optional[Tensor],
-    states: Optional[Tensor],
+    y: Tensor | None,
+    states: Tensor | None,
 ) -> None:
     """One launch over some tokens; the state becomes that after them."""
     batch, size, cols = inputs.sizes
@@ -368,13 +368,13 @@ def _run(
     )
 
 
-def _across(state: Optional[Tensor], u: Tensor, size: int) -> Tensor:
+def _across(state: Tensor | None, u: Tensor, size: int) -> Tensor:
     """A copy of states ``(B, D, N)`` as (B, N, D) in fp32, or zeros."""
     across = u.new_zeros((u.shape[0], size, u.shape[2]), dtype=torch.float32)
     return across if state is None else across.copy_(state.mT)
 
 
-def supports(A: Tensor) -> Optional[str]:
+def supports(A: Tensor) -> str | None:
     """The states of a few channels must fit on chip."""
     if A.shape[1] > MOST:
         return f"takes up to {MOST} states of a channel, got {A.shape[1]}"
@@ -387,11 +387,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     delta_softplus: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,9 +421,9 @@ def forward(
 class TokenGradients(NamedTuple):
     """Gradients of every token; those of u, delta and z are None where they are not needed."""
 
-    u: Optional[Tensor]
-    delta: Optional[Tensor]
-    z: Optional[Tensor]
+    u: Tensor | None
+    delta: Tensor | None
+    z: Tensor | None
     BC: Tensor
 
 
@@ -483,18 +483,18 @@ def _over_spans(
 
 
 def backward(
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     u: Tensor,
     delta: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     states: Tensor,
     delta_softplus: bool,
     needs_u: bool,
@@ -525,7 +525,7 @@ def backward(
         _over_spans(inputs, up, _across(initial_state, u, size), carry, rows)
     sums, (dB, dC) = carry[:, size:].sum(0), rows.BC.chunk(2, -1)
 
-    def needed(gradient: Optional[Tensor], like: Optional[Tensor], need: bool = True) -> Tensor:
+    def needed(gradient: Tensor | None, like: Tensor | None, need: bool = True) -> Tensor:
         """The gradient in its tensor's dtype; empty if there is none or it is not needed."""
         if gradient is None or like is None or not need:
             return (u if like is None else like).new_empty(0)

@@ -4,10 +4,6 @@ The formulas are those of the reference, and what differs is as in :mod:`.chunks
 once, and one launch per chunk in each pass over states, S' = U + z S.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -17,7 +13,7 @@ from liger_multi.reference.linear_attention.isolation import kept
 from liger_multi.reference.linear_attention.ssd_scan import Inputs, Span, implement
 
 
-def _passed(own: Tensor, state: Tensor, z: Tensor, whole: Optional[Tensor]) -> Tensor:
+def _passed(own: Tensor, state: Tensor, z: Tensor, whole: Tensor | None) -> Tensor:
     """Add ``z state`` to ``own`` in place, for chunks that the state passes."""
     return own.addcmul_(z, state) if whole is None else own.add_(kept(z * state, whole))
 

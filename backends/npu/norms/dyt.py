@@ -6,10 +6,6 @@ Backward owns columns: a program has some of them and every so many rows, so tha
 chip, and writes dx as it goes. torch_npu has no operator for it.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -128,7 +124,7 @@ def _dyt_backward_kernel(
 
 
 def run_forward(
-    x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], y: Tensor
+    x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor
 ) -> None:
     """Write y, contiguous."""
     x = as_rows(x)
@@ -151,7 +147,7 @@ def run_forward(
     )
 
 
-def _contiguous(t: Optional[Tensor]) -> Optional[Tensor]:
+def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
@@ -159,8 +155,8 @@ def run_backward(
     dy: Tensor,
     x: Tensor,
     alpha: Tensor,
-    weight: Optional[Tensor],
-    dx: Optional[Tensor],
+    weight: Tensor | None,
+    dx: Tensor | None,
     sums: tuple[bool, bool, bool],
 ) -> list[Tensor]:
     """Write dx, contiguous; return the needed sums over rows for alpha, weight and bias."""
@@ -195,7 +191,7 @@ def run_backward(
 # --- launchers ---
 
 
-def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+def forward(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Dynamic tanh, computed in fp32 and rounded once."""
     dtype = x.dtype
     for t in (alpha, weight, bias):
@@ -210,8 +206,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     alpha: Tensor,
-    weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype],
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_alpha: bool,
     needs_weight: bool,

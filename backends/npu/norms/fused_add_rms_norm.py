@@ -4,10 +4,6 @@ torch_npu has no derivative of it: the gradient is that of the norm, to which th
 added.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -19,7 +15,7 @@ from liger_multi.reference.norms import fused_add_rms_norm as reference
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -34,9 +30,9 @@ def forward(
 
 def backward(
     new_residual: Tensor,
-    dy: Optional[Tensor],
-    dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    dy: Tensor | None,
+    dnew_residual: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

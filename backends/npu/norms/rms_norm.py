@@ -4,10 +4,6 @@ npu_gemma_rms_norm gives no gradient, and no error either. ``offset + weight`` s
 weight where that sum is exact.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -15,13 +11,13 @@ from liger_multi.backends.npu.common.limits import norm
 from liger_multi.backends.npu.norms.rows import gradients, normalize
 
 
-def supports(casting: str) -> Optional[str]:
+def supports(casting: str) -> str | None:
     """Refuse ``casting="factor"``, which neither kernel implements."""
     return "has no rounding of the factor" if casting == "factor" else None
 
 
 def forward(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """Normalize the last axis; return y and rstd (fp32)."""
     if weight is None or norm(x, weight, offset) is not None:
@@ -35,7 +31,7 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

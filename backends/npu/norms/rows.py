@@ -10,10 +10,6 @@ A program loops over rows, in steps of columns. Sums over rows are a kernel of t
 has some columns and every so many rows, and leaves one partial.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -177,8 +173,8 @@ def _norm_weight_kernel(
 
 def normalize(
     x: Tensor,
-    residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    residual: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -220,9 +216,9 @@ def normalize(
 
 def kernel_gradients(
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -289,9 +285,9 @@ def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, rounds: bool) -> Tenso
 
 def gradients(
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

@@ -7,10 +7,7 @@ and fp4 are selected one after another. Scales of E8M0 and E4M3 are made of thei
 A2 has no numbers in FP8; scales that are quantized themselves are opened by PyTorch before.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Optional
 
 import torch
 import triton
@@ -120,7 +117,7 @@ def supports(scales: Tensor, group: int) -> str | None:
 
 
 @functools.cache
-def _table_of(format: str, device: torch.device) -> Optional[Tensor]:
+def _table_of(format: str, device: torch.device) -> Tensor | None:
     """The levels of a format whose levels follow no formula."""
     if format not in _TABLES:
         return None
@@ -130,11 +127,11 @@ def _table_of(format: str, device: torch.device) -> Optional[Tensor]:
 def forward(
     codes: Tensor,
     scales: Tensor,
-    global_scale: Optional[Tensor],
-    zeros: Optional[Tensor],
-    scale_levels: Optional[Tensor],
-    scale_absmax: Optional[Tensor],
-    scale_offset: Optional[Tensor],
+    global_scale: Tensor | None,
+    zeros: Tensor | None,
+    scale_levels: Tensor | None,
+    scale_absmax: Tensor | None,
+    scale_offset: Tensor | None,
     format: str,
     group: int,
     divides: bool,

@@ -5,10 +5,6 @@ backward reads. Rows of the norm are taken in the order that they have in memory
 nor a gradient is copied into another one.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -18,7 +14,7 @@ from liger_multi.reference.rope.rms_norm_rope import heads_of, of_tokens, output
 from liger_multi.reference.rope.rope import dense
 
 
-def supports(casting: str) -> Optional[str]:
+def supports(casting: str) -> str | None:
     """Refuse what the norm refuses."""
     return rms_norm.supports(casting)
 

@@ -12,10 +12,6 @@ sines s, each perhaps different for a and b,
 Channels are in fp32 inside and rounded once; those that are not rotated are copied by PyTorch.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -249,8 +245,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     style: str,

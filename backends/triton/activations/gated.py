@@ -21,10 +21,7 @@ interleaved. An interleaved piece is loaded whole and split in registers. limit,
 are run-time numbers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -233,7 +230,7 @@ def by_rows(*tensors: Tensor) -> Rows:
     return views, *views[0].shape, tuple([t.stride(0) for t in views])
 
 
-Multipliers = tuple[Optional[float], Optional[float]]
+Multipliers = tuple[float | None, float | None]
 NONE: Multipliers = (None, None)
 
 
@@ -463,7 +460,7 @@ def _clamped_backward_kernel(
 def _launch_clamped(
     name: str,
     kernel: object,
-    tensors: tuple[Optional[Tensor], ...],
+    tensors: tuple[Tensor | None, ...],
     shape: tuple[int, ...],
     numbers: Numbers,
     interleaved: bool,

@@ -5,8 +5,6 @@ writes act(gate) * up over the gradient that it read. The gradient of down_weigh
 it for one more write and no memory.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated, gated_rows

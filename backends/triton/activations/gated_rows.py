@@ -6,10 +6,6 @@ and rounded in a pass of its own. Gradients leave in FP8 for the layers of gate 
 gradient is a GEMM of codes: a row is multiplied by the scales of that layer's weight first.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -264,7 +260,7 @@ def backward_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
     return TileConfig(block, warps(block // 8, info.warp_size))
 
 
-BufferPair = tuple[Optional[CodeBuffers], Optional[CodeBuffers]]
+BufferPair = tuple[CodeBuffers | None, CodeBuffers | None]
 
 
 def backward(

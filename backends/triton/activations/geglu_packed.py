@@ -1,7 +1,5 @@
 """GEGLU of one tensor that holds gate and up side by side on its last axis (as ModernBERT)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated

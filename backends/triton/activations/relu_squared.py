@@ -3,8 +3,6 @@
 A NaN stays NaN: only what is below zero becomes zero.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

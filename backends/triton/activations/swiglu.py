@@ -1,7 +1,5 @@
 """SwiGLU of two tensors: silu(gate) * up; the kernels stand in gated.py."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated

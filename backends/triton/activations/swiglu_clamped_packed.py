@@ -1,7 +1,5 @@
 """Clamped SwiGLU of one tensor that holds gate and up, in turn (GPT-OSS) or as halves."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated

@@ -1,7 +1,5 @@
 """SwiGLU of one tensor that holds gate and up side by side (Phi-3's layout)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated

@@ -1,7 +1,5 @@
 """SwiGLU whose rows leave in FP8 too; the kernel stands in gated_rows.py."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_multi.backends.triton.activations import gated_rows, swiglu

@@ -5,8 +5,6 @@ too: reading x once more for one of 16 columns costs what a copy of x does, whic
 the layer's own GEMM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

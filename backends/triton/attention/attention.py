@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import triton
@@ -352,8 +352,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     scale: float,
     softcap: float,
@@ -394,8 +394,8 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Optional[Tensor],
-    ranges: Optional[Tensor],
+    sinks: Tensor | None,
+    ranges: Tensor | None,
     y: Tensor,
     lse: Tensor,
     causal: bool,

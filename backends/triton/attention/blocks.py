@@ -6,8 +6,6 @@ gradients are exact parts of the whole ones. Sums of more than two parts are kep
 results are rounded twice however deep a tree is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,10 +3,7 @@
 Scores of all keys exist for some queries at a time. The selection reads them from there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -21,8 +18,8 @@ from liger_multi.backends.triton.attention.indexer_scores import (
     _padded,
     _steps,
     backward,
+    supports as takes_heads,
 )
-from liger_multi.backends.triton.attention.indexer_scores import supports as takes_heads
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import cdiv, tile_rows
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
@@ -83,7 +80,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     w: Tensor,
-    ranges: Optional[Tensor],
+    ranges: Tensor | None,
     topk: int,
     causal: bool,
     scale: float,

@@ -13,10 +13,7 @@ loads 16 bytes at a time only where it knows that a mask does not change within 
 Sparsemax is that of sparsemax.py, of scores that are -inf past the diagonal.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -527,7 +524,7 @@ def _transposing(weight: Tensor, p: Tensor, unit: int) -> TransposeConfig:
 def forward(
     scores: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     stride: int,
     padding: int,
     dilation: int,
@@ -545,7 +542,7 @@ def forward(
 def backward(
     dy: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     p: Tensor,
     stride: int,
     padding: int,

@@ -5,8 +5,6 @@ run of every key begins, and which pairs are in it. One program per key adds its
 of the queries. So there are no atomic additions, and the same call gives the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def weights_config(
     return _tile(info, 2, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
-def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
+def supports(q: Tensor, v: Tensor | None, value_dim: int) -> str | None:
     """Why a call is refused, or None."""
     if INTERPRETED:
         return None
@@ -267,7 +267,7 @@ def _ordered(like: Tensor, size: int) -> Tensor:
 def forward(
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     value_dim: int,
     scale: float,
@@ -325,7 +325,7 @@ def backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
-    v: Optional[Tensor],
+    v: Tensor | None,
     indices: Tensor,
     y: Tensor,
     lse: Tensor,

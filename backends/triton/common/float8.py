@@ -10,8 +10,6 @@ are computed with integers, because not every code generator knows these formats
 differ in what overflows.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ tile only where a launch table says that a device gave both tiles the same bits.
 library's place under ``deterministic="rows"``, where it costs what these tiles cost.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ decides (:mod:`~liger_multi.backends.triton.common.specialization`), and call it
 more than a list of ours took, and 0.9 us more on AMD.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """What the Triton kernels share: rounding, row views and the sum of per-program partials."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass

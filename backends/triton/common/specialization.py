@@ -7,8 +7,6 @@ It takes up to 4 us for a pointer on AMD, so its answers are remembered: those f
 value, those for a tensor by the facts that Triton was observed to read.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -24,10 +24,7 @@ softcap and the scale are None or run-time numbers, so that a temperature that c
 compile again. One program makes the loss of the rows: sums, and the denominators of the mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -432,15 +429,15 @@ def _cross_entropy_reduce_kernel(
         tl.store(accuracy_ptr, tl.sum(hits, axis=0).to(tl.float32) / tl.maximum(counted, 1.0))
 
 
-def filled(*outputs: Optional[Tensor]) -> list[Optional[Tensor]]:
+def filled(*outputs: Tensor | None) -> list[Tensor | None]:
     """Pointers for kernels: None in place of every output that was not requested."""
     return [x if x is not None and x.numel() else None for x in outputs]
 
 
 def reduce_rows(
     target: Tensor,
-    weight: Optional[Tensor],
-    rows: Optional[RowStats],
+    weight: Tensor | None,
+    rows: RowStats | None,
     cols: int,
     ignore_index: int,
     reduction: str,
@@ -481,7 +478,7 @@ def reduce_rows(
 def finish(
     rows: RowStats,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     cols: int,
     ignore_index: int,
     reduction: str,
@@ -760,12 +757,12 @@ def _sums(options: Objective) -> int:
     return 1 + bool(options.label_smoothing) + (options.softcap is not None)
 
 
-def curve(options: Objective) -> tuple[Optional[float], Optional[float]]:
+def curve(options: Objective) -> tuple[float | None, float | None]:
     """Scale and softcap as the kernels take them: None where they change nothing."""
     return None if options.logit_scale == 1.0 else options.logit_scale, options.softcap
 
 
-def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]:
+def weight_sum(weight: Tensor | None, options: Objective) -> Tensor | None:
     """Sum of the class weights, one fp32 element, where label smoothing will read it."""
     if weight is None or not options.label_smoothing:
         return None
@@ -775,11 +772,11 @@ def weight_sum(weight: Optional[Tensor], options: Objective) -> Optional[Tensor]
 def _launch_rows(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
-    total: Optional[Tensor],
+    weight: Tensor | None,
+    total: Tensor | None,
     options: Objective,
     rows: RowStats,
-    scales: Optional[Tensor] = None,
+    scales: Tensor | None = None,
     add_zl: bool = False,
     *,
     gradient: bool = False,
@@ -828,7 +825,7 @@ def _launch_rows(
 
 
 def statistics(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: RowStats
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Objective, rows: RowStats
 ) -> None:
     """Fill ``rows`` with the statistics of logits whose columns are adjacent."""
     total = weight_sum(weight, options)
@@ -838,10 +835,10 @@ def statistics(
 def loss_and_gradient_(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     options: Objective,
     rows: RowStats,
-    scales: Optional[Tensor],
+    scales: Tensor | None,
     *,
     add_zl: bool = False,
     inverse: bool = False,
@@ -870,7 +867,7 @@ def gradient_into(
     dloss: Tensor,
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     lse: LogSumExp,
     denominators: Tensor,
     options: Objective,
@@ -912,11 +909,11 @@ def gradient_into(
 def forward(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     validate: bool,
     outputs: str,
@@ -938,14 +935,14 @@ def backward(
     dloss: Tensor,
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     lse: Tensor,
     lse_low: Tensor,
     denominators: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
 ) -> Tensor:
     """Gradient of logits from ``lse``, scaled by the upstream gradient of the row."""

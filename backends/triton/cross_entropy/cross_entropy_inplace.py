@@ -1,9 +1,6 @@
 """Cross entropy whose gradient overwrites the logits, by the row kernel of cross_entropy.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import triton
 import triton.language as tl
@@ -68,11 +65,11 @@ def _cross_entropy_inplace_backward_kernel(
 def forward(
     logits: Tensor,
     target: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
-    softcap: Optional[float],
+    softcap: float | None,
     reduction: str,
     validate: bool,
     outputs: str,

@@ -1,7 +1,5 @@
 """Rounding to FP8: one launch for the largest element, one for the values in one or two layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

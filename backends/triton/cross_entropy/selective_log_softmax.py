@@ -10,8 +10,6 @@ more than once: its gradients are added while the step that holds the class is i
 nothing is added in memory.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ the first step, so that the loop carries no running maximum. It is computed agai
 maximum where it overflows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -9,8 +9,6 @@ tau, tau is that element, and the support leaves it out. A row is read once; a w
 step, from the cache. Backward is that of softmax.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

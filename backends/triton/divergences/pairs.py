@@ -13,8 +13,6 @@ What is subtracted from logits is natural: in a row with one class, the differen
 0. It is two numbers, as in cross_entropy.py: logits far from 0 keep their digits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton
@@ -28,6 +26,7 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     at_most,
     checked_cols,
+    exp2_near,
     log2_near,
     power_of_2,
     round_to,
@@ -165,7 +164,7 @@ def _log2_mixture(gap, beta):
     """
     teachers, students = _weights(beta)
     near = teachers * gap + _bend(gap, beta)
-    far = log2_near(students + teachers * tl.exp2(gap))
+    far = log2_near(students + teachers * exp2_near(gap))
     return tl.where(tl.abs(gap) < NEAR, near, far)
 
 
@@ -180,11 +179,11 @@ def _jensen_terms(s, t, beta):
     teachers, students = _weights(beta)
     gap = (t - s) * LOG2E
     far = at_most(tl.abs(gap), GONE)  # both may be -inf
-    large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
+    large = exp2_near(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
     up = t > s
     of_less = tl.where(up, students, teachers)
     near = _bend(gap, beta) - of_less * far
-    e = tl.exp2(far * -1.0)
+    e = exp2_near(far * -1.0)
     of_large = log2_near(tl.where(up, teachers, students) + of_less * e)
     of_large = tl.where(far < NEAR, near, of_large)
     of_small = e * (far + of_large)

@@ -7,8 +7,6 @@ id would keep one program busy for long. So windows of the sorted ids that hold 
 summed first, each by a program of its own.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -18,9 +18,7 @@ and routing act(gate) up, which the gradient of the second weight needs, in the 
 over the pairs of a token reads each from its sorted row: every sum has one order.
 """
 
-from __future__ import annotations
-
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import triton
@@ -452,7 +450,7 @@ def up_config(
     return product_config(info, rows, groups, cols, inner, element_bytes, factors=2)
 
 
-def supports(x: Optional[Tensor], gate_up: Optional[Tensor] = None) -> str | None:
+def supports(x: Tensor | None, gate_up: Tensor | None = None) -> str | None:
     """No fp64: GEMMs accumulate in fp32."""
     some = x if x is not None else gate_up
     double = some is not None and some.dtype == torch.float64
@@ -467,7 +465,7 @@ def columns(x: Tensor) -> Tensor:
 def activated(
     x: RowOperand,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     index: Tensor,
     groups: Groups,
     keep: bool,
@@ -480,7 +478,7 @@ def activated(
     weight = weight if parts > 1 else opened(weight)
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)
     if layout_of(activation, interleaved) != "halves" or parts > 1:
-        gate_up: Optional[Tensor] = product("fused_moe.up_interleaved", x, weight, groups)
+        gate_up: Tensor | None = product("fused_moe.up_interleaved", x, weight, groups)
     else:
         gate_up = library_gemm(k, x, weight, groups)
     if gate_up is not None:
@@ -525,7 +523,7 @@ def activated(
 
 def activation_of(
     gate_up: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     index: Tensor,
     groups: Groups,
     activation_options: tuple[str, Numbers, bool],
@@ -561,11 +559,11 @@ def activation_of(
 def combined(
     rows: Tensor,
     groups: Groups,
-    routing: Optional[Tensor],
-    bias: Optional[Tensor],
+    routing: Tensor | None,
+    bias: Tensor | None,
     index: Tensor,
     dtype: torch.dtype,
-    out: Optional[Tensor] = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The sum over the pairs of every token, into ``out`` where that is given."""
     cols = rows.shape[1]
@@ -593,8 +591,8 @@ def combined_product(
     rows: RowOperand,
     weight: Tensor,
     groups: Groups,
-    routing: Optional[Tensor],
-    bias: Optional[Tensor],
+    routing: Tensor | None,
+    bias: Tensor | None,
     index: Tensor,
     dtype: torch.dtype,
     most: int,
@@ -619,7 +617,7 @@ def combined_product(
     return y
 
 
-def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> Tensor:
+def _bias_gradient(rows: Tensor, groups: Groups, routing: Tensor | None) -> Tensor:
     cols = rows.shape[1]
     out, tall = rows.new_empty(groups.count, cols), 32
     checked_cols(2 * tall * cols)
@@ -635,7 +633,7 @@ def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> T
     return out
 
 
-def dense(x: Optional[Tensor]) -> Optional[Tensor]:
+def dense(x: Tensor | None) -> Tensor | None:
     """A contiguous bias, or None."""
     return None if x is None else x.contiguous()
 
@@ -646,8 +644,8 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     limit: float,
     alpha: float,
@@ -690,7 +688,7 @@ def inner_gradients(
     activation_options: Any,
     needs_routing: bool,
     needs_inner: bool,
-) -> tuple[Optional[Tensor], Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct.
 
     Those of gate and up overwrite these, unless a second backward pass will read them.
@@ -725,12 +723,12 @@ def inner_gradients(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    down_bias: Optional[Tensor],
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,

@@ -9,12 +9,9 @@ Gradients of grouped weights are one GEMM for every group, summed over its rows.
 tile of one group. A group without rows gets zeros, so that no fill comes first.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -231,9 +228,7 @@ def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
     )
 
 
-def library_gemm(
-    k: ProductConfig, a: RowOperand, weight: Tensor, groups: Groups
-) -> Optional[Tensor]:
+def library_gemm(k: ProductConfig, a: RowOperand, weight: Tensor, groups: Groups) -> Tensor | None:
     """PyTorch's grouped GEMM, or None where it does not take this call."""
     dense = weight if weight.stride(2) == 1 else weight.mT
     lines = dense.stride(2) == 1 and all(s % 8 == 0 for s in dense.stride()[:2])
@@ -243,7 +238,7 @@ def library_gemm(
 
 
 def product(
-    name: str, a: RowOperand, weight: Tensor, groups: Groups, dtype: Optional[torch.dtype] = None
+    name: str, a: RowOperand, weight: Tensor, groups: Groups, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Rows (rows, K) times the transposed weights (E, N, K) of their groups; (rows, N).
 
@@ -398,7 +393,7 @@ def weight_gradient(
     right: RowOperand,
     groups: Groups,
     transposed: bool,
-    dtype: Optional[torch.dtype] = None,
+    dtype: torch.dtype | None = None,
     parts: int = 3,
 ) -> Tensor:
     """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``transposed``.
@@ -458,7 +453,7 @@ def _gradient_by_kernel(
     right: RowOperand,
     groups: Groups,
     out: Tensor,
-    done: Optional[Tensor] = None,
+    done: Tensor | None = None,
     parts: int = 3,
 ) -> Tensor:
     """Fill ``out`` for all groups but those within the first rows, whose number is in ``done``."""

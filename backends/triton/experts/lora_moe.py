@@ -16,10 +16,7 @@ that are: d = dy w + scale (dy b) a has no weight, so that drouting = sum of d a
 weighted act(gate) up stands on one side of both gradients of factors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -30,6 +27,7 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
     assume_cols,
+    bf16_parts,
     cdiv,
     power_of_2,
     round_to,
@@ -60,11 +58,18 @@ __all__ = ["backward", "forward", "supports"]
 
 
 @triton.jit
-def _part_of(x, second):
-    """The first or, where ``second`` says so, the second bf16 part of x; 16 bits together."""
-    first = round_to(x.to(tl.float32), tl.bfloat16)
-    rest = round_to(x.to(tl.float32) - first.to(tl.float32), tl.bfloat16)
-    return tl.where(second, rest, first)
+def _thin_dot(low, w, total, PRODUCT: tl.constexpr, PRODUCTS: tl.constexpr):
+    """``total`` and one of the products of bf16 parts that make ``low @ w``, the largest last.
+
+    Of fp32 two parts count, 16 bits: the sum is rounded to 8 bits with the row that it is added to.
+    Two products of fp32 beside bf16, three of two in fp32, else one.
+    """
+    if PRODUCTS == 1:
+        return dot(low, w, total)
+    elif PRODUCTS == 2:
+        return dot(bf16_parts(low)[1 - PRODUCT], w, total)
+    else:
+        return dot(bf16_parts(low)[PRODUCT == 0], bf16_parts(w)[PRODUCT == 1], total)
 
 
 @triton.jit
@@ -85,6 +90,7 @@ def _grouped_update_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STEPS: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
     """Add a thin GEMM in place: rows[s, n] += scale sum over r of low[s, r] w[group(s), n, r].
@@ -94,9 +100,8 @@ def _grouped_update_kernel(
     Program: BLOCK_M sorted rows of one group by BLOCK_N columns, by the table of tiles; programs
     past its last tile return.
     Reads low and the group's w, BLOCK_R of the rank at a time, and its tile of the rows, which it
-    writes back, rounded once. Beside rows in bf16, fp32 counts as two parts in bf16: the sum is
-    rounded to 8 bits. Products of parts (PRODUCTS: two of fp32 beside bf16, four of two in fp32)
-    follow each other along the contraction, so that one dot adds all of them.
+    writes back, rounded once. Products of parts have loops in turn: compilers get several dots of
+    one turn wrong (ci.static.patterns). One step is no loop, and reads its factors once.
     """
     tile = tl.program_id(0) // steps
     group = tl.load(tiles_ptr + 2 * tile)
@@ -108,23 +113,19 @@ def _grouped_update_kernel(
     # a tile's rows span less than 2 GiB
     assume_cols(cols, LONGEST_ROW // (2 * BLOCK_M))
     assume_cols(first_col, LONGEST_ROW // (2 * BLOCK_M))
-    col, k = first_col + tl.arange(0, BLOCK_N), tl.arange(0, PRODUCTS * BLOCK_R)
-    r, pair = k % BLOCK_R, k // BLOCK_R
+    col, r = first_col + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     inside, here = (col < cols)[None, :], (first + m < stop)[:, None]
     low_ptr += first.to(tl.int64) * rank
     w_ptr += group.to(tl.int64) * w_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, rank, BLOCK_R):
-        mask = start + r < rank
-        at = m[:, None] * rank + (start + r)[None, :]
-        low = tl.load(low_ptr + at, mask=here & mask[None, :], other=0.0)
-        at = col[None, :] * n_stride + (start + r)[:, None] * r_stride
-        w = tl.load(w_ptr + at, mask=mask[:, None] & inside, other=0.0)
-        if PRODUCTS > 1:
-            low = _part_of(low, (pair % 2 == 1)[None, :])
-        if PRODUCTS > 2:
-            w = _part_of(w, (pair > 1)[:, None])
-        total = dot(low, w, total)
+    for part in tl.static_range(PRODUCTS):
+        for step in tl.range(0, STEPS):
+            k = step * BLOCK_R + r
+            low_ptrs = low_ptr + (m[:, None] * rank + k[None, :])
+            low = tl.load(low_ptrs, mask=here & (k < rank)[None, :], other=0.0)
+            w_ptrs = w_ptr + (col[None, :] * n_stride + k[:, None] * r_stride)
+            w = tl.load(w_ptrs, mask=(k < rank)[:, None] & inside, other=0.0)
+            total = _thin_dot(low, w, total, part, PRODUCTS)
     rows_ptr += first.to(tl.int64) * cols
     ptrs, mask = rows_ptr + (m[:, None] * cols + col[None, :]), here & inside
     y = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) + scale * total
@@ -152,19 +153,19 @@ def add_(
     w: Tensor,
     scale: float,
     groups: Groups,
-    bias: Optional[Tensor] = None,
+    bias: Tensor | None = None,
 ) -> None:
     """``rows += scale low @ w' + bias`` with the matrices (E, N, r) of their groups."""
     cols, rank = rows.shape[1], low.shape[1]
     k = choice("lora_moe.update", update_config, rows, groups, cols, rank)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
-    counts = {torch.bfloat16: 2, torch.float32: 4} if rows.dtype == torch.bfloat16 else {}
+    counts = {torch.bfloat16: 2, torch.float32: 3} if rows.dtype == torch.bfloat16 else {}
     products = counts.get(w.dtype, 1)
     launch(
         _grouped_update_kernel,
         tiles.shape[0] * steps,
         (rows, low, w, bias, tiles, groups.offsets, *w.stride(), cols, rank, steps, float(scale)),
-        (k.block_m, k.block_n, k.block_k, products),
+        (k.block_m, k.block_n, k.block_k, cdiv(rank, k.block_k), products),
         k.num_warps,
     )
 
@@ -203,7 +204,7 @@ class Adapter:
         return product.mul_(self.scale)
 
 
-def _adapter(a: Optional[Tensor], b: Optional[Tensor], scale: float) -> Optional[Adapter]:
+def _adapter(a: Tensor | None, b: Tensor | None, scale: float) -> Adapter | None:
     """PEFT keeps b with the experts last; a copy of r columns lets tiles be read in lines."""
     return None if a is None or b is None else Adapter(a.contiguous(), b.contiguous(), scale)
 
@@ -217,12 +218,12 @@ def forward(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     gate_up_scale: float,
     down_scale: float,
     activation: str,
@@ -269,16 +270,16 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Optional[Tensor],
-    gate_up_weight: Optional[Tensor],
+    x: Tensor | None,
+    gate_up_weight: Tensor | None,
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Optional[Tensor],
-    gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor],
-    down_b: Optional[Tensor],
-    down_bias: Optional[Tensor],
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_bias: Tensor | None,
     gate_up: Tensor,
     order: Tensor,
     offsets: Tensor,

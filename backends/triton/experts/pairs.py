@@ -11,10 +11,7 @@ past the table's last tile return at once. No size is read back. ``order`` is th
 of which ``per`` share a row of the source.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Optional
 
 import torch
 import triton
@@ -215,7 +212,7 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def rows_of_pairs(
-    x: Tensor, inverse: Tensor, offsets: Tensor, per: int, rows: Optional[int] = None
+    x: Tensor, inverse: Tensor, offsets: Tensor, per: int, rows: int | None = None
 ) -> Tensor:
     """Row ``pair // per`` of x for every sorted row; those of no expert are left as they are.
 
@@ -279,7 +276,7 @@ class Groups:
     offsets: Tensor
     order: Tensor
     per: int
-    placed: Optional[Tensor] = None
+    placed: Tensor | None = None
     tables: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -323,7 +320,7 @@ class RowOperand:
 
     source: Tensor
     gather: bool = False
-    cached: Optional[Tensor] = None
+    cached: Tensor | None = None
 
     def written(self, groups: Groups) -> Tensor:
         """The rows themselves; written down once."""

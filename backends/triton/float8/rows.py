@@ -7,7 +7,7 @@ the reference's. What is not finite has the largest bits of all, and makes scale
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import triton
@@ -175,7 +175,7 @@ def _across_kernel(
 
 
 def _quantize_into(
-    codes: Tensor, scale: Tensor, x: Tensor, columns: Optional[Tensor], format: torch.dtype
+    codes: Tensor, scale: Tensor, x: Tensor, columns: Tensor | None, format: torch.dtype
 ) -> None:
     """Fill codes (as bytes) and scales of the rows of a matrix."""
     (x, stride), (rows, cols) = with_stride(x), x.shape
@@ -210,8 +210,8 @@ class CodeBuffers(NamedTuple):
         writes: Whether the result is needed.
     """
 
-    codes: Optional[Tensor] = None
-    scale: Optional[Tensor] = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
     bias: int = 0
     writes: bool = True
 
@@ -235,7 +235,7 @@ class CodeBuffers(NamedTuple):
         assert self.scale is not None
         return Float8Rows(self.codes.view(format), self.scale)
 
-    def fill(self, y: Tensor, columns: Optional[Tensor] = None) -> None:
+    def fill(self, y: Tensor, columns: Tensor | None = None) -> None:
         """Round a result, times a number per column where these are given, in a pass of its own."""
         if self.codes is None or self.scale is None:
             return
@@ -260,7 +260,7 @@ class TritonQuantizer:
     """Codes by kernels; the same bits as the reference's."""
 
     @staticmethod
-    def rows(x: Tensor, columns: Optional[Tensor], format: torch.dtype) -> Float8Rows:
+    def rows(x: Tensor, columns: Tensor | None, format: torch.dtype) -> Float8Rows:
         """Rows of ``x``, (rows, K), times one fp32 number per column where these are given."""
         if not x.numel():
             return PLAIN.rows(x, columns, format)
@@ -270,7 +270,7 @@ class TritonQuantizer:
         return Float8Rows(codes.view(format), scale)
 
     @staticmethod
-    def across(x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
+    def across(x: Tensor, scale: Tensor | None, format: torch.dtype) -> Tensor:
         """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
         if not x.numel():
             return PLAIN.across(x, scale, format)

@@ -1,9 +1,5 @@
 """Depthwise causal convolution, ``y = u`` or ``silu(u)``; convolution_kernels.py has the maths."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
@@ -44,9 +40,9 @@ supports = supports
 def forward(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
 ) -> Tensor:
     """One launch."""
@@ -58,9 +54,9 @@ def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    segments: Tensor | None,
     activation: str,
     needs_x: bool,
     needs_weight: bool,

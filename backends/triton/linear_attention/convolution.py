@@ -1,9 +1,7 @@
 """Launches of depthwise causal convolutions; convolution_kernels.py has the maths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,9 +98,9 @@ class Arguments(NamedTuple):
     """What the kernels read in addition to x, in the form that they take."""
 
     weight: Tensor
-    bias: Optional[Tensor]
-    state: Optional[Tensor]
-    ids: Optional[Tensor]
+    bias: Tensor | None
+    state: Tensor | None
+    ids: Tensor | None
 
 
 def adjacent(x: Tensor) -> Tensor:
@@ -170,10 +168,10 @@ class Partials:
     ) -> None:
         self.like, self.of_weight, self.of_bias = like, weight, bias
         self.needs = (needs_weight, needs_bias and bias is not None)
-        self.weight: Optional[Tensor] = None
-        self.bias: Optional[Tensor] = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
 
-    def make(self, programs: int) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    def make(self, programs: int) -> tuple[Tensor | None, Tensor | None]:
         """Memory for so many programs of every channel."""
         parts = [
             self.like.new_empty((programs, size), dtype=torch.float32) if needed else None

@@ -5,11 +5,9 @@ gated_delta_rule_kernels.py. Backward makes A, P, the states and N again; nothin
 is kept between forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -342,8 +340,8 @@ def forward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     output_final_state: bool,
@@ -371,15 +369,15 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     needs_q: bool,

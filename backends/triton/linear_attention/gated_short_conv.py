@@ -1,9 +1,5 @@
 """Gated convolution, ``y = c u`` of the convolution u of ``b v``; see convolution_kernels.py."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
@@ -41,9 +37,7 @@ def gated_backward_config(
 supports = supports
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
     """One launch."""
     return convolve(x, arguments(weight, bias, None, segments), False, True)
 
@@ -52,8 +46,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    segments: Optional[Tensor],
+    bias: Tensor | None,
+    segments: Tensor | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

@@ -5,10 +5,8 @@ Backward makes the gates, A, P, the states and N again; nothing but the argument
 forward and backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -222,8 +220,8 @@ def forward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     output_final_state: bool,
@@ -252,15 +250,15 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    initial_state: Tensor | None,
+    first: Tensor | None,
     scale: float,
     qk_l2norm: bool,
     needs_q: bool,

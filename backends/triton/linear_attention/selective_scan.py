@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,11 +145,11 @@ class Call(NamedTuple):
     A: Tensor
     B: Tensor
     C: Tensor
-    D: Optional[Tensor]
-    z: Optional[Tensor]
-    bias: Optional[Tensor]
-    initial: Optional[Tensor]
-    first: Optional[Tensor]
+    D: Tensor | None
+    z: Tensor | None
+    bias: Tensor | None
+    initial: Tensor | None
+    first: Tensor | None
     softplus: bool
 
     @property
@@ -306,10 +306,10 @@ def _call(
 class Passed(NamedTuple):
     """What the first pass leaves where there are tensors: of spans, and before chunks."""
 
-    ends: Optional[Tensor] = None
-    sums: Optional[Tensor] = None
-    states: Optional[Tensor] = None
-    dends: Optional[Tensor] = None
+    ends: Tensor | None = None
+    sums: Tensor | None = None
+    states: Tensor | None = None
+    dends: Tensor | None = None
 
 
 def _first_pass(
@@ -461,11 +461,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     delta_softplus: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -517,18 +517,18 @@ class Gradients(NamedTuple):
     by side, (blocks, batch, tokens, 2, N), and those of some sequences at a time.
     """
 
-    u: Optional[Tensor]
-    delta: Optional[Tensor]
-    z: Optional[Tensor]
-    A: Optional[Tensor]
-    pairs: Optional[Tensor]
-    D: Optional[Tensor]
-    delta_bias: Optional[Tensor]
-    initial_state: Optional[Tensor]
+    u: Tensor | None
+    delta: Tensor | None
+    z: Tensor | None
+    A: Tensor | None
+    pairs: Tensor | None
+    D: Tensor | None
+    delta_bias: Tensor | None
+    initial_state: Tensor | None
 
     def of(self, name: str, like: Tensor) -> Tensor:
         """The gradient of a tensor, its parts summed; empty if not needed."""
-        gradient: Optional[Tensor] = getattr(self, name)
+        gradient: Tensor | None = getattr(self, name)
         if gradient is None:
             return like.new_empty(0)
         if name == "initial_state":
@@ -546,7 +546,7 @@ def _buffers(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
     """Buffers for the gradients that are needed."""
     (batch, _, cols), states = c.u.shape, c.B.shape[2]
 
-    def new(name: str, like: Tensor | None, *shape: int) -> Optional[Tensor]:
+    def new(name: str, like: Tensor | None, *shape: int) -> Tensor | None:
         acc_dtype = torch.float32 if like is None else like.dtype
         return c.u.new_empty(shape, dtype=acc_dtype) if needs[name] else None
 
@@ -636,18 +636,18 @@ def _numbers(total: Tensor | None, i: int, like: Tensor) -> Tensor:
 
 
 def backward(
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     u: Tensor,
     delta: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     states: Tensor,
     delta_softplus: bool,
     needs_u: bool,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -331,21 +331,21 @@ class Pieces:
 
     count: int
 
-    def rows(self, x: Optional[Tensor]) -> Optional[Tensor]:
+    def rows(self, x: Tensor | None) -> Tensor | None:
         """``(batch, tokens, heads, V)`` by pieces."""
         return None if x is None else x.unflatten(3, (self.count, -1)).flatten(2, 3)
 
-    def states(self, x: Optional[Tensor]) -> Optional[Tensor]:
+    def states(self, x: Tensor | None) -> Tensor | None:
         """``(batch, heads, V, N)`` by pieces."""
         return None if x is None else x.unflatten(2, (self.count, -1)).flatten(1, 2)
 
-    def heads(self, x: Optional[Tensor]) -> Optional[Tensor]:
+    def heads(self, x: Tensor | None) -> Tensor | None:
         """Numbers of heads, or of heads and columns."""
         if x is None:
             return None
         return x.float().repeat_interleave(self.count, -1)
 
-    def skips(self, x: Optional[Tensor]) -> Optional[Tensor]:
+    def skips(self, x: Tensor | None) -> Tensor | None:
         """D, a number for every head or column."""
         if x is None or x.ndim == 1:
             return self.heads(x)
@@ -368,7 +368,7 @@ class Pieces:
             name: converters[name](x) if name in converters else x for name, x in kwargs.items()
         }
 
-    def joined(self, result: Tensor, like: Optional[Tensor], shared: bool) -> Tensor:
+    def joined(self, result: Tensor, like: Tensor | None, shared: bool) -> Tensor:
         """A gradient of pieces as that of heads; the sum over pieces where they share a tensor."""
         if like is None or not result.numel():
             return result if like is None else like.new_empty(0)
@@ -408,11 +408,11 @@ def forward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    dt_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     dt_softplus: bool,
     dt_min: float,
     dt_max: float,
@@ -470,18 +470,18 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor],
-    dfinal_state: Optional[Tensor],
+    dy: Tensor | None,
+    dfinal_state: Tensor | None,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Optional[Tensor],
-    z: Optional[Tensor],
-    dt_bias: Optional[Tensor],
-    initial_state: Optional[Tensor],
-    first: Optional[Tensor],
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    first: Tensor | None,
     dt_softplus: bool,
     dt_min: float,
     dt_max: float,

@@ -12,10 +12,7 @@ sums stay in registers and leave as one fp32 partial each, which a second kernel
 order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -169,7 +166,7 @@ def _dyt_backward_kernel(
         tl.store(dbias_ptr + at + lane, tl.sum(dbias, axis=0), mask=col < cols)
 
 
-def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+def forward(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Weight * tanh(alpha * x) + bias in the promoted dtype."""
     dtype = torch.promote_types(x.dtype, alpha.dtype)
     for t in (weight, bias):
@@ -198,8 +195,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     alpha: Tensor,
-    weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype],
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_alpha: bool,
     needs_weight: bool,
@@ -227,12 +224,12 @@ def _gradients(
     dy: Tensor,
     x: Tensor,
     alpha: Tensor,
-    weight: Optional[Tensor],
-    dx: Optional[Tensor],
+    weight: Tensor | None,
+    dx: Tensor | None,
     needs_alpha: bool,
     needs_weight: bool,
     sum_dtypes: list[torch.dtype],
-) -> tuple[list[Tensor], Optional[Tensor]]:
+) -> tuple[list[Tensor], Tensor | None]:
     """Fill dx; sum the gradients of weight and bias in the required dtypes, and that of alpha."""
     dy, x, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     rows, cols = x.shape

@@ -4,10 +4,6 @@ One pass each way: forward reads x and residual and writes their sum and its nor
 reads dy, the sum and the gradient of its other uses, and writes the gradient of both terms.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -17,7 +13,7 @@ from liger_multi.backends.triton.norms.rms_norm import gradients, normalize
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -28,9 +24,9 @@ def forward(
 
 def backward(
     new_residual: Tensor,
-    dy: Optional[Tensor],
-    dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    dy: Tensor | None,
+    dnew_residual: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

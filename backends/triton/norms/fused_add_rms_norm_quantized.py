@@ -1,9 +1,5 @@
 """Sum of two tensors and its RMSNorm, which also rounds its rows to FP8, from registers."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.backends.triton.float8.rows import code_buffers
@@ -14,7 +10,7 @@ from liger_multi.backends.triton.norms.rms_norm import normalize
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

@@ -8,10 +8,6 @@ The kernels of ``rms_norm`` compute ds from dy and the gradient of other uses of
 pass scales it for each term whose factor is not 1.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -143,7 +139,7 @@ def _scaled_add_rms_norm_forward_wide_kernel(
 def forward(
     x: Tensor,
     residual: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -193,9 +189,9 @@ def forward(
 
 def backward(
     new_residual: Tensor,
-    dy: Optional[Tensor],
-    dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    dy: Tensor | None,
+    dnew_residual: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,

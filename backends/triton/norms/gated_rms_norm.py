@@ -11,10 +11,7 @@ one group of columns of a tile of rows. In backward it keeps to its group over s
 that the weight's gradient stays in registers. Groups too wide for registers are read in steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Optional
 
 import torch
 import triton
@@ -418,8 +415,8 @@ def gated_backward_config(
 
 
 def _constants(
-    weight: Optional[Tensor],
-    gate: Optional[Tensor],
+    weight: Tensor | None,
+    gate: Tensor | None,
     offset: float,
     casting: str,
     norm_first: bool,
@@ -433,8 +430,8 @@ def _constants(
 
 def forward(
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -482,8 +479,8 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -526,14 +523,14 @@ def backward(
 def _launch(
     dy: Tensor,
     x: Tensor,
-    gate: Optional[Tensor],
-    weight: Optional[Tensor],
+    gate: Tensor | None,
+    weight: Tensor | None,
     rstd: Tensor,
-    outputs: tuple[Optional[Tensor], Optional[Tensor]],
+    outputs: tuple[Tensor | None, Tensor | None],
     size: int,
     constants: tuple[object, ...],
     needs_weight: bool,
-) -> Optional[Tensor]:
+) -> Tensor | None:
     """Fill dx and dgate where they have elements; return partials of the weight's gradient."""
     (rows, cols), groups = x.shape, x.shape[1] // size
     read = dy.element_size() + x.element_size() + (0 if gate is None else gate.element_size())

@@ -11,11 +11,8 @@ combines those of a group, a third applies them. The sums of dw and db over samp
 one fp32 number per channel and sample, in a fixed order.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -381,7 +378,7 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
 
 
 def forward(
-    x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and mean and rstd (fp32) of every group."""
     y = x.new_empty(x.shape)
@@ -432,10 +429,10 @@ def backward(
     dy: Tensor,
     x: Tensor,
     num_groups: int,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -466,10 +463,10 @@ def _launch(
     dy: Tensor,
     x: Tensor,
     num_groups: int,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    dx: Optional[Tensor],
+    dx: Tensor | None,
 ) -> Tensor:
     """Fill dx; the sums of dy * n and of dy of every sample and channel."""
     rows, channels, each, cols = _sizes(x, num_groups)

@@ -12,10 +12,6 @@ loop over columns. There, every lane has a running mean and variance of its own 
 1962), which are merged at the end of the row (Chan, Golub and LeVeque 1983).
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -301,14 +297,14 @@ def _layer_norm_backward_wide_parameters_kernel(
 
 
 def forward(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize the last axis; return y, mean and rstd (fp32)."""
     return normalize(x, weight, bias, eps, NO_CODES)
 
 
 def normalize(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, buffers: CodeBuffers
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, buffers: CodeBuffers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm with FP8 codes of y if ``buffers`` has them; y is empty if not needed."""
     shape, cols = [*x.shape[:-1]], x.shape[-1]
@@ -349,10 +345,10 @@ def normalize(
 def backward(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -373,7 +369,7 @@ def backward(
 def _gradients(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     dx: Tensor,
@@ -414,12 +410,12 @@ def _gradients(
 def _wide(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    dx: Optional[Tensor],
-    dw: Optional[Tensor],
-    db: Optional[Tensor],
+    dx: Tensor | None,
+    dw: Tensor | None,
+    db: Tensor | None,
     strides: tuple[int, int],
     rows: int,
     k: BackwardConfig,

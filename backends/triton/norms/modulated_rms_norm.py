@@ -11,10 +11,7 @@ as fp32 partials that another kernel adds in a fixed order. How many rows a modu
 run-time number. Rows too wide for registers are read in steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -395,7 +392,7 @@ def modulated_backward_config(
 
 
 def _constants(
-    x: Tensor, weight: Optional[Tensor], offset: float, casting: str
+    x: Tensor, weight: Tensor | None, offset: float, casting: str
 ) -> tuple[float, bool, bool, bool]:
     """The kernels' arguments OFFSET, EXACT, ROUND and NARROW."""
     is_narrow = output_dtype(x, weight, casting) == x.dtype
@@ -405,8 +402,8 @@ def _constants(
 def forward(
     x: Tensor,
     scale: Tensor,
-    shift: Optional[Tensor],
-    weight: Optional[Tensor],
+    shift: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -451,8 +448,8 @@ def backward(
     dy: Tensor,
     x: Tensor,
     scale: Tensor,
-    shift_dtype: Optional[torch.dtype],
-    weight: Optional[Tensor],
+    shift_dtype: torch.dtype | None,
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -492,14 +489,14 @@ def _launch(
     dy: Tensor,
     x: Tensor,
     scale: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
-    dx: Optional[Tensor],
+    dx: Tensor | None,
     sum_dtypes: list[torch.dtype],
     needs_scale: bool,
     needs_weight: bool,
     constants: tuple[object, ...],
-) -> tuple[list[Tensor], Optional[Tensor]]:
+) -> tuple[list[Tensor], Tensor | None]:
     """Fill dx; the sums of scale and shift in the required dtypes; partial sums of the weight's."""
     dy, x, rstd, scale = as_rows(dy), as_rows(x), rstd.contiguous(), scale.contiguous()
     weight = None if weight is None else weight.contiguous()

@@ -11,10 +11,6 @@ rows stay in a few registers; they leave as one fp32 partial a program. Rows too
 are read in steps.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -290,7 +286,7 @@ def _poly_norm_backward_wide_kernel(
     tl.store(partial_ptr + tl.num_programs(0) * PLACES, sum0)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """y, and rstd (fp32) of the third, second and first power."""
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
     y = x.new_empty(x.shape, dtype=dtype)
@@ -319,7 +315,7 @@ def backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    bias_dtype: Optional[torch.dtype],
+    bias_dtype: torch.dtype | None,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,

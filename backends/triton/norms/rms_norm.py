@@ -13,10 +13,6 @@ program. A second kernel sums those in a fixed order. Rows too wide for register
 The launchers here also serve the norms of sums.
 """
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -341,7 +337,7 @@ def _rms_norm_backward_wide_weight_kernel(
 
 
 def forward(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """Normalize the last axis; return y and rstd (fp32)."""
     y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting)
@@ -351,7 +347,7 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -373,7 +369,7 @@ def backward(
     )
 
 
-def _rounds(casting: str, weight: Optional[Tensor]) -> int:
+def _rounds(casting: str, weight: Tensor | None) -> int:
     # without a weight there is one rounding beside that of the output at most, that of the factor
     return 2 if casting == "factor" else int(casting == "llama" and weight is not None)
 
@@ -381,8 +377,8 @@ def _rounds(casting: str, weight: Optional[Tensor]) -> int:
 def normalize(
     name: str,
     x: Tensor,
-    residual: Optional[Tensor],
-    weight: Optional[Tensor],
+    residual: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,
@@ -440,9 +436,9 @@ def normalize(
 def gradients(
     name: str,
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
     offset: float,
     casting: str,
@@ -497,12 +493,12 @@ def gradients(
 
 def _wide(
     dy: Tensor,
-    ds: Optional[Tensor],
+    ds: Tensor | None,
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     rstd: Tensor,
-    dx: Optional[Tensor],
-    partial: Optional[Tensor],
+    dx: Tensor | None,
+    partial: Tensor | None,
     strides: tuple[int, int, int],
     rows: int,
     offset: float,

@@ -1,9 +1,5 @@
 """RMSNorm that also rounds its rows to FP8, from registers."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 from torch import Tensor
 
 from liger_multi.backends.triton.float8.rows import code_buffers
@@ -13,7 +9,7 @@ from liger_multi.backends.triton.norms.rms_norm import normalize
 
 def forward(
     x: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     eps: float,
     offset: float,
     casting: str,

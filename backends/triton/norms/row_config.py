@@ -1,7 +1,5 @@
 """Launch formulas that the kernels of all norms over the last axis share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from liger_multi.backends.triton.common.rows import cdiv, checked_cols, power_of_2, warps

@@ -11,11 +11,8 @@ e = 0, whose numbers are subnormal in fp32 as well. Both codes of a byte are dec
 and joined, so that stores are contiguous. Everything is fp32, rounded once.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -155,13 +152,13 @@ def _dequantize_forward_kernel(
     tl.store(y_ptr + 2 * first * PIECE + out, y, mask=out < 2 * left)
 
 
-def supports(codes: Optional[Tensor], scales: Tensor) -> str | None:
+def supports(codes: Tensor | None, scales: Tensor) -> str | None:
     """fp64 is left to the reference."""
     return "fp64 is left to the reference" if scales.dtype == torch.float64 else None
 
 
 @functools.cache
-def table_of(format: str, device: torch.device) -> Optional[Tensor]:
+def table_of(format: str, device: torch.device) -> Tensor | None:
     """The levels of a format on a device, where its kernel looks them up."""
     if format not in _TABLES:
         return None
@@ -171,11 +168,11 @@ def table_of(format: str, device: torch.device) -> Optional[Tensor]:
 def forward(
     codes: Tensor,
     scales: Tensor,
-    global_scale: Optional[Tensor],
-    zeros: Optional[Tensor],
-    scale_levels: Optional[Tensor],
-    scale_absmax: Optional[Tensor],
-    scale_offset: Optional[Tensor],
+    global_scale: Tensor | None,
+    zeros: Tensor | None,
+    scale_levels: Tensor | None,
+    scale_absmax: Tensor | None,
+    scale_offset: Tensor | None,
     format: str,
     group: int,
     divides: bool,

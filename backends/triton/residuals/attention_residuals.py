@@ -16,11 +16,8 @@ fp32 partial a program. The numbers of rows and of blocks are run-time numbers. 
 registers are read twice, in steps of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Optional
 
 import torch
 import triton
@@ -522,7 +519,7 @@ def _near(group: int, v: Tensor) -> int:
 
 
 def forward(
-    blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
+    blocks: Tensor, query: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and p and rstd (fp32) of every block and token."""
     if blocks.numel() == 0:
@@ -560,7 +557,7 @@ def backward(
     dy: Tensor,
     blocks: Tensor,
     query: Tensor,
-    weight: Optional[Tensor],
+    weight: Tensor | None,
     p: Tensor,
     rstd: Tensor,
     needs_blocks: bool,

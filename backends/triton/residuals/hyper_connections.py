@@ -12,10 +12,7 @@ by N matrix in registers. Backward computes the iterates again, writes them to a
 and reads them back in reverse order. Sums of rows and columns that are masked are 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -268,6 +265,8 @@ def _mixes_backward_kernel(
     w_place = o[:, None] * cols + col[None, :]
     w = tl.load(w_ptr + w_place, mask=w_mask, other=0.0)
     dw = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    dw_1 = tl.zeros([OUTPUTS, BLOCK], tl.float32)  # of the smaller parts of d, where X is 1
+    dw_2 = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     first = chunk.to(tl.int64) * per
     left = tl.minimum(per, rows - first).to(tl.int32)
     for start in tl.range(0, left, ROWS, num_stages=STAGES):
@@ -279,7 +278,10 @@ def _mixes_backward_kernel(
         x = tl.load(x_ptr + at * x_stride + x_place, mask=x_mask, other=0.0)
         d_place = r[:, None] * outputs + o[None, :]
         d = tl.load(d_ptr + at * outputs + d_place, mask=d_mask, other=0.0)
-        if partial_ptr is not None:
+        if partial_ptr is not None and X == 1:
+            d_0, d_1, d_2 = bf16_parts(tl.trans(d))
+            dw, dw_1, dw_2 = dot(d_0, x, dw), dot(d_1, x, dw_1), dot(d_2, x, dw_2)
+        elif partial_ptr is not None:
             dw = _exact_dot(tl.trans(d), x, dw, 3, X, 2)
         if dx_ptr is not None:
             own = tl.load(own_ptr + at + r, mask=inside, other=0.0)
@@ -290,7 +292,7 @@ def _mixes_backward_kernel(
             )
     if partial_ptr is not None:
         partial_ptr += chunk.to(tl.int64) * outputs * cols
-        tl.store(partial_ptr + w_place, dw, mask=w_mask)
+        tl.store(partial_ptr + w_place, dw + (dw_1 + dw_2), mask=w_mask)
 
 
 def _digits(x: Tensor) -> int:
@@ -587,7 +589,7 @@ class TritonParts:
         scale: Tensor,
         rstd: Tensor,
         length: int,
-        grads: tuple[Optional[Tensor], ...],
+        grads: tuple[Tensor | None, ...],
         options: SinkhornOptions,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

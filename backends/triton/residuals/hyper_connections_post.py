@@ -5,8 +5,6 @@
 One stream after the other is added to all of y. The tiles are those of streams.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -7,8 +7,6 @@ in registers until the row ends: no atomic additions. The number of rows is a ru
 of streams a kernel's constant.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -12,11 +12,8 @@ the other way round, and the angles of a token may be
 With several grids, each pair has its own row of angles, or its own position.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import triton
@@ -318,7 +315,7 @@ def _step(x: Tensor, axis: int) -> int:
 
 def rotate(
     op: str,
-    sources: tuple[Optional[Tensor], Optional[Tensor]],
+    sources: tuple[Tensor | None, Tensor | None],
     orders: tuple[str, str],
     dtypes: tuple[torch.dtype, torch.dtype],
     head_axis: int,

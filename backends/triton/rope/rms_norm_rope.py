@@ -17,8 +17,6 @@ persistent programs a core over tiles of the same heads and of every other token
 weight's gradient stays in registers and leaves as one fp32 partial a program.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

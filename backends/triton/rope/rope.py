@@ -12,12 +12,10 @@ channels of a pair are loaded as two tiles or, where they are neighbors, as one 
 registers. Sizes of batch and sequence are plain arguments: a new length compiles nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -575,8 +573,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     style: str,

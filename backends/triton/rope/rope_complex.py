@@ -1,9 +1,5 @@
 """Rotary embedding by complex numbers; the kernel is in angles.py."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -35,8 +31,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     freqs: Tensor,
     head_axis: int,
     rotary_dim: int,

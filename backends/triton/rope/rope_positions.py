@@ -1,9 +1,5 @@
 """Rotary embedding of integer positions, whose angles the kernel makes and never stores."""
 
-from __future__ import annotations
-
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -67,8 +63,8 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor],
-    dk_out: Optional[Tensor],
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
     inv_freq: Tensor,
     position_ids: Tensor,
     scaling: float,

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_multi import nn as ours
-from liger_multi import ops
+from liger_multi import nn as ours, ops
 from liger_multi.compat.liger_kernel import functional, op_functions
 from liger_multi.compat.liger_kernel.functional import casting_of
 from liger_multi.compat.liger_kernel.signatures import (

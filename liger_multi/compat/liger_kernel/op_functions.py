@@ -33,8 +33,7 @@ from liger_multi.dispatch import registry
 from liger_multi.dispatch.launch import device_info
 from liger_multi.nn import TiledMLP
 from liger_multi.nn.vocab_parallel import vocab_parallel_cross_entropy
-from liger_multi.ops.fused_linear_log_prob import named, prepared
-from liger_multi.ops.fused_linear_log_prob import op as of_head
+from liger_multi.ops.fused_linear_log_prob import named, op as of_head, prepared
 
 # --- which implementation runs, by Liger-Kernel's names ---
 

@@ -430,9 +430,9 @@ def _of_whole(
     padding_mask = row.mask
     hidden = padding_mask is None and row.ids is None and row.padding > 0
     if hidden and any(_has_part(mask_function, name) for name in BIDIRECTIONAL):
-        real = torch.arange(row.tokens, device=options.get("device")) < row.tokens - row.padding
+        real = torch.arange(row.tokens, device=options.get("device")) < row.length
         padding_mask = real.expand(batch_size, -1)
-    with shards.suspended():
+    with shards.suspended(), run(row.tree):
         return mask(
             batch_size,
             row.tokens,

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from liger_multi.grouping import grouped
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.signature import PLAIN
 from liger_multi.patching.swap import unpatched_class
@@ -96,9 +97,7 @@ class ModelFacts:
     @cached_property
     def classes(self) -> Mapping[ClassFacts, tuple[Named, ...]]:
         """The modules by class."""
-        groups: dict[type[nn.Module], list[Named]] = {}
-        for path, module in self.modules:
-            groups.setdefault(unpatched_class(module), []).append((path, module))
+        groups = grouped((unpatched_class(named[1]), named) for named in self.modules)
         return {ClassFacts(own): tuple(modules) for own, modules in groups.items()}
 
     @cached_property

@@ -55,8 +55,8 @@ def calls(function: FunctionType, accepts: Callable[[str, Any], bool]) -> dict[s
 
 
 def while_current(function: FunctionType, name: str, target: FunctionType) -> FunctionType:
-    """``target`` while :func:`still` is true of a method's global name, else what it names then."""
-    home, holds = _home(function, name), still(function, name)
+    """``target`` while the test of :func:`currency_of` is true, else what the name is then."""
+    home, holds = _home(function, name), currency_of(function, name)
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         if holds():
@@ -67,7 +67,7 @@ def while_current(function: FunctionType, name: str, target: FunctionType) -> Fu
     return cast(FunctionType, followed)
 
 
-def still(function: FunctionType, name: str) -> Callable[[], bool]:
+def currency_of(function: FunctionType, name: str) -> Callable[[], bool]:
     """A test whether a global name of a method still stands for the same function.
 
     That function must also read the same values as now. A compiled graph would keep such values,

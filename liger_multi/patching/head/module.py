@@ -115,7 +115,8 @@ class LazyHead(Patched):
             return module_class.forward(self, hidden)
         lazy = job is None and may_be_lazy(self, hidden, grad)
         head: Any = self
-        if is_computed(self) and not isinstance(self, LazyAdaptedHead):
+        computed = is_computed(self) or is_computed(self, "bias")
+        if computed and not isinstance(self, LazyAdaptedHead):
             if job is None and not lazy:
                 return module_class.stock_forward(self, hidden)  # reads the weight once
             head = Evaluated(self, LazyHead.stock_forward)

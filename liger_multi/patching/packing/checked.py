@@ -189,6 +189,9 @@ def call_with_tree(
             f"{unpatched_class(model).__name__} did not ask which tokens a branch follows: compile "
             "its layers, not the model around them"
         )
+    balance = getattr(output, "aux_loss", None)
+    if offer.ranks is not None and isinstance(balance, Tensor):
+        output["aux_loss"] = shards.outside(balance, offer.ranks)
     return output
 
 
@@ -465,7 +468,8 @@ def check_shared(
     with known.lock:  # for any tree: ranks have different ones, but must run the same trials
         form = ("shared", _form(model, arguments))
         if form not in known:
-            known[form] = trial_of_tree(model, forward, arguments, rows)
+            with shards.suspended():
+                known[form] = trial_of_tree(model, forward, arguments, rows)
         verdict = known[form]
     name, attention = unpatched_class(model).__name__, set(_attentions(model)) - {NAME}
     way = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""

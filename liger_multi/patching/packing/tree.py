@@ -18,8 +18,8 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,12 @@ class Tree:
     def padding(self) -> int:
         """Tokens after the last segment."""
         return self.tokens - sum(self.lengths)
+
+    def padded(self, tokens: int) -> Tree:
+        """The same segments in a row of so many tokens."""
+        if tokens == self.tokens:
+            return self
+        return self.cached(("padded", tokens), lambda: replace(self, tokens=tokens, _cache={}))
 
     @property
     def longest(self) -> int:
@@ -447,11 +453,21 @@ def tree_of(ids: Tensor | None) -> Tree | None:
 
 @dataclass
 class Offer:
-    """A tree that a caller announces for calls of models, and the model that has used it."""
+    """A tree that a caller announces for calls of models.
+
+    Attributes:
+        tree: The tree.
+        once: Whether routers count each token once.
+        by_rank: Whether the caller takes the logits of a rank's share of tokens.
+        taken_by: The model that has used it.
+        ranks: The ranks over which that model is sharded, or None.
+    """
 
     tree: Tree
     once: bool = False
+    by_rank: bool = False
     taken_by: nn.Module | None = None
+    ranks: Any = None
 
 
 @dataclass
@@ -487,6 +503,13 @@ def offered(tokens: int, rows: int) -> Offer | None:
     return announced if (rows, tokens) == (1, announced.tree.tokens) else None
 
 
+def spread_over(ranks: Any) -> None:
+    """Tell the caller of the running forward over which ranks its tokens are sharded."""
+    announced = _offered.get()
+    if announced is not None:
+        announced.ranks = ranks
+
+
 def check_other_rows(model: nn.Module, rows: Tensor) -> None:
     """Refuse rows of another shape, as in generation, which would attend to all branches.
 
@@ -505,9 +528,9 @@ def check_other_rows(model: nn.Module, rows: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def offer(tree: Tree, *, once: bool = False) -> Iterator[Offer]:
+def offer(tree: Tree, *, once: bool = False, by_rank: bool = False) -> Iterator[Offer]:
     """Announce a tree for calls of models within a block."""
-    announced = Offer(tree, once)
+    announced = Offer(tree, once, by_rank)
     token = _offered.set(announced)
     try:
         yield announced

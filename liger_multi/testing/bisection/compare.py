@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from liger_multi.dispatch.bitwise import MODES, promised
 from liger_multi.documents import plain
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.grouping import grouped
 from liger_multi.page import Page, Paged
 from liger_multi.pictures import ALARM, INK, LIGER, OURS, SOFT, STOCK, figure
 from liger_multi.testing.bisection import recorder as recording
@@ -675,10 +676,7 @@ assert set(_SETTING) == set(MODES)
 
 def _by_key(recorded: Recorded) -> Several:
     """The records of a side, of all runs together, in the order of the first run."""
-    records: Several = {}
-    for recorder in recorded.recorders:
-        for record in recorder.records:
-            records.setdefault(record.key, []).append(record)
+    records = grouped((one.key, one) for each in recorded.recorders for one in each.records)
     runs = len(recorded.runs)
     inside = {r.key for r in recorded.runs[0].records}
     return {k: v for k, v in records.items() if k not in inside or len(v) == runs}
@@ -688,26 +686,19 @@ def _without_recompute(records: Several) -> Several:
     return {k: v for k, v in records.items() if k.direction != recording.RECOMPUTE}
 
 
-def _counts(records: Several) -> dict[tuple[str, str, str], int]:
-    counts: dict[tuple[str, str, str], int] = {}
-    for key in records:
-        counts[key[:3]] = counts.get(key[:3], 0) + 1
-    return counts
-
-
 def _aligned(x: Several, y: Several) -> Iterator[tuple[list[Record], list[Record]]]:
     """Records of both sides by key, in the order of the first; those of one side where they ran.
 
     Where one side calls an operator or module more often, which calls belong together is unknown,
     so that all of them stay apart.
     """
-    counts = _counts(x), _counts(y)
+    counts = [Counter(key[:3] for key in records) for records in (x, y)]
 
     def alike(key: Key) -> bool:
         calls = [key[:3]]
         if key.kind == recording.GRADIENT:
             calls.append((recording.MODULE, x[key][0].where, recording.FORWARD))
-        return all(counts[0].get(c) == counts[1].get(c) for c in calls)
+        return all(counts[0][c] == counts[1][c] for c in calls)
 
     both = {key for key in x if key in y and alike(key)}
     after: dict[Key | None, list[Key]] = {}

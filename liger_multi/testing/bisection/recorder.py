@@ -32,6 +32,7 @@ from liger_multi._torch_private import (
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.resolve import Dispatch, mode_of
 from liger_multi.dispatch.torch_ops import Primitive
+from liger_multi.grouping import grouped
 
 # --- a hash of the bits of a tensor, its statistics, and how far two tensors are apart ---
 
@@ -198,11 +199,8 @@ _EXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def on_host(pairs: Iterable[Pair]) -> dict[int, Digest]:
     """The digests of pairs by their identity, fetched with one copy per device."""
-    by_device: dict[torch.device, list[Pair]] = {}
-    for pair in pairs:
-        by_device.setdefault(pair[0].device, []).append(pair)
     digests = {}
-    for several in by_device.values():
+    for several in grouped((pair[0].device, pair) for pair in pairs).values():
         hashes = torch.stack([pair[0] for pair in several]).tolist()
         rows = torch.stack([pair[1] for pair in several]).tolist()
         for pair, bits, row in zip(several, hashes, rows, strict=True):

@@ -18,6 +18,7 @@ from liger_multi.dispatch.bitwise import RowAxes
 from liger_multi.dispatch.launch import device_info, table_of
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, operators, serving
+from liger_multi.grouping import grouped
 from liger_multi.testing import checks, samples
 from liger_multi.testing.samples import Sample
 
@@ -113,10 +114,7 @@ def cases(target: Target, pattern: str, level: str) -> dict[str, list[Case]]:
 
 def groups(several: list[Case]) -> list[list[Case]]:
     """The cases of an operator that one process runs in turn: they share what is compiled."""
-    by_dtype: dict[tuple[bool, str], list[Case]] = {}
-    for case in several:
-        by_dtype.setdefault((case.check == "promises", case.dtype), []).append(case)
-    return list(by_dtype.values())
+    return list(grouped(((c.check == "promises", c.dtype), c) for c in several).values())
 
 
 def weight(group: list[Case]) -> tuple[bool, int]:

@@ -21,6 +21,7 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import REFERENCE, chain, module, serving
 from liger_multi.documents import read_yaml, write_whole, yaml_of
 from liger_multi.errors import ConfigurationError, shown_path
+from liger_multi.grouping import grouped
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import FINDINGS, Result, findings
 
@@ -40,21 +41,19 @@ def failing(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[R
 
     A broken promise counts for all dtypes, since it is checked in one; so do dtypes that all fail.
     """
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        if not result.target.interpreted and result.case.backend != REFERENCE:
-            groups.setdefault((result.case.backend, result.case.op), []).append(result)
+    groups = grouped(
+        ((r.case.backend, r.case.op), r)
+        for r in results
+        if not r.target.interpreted and r.case.backend != REFERENCE
+    )
     failed = {}
     for key, group in groups.items():
         wrong = findings(group)
         dtypes = {r.case.dtype for r in group if r.case.check != "promises"}
         bad = {r.case.dtype for r in wrong}
         whole = bad >= dtypes or any(r.case.check == "promises" for r in wrong)
-        by_dtype: dict[str, list[Result]] = {}
-        for result in wrong:
-            by_dtype.setdefault("" if whole else result.case.dtype, []).append(result)
         if wrong:
-            failed[key] = by_dtype
+            failed[key] = grouped(("" if whole else r.case.dtype, r) for r in wrong)
     return failed
 
 

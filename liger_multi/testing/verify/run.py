@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi._version import __version__
+from liger_multi.grouping import grouped
 from liger_multi.page import Page
 from liger_multi.testing.verify.cases import Case, Target
 
@@ -310,10 +311,8 @@ def verdict_of(results: Iterable[Result]) -> str:
 
 def by_operator(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
     """Results by target and operator, in order."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in sorted(results, key=lambda r: (r.target.label, r.case.op)):
-        groups.setdefault((result.target.label, result.case.op), []).append(result)
-    return groups
+    keyed = (((result.target.label, result.case.op), result) for result in results)
+    return grouped(sorted(keyed, key=lambda pair: pair[0]))
 
 
 def findings(results: Iterable[Result]) -> list[Result]:
@@ -347,10 +346,7 @@ def timing(results: Iterable[Result]) -> dict[str, Any]:
     Of every child: when it was started, ready and done, its cases, and what it compiled. Then the
     slowest operators with the child and span of their last case, and the slowest cases.
     """
-    by_child: dict[Child, list[Result]] = {}
-    for result in results:
-        if result.child is not None:
-            by_child.setdefault(result.child, []).append(result)
+    by_child = grouped((r.child, r) for r in results if r.child is not None)
     children = sorted(by_child, key=lambda child: child.began)
     start = children[0].began if children else 0.0
 

@@ -446,16 +446,16 @@ def generate(seed: int) -> Case:
         actions = [a for a in actions if not a.startswith("K.forward")]
     return Case(
         block,
-        draw.choice(ACTIVATIONS),
-        form,
-        draw.random() < 0.3,
-        names,
-        tuple(features),
-        tuple(actions),
-        draw.random() < 0.5,
-        draw.random() < 0.1,
-        draw.choice(DTYPES),
-        seed,
+        act=draw.choice(ACTIVATIONS),
+        form=form,
+        bias=draw.random() < 0.3,
+        names=names,
+        features=tuple(features),
+        actions=tuple(actions),
+        training=draw.random() < 0.5,
+        wide=draw.random() < 0.1,
+        dtype=draw.choice(DTYPES),
+        seed=seed,
     )
 
 
