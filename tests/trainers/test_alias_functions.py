@@ -626,6 +626,10 @@ WIDE_STREAMS = torch.randn(3, 2, 8)
             *(ValueError, r"must be 2D .*got \(1, 3, 5\)"),
         ),
         (
+            lambda: functional.liger_fused_linear_kl_div(R(3, 5), R(4, 5), R(3, 4), reduction="q"),
+            *(ValueError, "reduction must be one of .*Got: q"),
+        ),
+        (
             lambda: modules.LigerVocabParallelCrossEntropy()(R(3, 5), torch.arange(3)),
             *(ValueError, r"must be 3-D .*got \(3, 5\)"),
         ),

@@ -24,7 +24,6 @@ import liger_multi
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.compat.liger_kernel import finder, functional, helpers, op_functions
 from liger_multi.dispatch.config import current
-from liger_multi.errors import ConfigurationError
 from tests.trainers import liger_suite
 
 TRAINERS = yaml.safe_load(Path(__file__).with_name("alias_names.yaml").read_text())
@@ -473,6 +472,9 @@ def test_helpers(capsys):
     assert "torch" in capsys.readouterr().out
 
 
+FAMILIES = {"ascend910": "npu", "ascend310": "npu", "pvc": "xpu", "arc": "xpu"}
+
+
 @pytest.mark.parametrize(
     ("arch", "name"),
     [
@@ -491,27 +493,29 @@ def test_helpers(capsys):
         ("Ascend910B3", "ascend910"),
         ("Ascend310P3", "ascend310"),
         ("Ascend950", "npu"),
+        ("Intel(R) Data Center GPU Max 1550", "pvc"),
+        ("Intel(R) Arc(TM) A770 Graphics", "arc"),
+        ("Some other", "xpu"),
     ],
 )
-def test_infer_device_arch(monkeypatch, arch, name):
-    infer_device_arch = helpers.infer_device_arch.__wrapped__  # without its cache
-    device_type = "npu" if arch.startswith("Ascend") else "cuda"
-    monkeypatch.setattr(helpers, "infer_device", lambda: device_type)
-    monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
-    monkeypatch.setattr(helpers, "torch", SimpleNamespace(device=lambda *_: None))  # has no npu
-    assert infer_device_arch() == name
-    monkeypatch.setattr(helpers, "infer_device", lambda: "cpu")
-    assert infer_device_arch() == "cpu"
-
-
-@pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
-def test_infer_device_arch_of_unknown_device(monkeypatch, error):
-    def fail(device):
-        raise error("no driver")
-
-    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
-    monkeypatch.setattr(helpers, "device_info", fail)
-    assert helpers.infer_device_arch.__wrapped__() == "cuda"
+def test_infer_device_arch(monkeypatch, installed, arch, name):
+    utils = importlib.import_module("liger_kernel.utils")
+    device_type = next((d for d in ("npu", "xpu") if d in (name, FAMILIES.get(name))), "cuda")
+    number = arch.removeprefix("sm")
+    properties = SimpleNamespace(gcnArchName=f"{arch}:xnack-", name=arch)
+    module = SimpleNamespace(
+        get_device_capability=lambda _: (int(number[:-1]), int(number[-1])),
+        get_device_properties=lambda _: properties,
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.0" if arch.startswith("gfx") else None)
+    monkeypatch.setattr(torch, device_type, module, raising=False)
+    monkeypatch.setattr(utils, "infer_device", lambda: device_type)
+    assert helpers.infer_device_arch.__wrapped__() == name  # without its cache
+    monkeypatch.delattr(module, "get_device_properties")
+    monkeypatch.delattr(module, "get_device_capability")
+    assert helpers.infer_device_arch.__wrapped__() == device_type
+    monkeypatch.setattr(utils, "infer_device", lambda: "cpu")
+    assert helpers.infer_device_arch.__wrapped__() == "cpu"
 
 
 def test_launch_settings():

@@ -340,7 +340,8 @@ HOMES: dict[str, dict[str, str]] = {
     "helpers": {
         "utils": (
             "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device "
-            "infer_device_arch is_npu_available is_peft_available transformers_version_dispatch"
+            "infer_device_arch is_npu_available is_peft_available transformers_version_dispatch "
+            "_infer_nvidia_arch _infer_amd_arch _infer_xpu_arch _infer_npu_arch"
         ),
         "ops.utils": (
             "calculate_settings compare_version ensure_contiguous is_hip torch_to_triton_dtype"

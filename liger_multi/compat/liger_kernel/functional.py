@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_multi import checks, losses, ops
 from liger_multi.compat.liger_kernel.signatures import (
     NAMES,
+    ArgumentError,
     CrossEntropyOutput,
     TargetError,
     adapter,
@@ -333,7 +334,8 @@ def liger_fused_linear_kl_div(
 
     ``batchmean`` divides by the tokens that count, ``mean`` by their elements.
     """
-    checks.one_of("LigerFusedLinearKLDivFunction", "reduction", reduction, _REDUCTIONS)
+    if reduction not in _REDUCTIONS:
+        raise ArgumentError(f"reduction must be one of {_REDUCTIONS}. Got: {reduction}")
     accumulate = torch.float32 if accum_dtype is None else accum_dtype
     head = losses.Head(
         student_input, student_weight, temperature=temperature, accumulate=accumulate

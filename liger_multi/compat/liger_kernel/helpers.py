@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable
 from operator import lt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from liger_multi.dispatch.launch import device_info
-from liger_multi.errors import ConfigurationError
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 IMPL_REGISTRY: dict[str, Any] = {}
@@ -113,19 +111,44 @@ _CHIPS = {
 """An architecture's key to Liger-Kernel's name."""
 
 
+def _infer_nvidia_arch(device_id: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device_id)
+    return _CHIPS.get(f"sm{major}{minor}", f"sm_{major}{minor}")
+
+
+def _infer_amd_arch(device_id: int) -> str:
+    properties = torch.cuda.get_device_properties(device_id)
+    arch = getattr(properties, "gcnArchName", "").partition(":")[0]  # gfx942:sramecc+:xnack-
+    return _CHIPS.get(arch, arch or "cuda")
+
+
+def _by_name(device_type: str, device_id: int, families: dict[str, str]) -> str:
+    """The first family that the name of a chip speaks of, else the type of the device."""
+    name = getattr(torch, device_type).get_device_properties(device_id).name.lower()
+    return next((family for word, family in families.items() if word in name), device_type)
+
+
+def _infer_xpu_arch(device_id: int) -> str:
+    names = {"pvc": "max pvc ponte", "arc": "arc battlemage alchemist"}
+    families = {word: family for family, words in names.items() for word in words.split()}
+    return _by_name("xpu", device_id, families)
+
+
+def _infer_npu_arch(device_id: int) -> str:
+    return _by_name("npu", device_id, {"910": "ascend910", "310": "ascend310"})
+
+
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
     """The family of a chip by its name in Liger-Kernel, else the type of the device; cached."""
-    device_type = infer_device()
-    if device_type == "cpu":
-        return device_type
+    public = sys.modules.get("liger_kernel.utils", sys.modules[__name__])
+    device_type: str = public.infer_device()
+    vendor = "amd" if torch.version.hip else "nvidia"
+    name = f"_infer_{vendor if device_type == 'cuda' else device_type}_arch"
     try:
-        arch = device_info(torch.device(device_type, device_id)).arch
-    except (ConfigurationError, RuntimeError):  # no backend knows it, or its driver fails
+        return getattr(public, name)(device_id) if hasattr(public, name) else device_type
+    except Exception:  # whatever a driver raises, as Liger-Kernel does
         return device_type
-    if device_type == "cuda":
-        return _CHIPS.get(arch, arch.replace("sm", "sm_", 1))
-    return next((f for f in ("ascend910", "ascend310") if f in arch.lower()), device_type)
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
