@@ -159,10 +159,10 @@ def sharded_rows() -> list[str]:
     """Types of the sweep by what becomes of a row that two ranks share."""
     return _served(
         SHARDS,
-        "A plain row, the same with another token, and a packed row on two ranks, logits and every "
-        "gradient in fp32, equal to one process: **{} model types**, transformers {}, causal "
-        "language models (`python -m tests.sweep --shards`). Models that refuse packed rows in one "
-        "process are compared without.\n",
+        "A plain row, the same with another token, a packed row and a row of trees on two ranks, "
+        "logits and every gradient in fp32, equal to one process: **{} model types**, transformers "
+        "{}, causal language models (`python -m tests.sweep --shards`). Models that refuse packed "
+        "rows or trees in one process are compared without.\n",
     )
 
 

@@ -24,6 +24,7 @@ import liger_multi
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.compat.liger_kernel import finder, functional, helpers, op_functions
 from liger_multi.dispatch.config import current
+from liger_multi.errors import ConfigurationError
 from tests.trainers import liger_suite
 
 TRAINERS = yaml.safe_load(Path(__file__).with_name("alias_names.yaml").read_text())
@@ -482,16 +483,35 @@ def test_helpers(capsys):
         ("sm103", "blackwell_ultra"),
         ("sm120", "blackwell_consumer"),
         ("sm61", "sm_61"),
-        ("gfx942", "gfx942"),
+        ("sm87", "sm_87"),
+        ("gfx90a", "cdna2"),
+        ("gfx942", "cdna3"),
+        ("gfx1101", "rdna3"),
+        ("gfx1200", "gfx1200"),
+        ("Ascend910B3", "ascend910"),
+        ("Ascend310P3", "ascend310"),
+        ("Ascend950", "npu"),
     ],
 )
 def test_infer_device_arch(monkeypatch, arch, name):
     infer_device_arch = helpers.infer_device_arch.__wrapped__  # without its cache
-    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    device_type = "npu" if arch.startswith("Ascend") else "cuda"
+    monkeypatch.setattr(helpers, "infer_device", lambda: device_type)
     monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
+    monkeypatch.setattr(helpers, "torch", SimpleNamespace(device=lambda *_: None))  # has no npu
     assert infer_device_arch() == name
-    monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
-    assert infer_device_arch() == "npu"
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cpu")
+    assert infer_device_arch() == "cpu"
+
+
+@pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
+def test_infer_device_arch_of_unknown_device(monkeypatch, error):
+    def fail(device):
+        raise error("no driver")
+
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(helpers, "device_info", fail)
+    assert helpers.infer_device_arch.__wrapped__() == "cuda"
 
 
 def test_launch_settings():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.dispatch.launch import device_info
+from liger_multi.errors import ConfigurationError
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 IMPL_REGISTRY: dict[str, Any] = {}
@@ -94,25 +95,37 @@ def infer_device() -> str:
 
 
 _CHIPS = {
-    "sm103": "blackwell_ultra",
-    "sm10": "blackwell",
-    "sm12": "blackwell_consumer",
-    "sm9": "hopper",
-    "sm8": "ampere_ada",
-    "sm7": "volta_turing",
+    arch: family
+    for family, chips in {
+        "volta_turing": "sm70 sm75",
+        "ampere_ada": "sm80 sm86 sm89",
+        "hopper": "sm90",
+        "blackwell": "sm100",
+        "blackwell_ultra": "sm103",
+        "blackwell_consumer": "sm120",
+        "cdna": "gfx908",
+        "cdna2": "gfx90a",
+        "cdna3": "gfx940 gfx941 gfx942",
+        "rdna3": "gfx1100 gfx1101 gfx1102",
+    }.items()
+    for arch in chips.split()
 }
-"""Beginning of an architecture's key to Liger-Kernel's name; the first counts."""
+"""An architecture's key to Liger-Kernel's name."""
 
 
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The family of a GPU by its name in Liger-Kernel, else the type of the device; cached."""
+    """The family of a chip by its name in Liger-Kernel, else the type of the device; cached."""
     device_type = infer_device()
-    if device_type != "cuda":
+    if device_type == "cpu":
         return device_type
-    arch = device_info(torch.device(device_type, device_id)).arch
-    named = (name for start, name in _CHIPS.items() if arch.startswith(start))
-    return next(named, arch.replace("sm", "sm_", 1))
+    try:
+        arch = device_info(torch.device(device_type, device_id)).arch
+    except (ConfigurationError, RuntimeError):  # no backend knows it, or its driver fails
+        return device_type
+    if device_type == "cuda":
+        return _CHIPS.get(arch, arch.replace("sm", "sm_", 1))
+    return next((f for f in ("ascend910", "ascend310") if f in arch.lower()), device_type)
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
