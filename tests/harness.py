@@ -12,7 +12,7 @@ import functools
 import textwrap
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,8 @@ def selected_backends(config: pytest.Config) -> list[str]:
     return list(dict.fromkeys([*names, "reference"]))
 
 
-def interpreted_kernels(
-    *names: str, order: str | Sequence[str] = ("triton", "reference"), autouse: bool = True
-) -> Any:
-    """A fixture: operators by interpreted kernels where these are under test, in this order.
+def interpreted_kernels(*names: str, autouse: bool = True) -> Any:
+    """A fixture: operators by interpreted kernels where these are under test and take the call.
 
     Elsewhere the device chooses.
     """
@@ -63,7 +61,7 @@ def interpreted_kernels(
     @pytest.fixture(autouse=autouse)
     def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         named = interpreted() and "triton" in selected_backends(request.config)
-        choice = liger_multi.use(**dict.fromkeys(names, order)) if named else None
+        choice = liger_multi.use(**dict.fromkeys(names, ("triton", "reference"))) if named else None
         with choice or contextlib.nullcontext():
             yield
 

@@ -399,16 +399,7 @@ def _replace(report: PatchReport, change: Replace) -> None:
         report.entries.append(entry)
 
 
-_ALONE = (
-    ("fused_moe",),
-    ("rope",),
-    ("lora",),
-    ("linear",),
-    ("linear_float8",),
-    ("four_bits",),
-    (SPARSE,),
-    (ROTATED,),
-)
+_ALONE = ("fused_moe", "rope", "lora", "linear", "linear_float8", "four_bits", SPARSE, ROTATED)
 """Operators that are a family of one."""
 
 
@@ -424,7 +415,7 @@ def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> Non
         reason = f"{', '.join(experts)} does not use the experts interface of transformers"
         strict = "fused_moe" in request.named
         report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
-    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
+    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *((op,) for op in _ALONE)):
         requested = [op for op in family if op in request.enabled]
         missing = [op for op in requested if op not in covered]
         for op in missing:

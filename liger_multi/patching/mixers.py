@@ -488,7 +488,7 @@ class FusedMixer(Calling):
         return named(_BUILDERS[name](op, called, options), name, options)
 
     @staticmethod
-    def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
+    def new_method(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
         """The forward of a gated convolution is one operator between two projections."""
         options = settings.gated_short_conv
         if options is None or method.__name__ != "forward":

@@ -531,7 +531,7 @@ class Calling(Patched):
         raise NotImplementedError
 
     @staticmethod
-    def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
+    def new_method(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
         """The new method, from the original one and a ``copy`` with replaced calls."""
         return copy
 
@@ -568,7 +568,7 @@ def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
     It may also be called after the module's original class was restored.
     """
     behavior, stock = cast("type[Calling]", swap.behavior), swap.stock
-    ours = behavior.whole(getattr(stock, name), copy, swap.settings)
+    ours = behavior.new_method(getattr(stock, name), copy, swap.settings)
 
     @functools.wraps(copy)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

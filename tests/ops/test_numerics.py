@@ -710,7 +710,7 @@ NAMES = (
 )
 
 
-kernels = harness.interpreted_kernels(*NAMES, order="triton")
+kernels = harness.interpreted_kernels(*NAMES)
 
 
 CLASSES = 97

@@ -215,6 +215,7 @@ def _same_gate(stock: Tensor, x: Tensor, spec: ExpertsKind) -> bool:
 def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
     """A small copy, and the inputs of its form: hidden states, indices and routing weights."""
     shapes, weights = _shapes(module), _weights(module)
+    # By size: sizes that are equal in the module are equal in the copy, as its code may need them.
     experts, *axes = shapes[weights[0]]
     hidden, wide = axes if _transposed(module) else reversed(axes)
     sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
