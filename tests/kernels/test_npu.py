@@ -295,7 +295,7 @@ def test_every_form_is_listed_as_todays_sources_have_it():
 
 def assert_listed(chip, dtype_name, known):
     forms = blocks.launches_of(CHIPS[chip], DTYPES[dtype_name])
-    assert set(blocks.grouped(forms.values())) == set(blocks.NAMES)
+    assert set(blocks.by_kernel(forms.values())) == set(blocks.NAMES)
     for launch in forms.values():
         said = known.get(launch.key[:16])
         assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
@@ -336,7 +336,7 @@ def test_kernels_compile_as_listed(request, chip, dtype_name):
     """The form of every kernel that takes the most room; ``--slow-npu``: every form."""
     known, grouped = (
         listed(chip),
-        blocks.grouped(blocks.launches_of(CHIPS[chip], DTYPES[dtype_name]).values()),
+        blocks.by_kernel(blocks.launches_of(CHIPS[chip], DTYPES[dtype_name]).values()),
     )
     every = request.config.getoption("--slow-npu")
     for launch in [x for same in grouped.values() for x in (same if every else same[:1])]:
