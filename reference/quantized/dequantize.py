@@ -125,6 +125,15 @@ def forward(
     return y
 
 
+def _sums(rows: Tensor) -> Tensor:
+    """Sums of rows, neighbors first: the library's order follows the number of rows on a GPU."""
+    width = rows.shape[1]
+    rows = torch.nn.functional.pad(rows, (0, (1 << (width - 1).bit_length()) - width))
+    while rows.shape[1] > 1:
+        rows = rows[:, ::2] + rows[:, 1::2]
+    return rows[:, 0]
+
+
 def backward(
     dy: Tensor,
     codes: Tensor,
@@ -137,13 +146,13 @@ def backward(
     acc_dtype = statistics_dtype(scales.dtype)
     flat, upstream = codes.reshape(-1), dy.reshape(-1)
     total = torch.zeros(scales.numel(), dtype=acc_dtype, device=codes.device)
-    step = max(1, (1 << 20) // group) * group // 2  # whole blocks, so that each is one sum
+    step = max(1, (1 << 20) // group) * group // 2  # whole blocks
     for start in range(0, flat.numel(), step):
         part = slice(start, min(flat.numel(), start + step))
         block = _blocks_of(part, group, codes.device)
         level = numbers(flat[part], zeros, format, acc_dtype, block)
         product = level * upstream[2 * part.start : 2 * part.stop].to(acc_dtype)
         first, missing = 2 * start // group, -product.numel() % group
-        sums = torch.nn.functional.pad(product, (0, missing)).view(-1, group).sum(1)
+        sums = _sums(torch.nn.functional.pad(product, (0, missing)).view(-1, group))
         total[first : first + sums.numel()] = sums
     return total.to(scales.dtype).view(scales.shape)

@@ -20,7 +20,7 @@ from liger_multi.errors import BackendUnavailableError, ConfigurationError, Cont
 from liger_multi.reference.common import strict
 from liger_multi.reference.norms import rms_norm
 from liger_multi.testing import bitwise as checks, samples
-from liger_multi.testing.checks import call
+from liger_multi.testing.checks import call, outputs
 from tests.comparing import recorded
 
 
@@ -174,6 +174,25 @@ def test_every_operator_runs_under_rows_on_a_cpu():
     """Inputs are not overwritten there: in-place operators have no independent rows."""
     refused = [n for n in OPS if bitwise.refusal("reference", OPS[n].fwd, "rows")]
     assert all(OPS[name].inplace for name in refused)
+
+
+IN_THE_LIBRARY_S_ORDER = {f"aten::{n}" for n in ("sum", "mean", "mm", "bmm", "addmm")}
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if OPS[n].bitwise.reference == "exact"])
+def test_an_exact_reference_adds_in_an_order_of_its_own(name):
+    """On a GPU the order of the library follows the number of rows."""
+    axis = OPS[name].bitwise.axis
+    for sample in (s for s in samples.of(name) if s.elements < 2**14):
+        tensors = sample.make("cpu", torch.float32)
+        leaves = [t for n, t in tensors.items() if t.requires_grad and axis(n) is not None]
+        result, _ = outputs(call(name, tensors, sample.options, **{name: "reference"}))
+        upstream = [torch.ones_like(t) for t in result.values()]
+        if leaves:
+            with torch.autograd.profiler.profile() as run:
+                torch.autograd.grad([*result.values()], leaves, upstream, allow_unused=True)
+            names = {event.name for event in run.function_events}
+            assert not names & IN_THE_LIBRARY_S_ORDER, sample.name
 
 
 def test_promises_of_every_operator():
