@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -640,12 +641,18 @@ BATCHES, CALLS = 200, 10
 
 def stub_launches() -> None:
     """Let every launch of a Triton kernel find a compiled kernel that does nothing."""
-    from liger_multi.backends.triton.common import launching
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from liger_multi.backends.triton.common import launching, specialization
 
     class Compiled(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
-            return (_nothing, None, None, _nothing)
+            return (_nothing, None, None, _nothing, None)
 
+    card = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver._active = SimpleNamespace(get_current_target=lambda: card)
+    launching._classes = specialization.ArgumentClasses(specialization.specialize_for_target())
     launching._compiled = Compiled()
 
 

@@ -288,7 +288,8 @@ def test_interpreted_kernel_launch(monkeypatch):
 def test_host_time_of_operators():
     command = [sys.executable, "-m", "benchmarks.models", "host-time"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    output = {"capture_output": True, "text": True, "timeout": 120}  # interpreted: many minutes
+    done = subprocess.run(command, cwd=ROOT, env=environment, **output)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for name in ("bare Function", "rms_norm", "swiglu", "rope", "gated_mlp"):
