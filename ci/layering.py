@@ -236,10 +236,9 @@ def vendor_words(file: File, tree: Tree) -> Findings:
 def portable(file: File, tree: Tree) -> Findings:
     """Kernels ask for nothing that one vendor's hardware does otherwise.
 
-    Capability numbers mean other cards on other vendors, which ``compat`` tells apart by names that
-    it cannot choose; products of fp32 are of TF32 or XF32
-    unless told; an atomic sum has no fixed order, and for 16 bits becomes a loop. PyTorch divides a
-    sum among the cores that a card has.
+    Capability numbers mean other cards on other vendors (``compat`` serves names that ask for
+    them); products of fp32 are of TF32 or XF32 unless told; an atomic sum has no fixed order, and
+    for 16 bits becomes a loop. PyTorch divides a sum among the cores that a card has.
     """
     calls = [n for n in file.nodes if isinstance(n, ast.Call)] if not file.is_of_vendor else []
     for node in calls:
