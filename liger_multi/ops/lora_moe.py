@@ -354,4 +354,9 @@ SAMPLES = (
 )
 COMPILE_SAMPLES = (
     Sample("8192x4096 14336 of 8 r64", _case((8192,), 2, 8, 4096, 14336, 64), _SCALES),
+    Sample(
+        "8192x4096 14336 of 8 r64-fp32",
+        _case((8192,), 2, 8, 4096, 14336, 64, dtype=torch.float32),
+        _SCALES,
+    ),
 )
