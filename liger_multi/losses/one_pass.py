@@ -400,7 +400,7 @@ def _by_autograd(
     """
     from torch.utils.checkpoint import checkpoint
 
-    from liger_multi.dispatch.config import current, within
+    from liger_multi.dispatch.config import current, using_configuration
     from liger_multi.ops.linear import linear_of_mode
 
     hidden, weight, target, bias, ignore_index = args[:5]
@@ -414,7 +414,7 @@ def _by_autograd(
 
     def once_more(*args: Any) -> Tensor:
         assert configuration is not None
-        with within(configuration):  # backward may run under another one
+        with using_configuration(configuration):  # backward may run under another one
             return block(*args)
 
     count, every = len(target), torch.arange(len(target), device=target.device)

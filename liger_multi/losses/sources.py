@@ -37,7 +37,7 @@ from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_types, counted, field_types
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, named, op, prepared
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, as_output, op, prepared
 from liger_multi.parameters import Job, dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
@@ -505,7 +505,7 @@ def tokens(
         args, output = prepared(*tensors, keep=False, **options), None
         if keep and torch.is_grad_enabled():
             output = kept_tokens((hidden, weight, bias), args, target, keep)
-        return named(op(*args), target, args[-1]) if output is None else output
+        return as_output(op(*args), target, args[-1]) if output is None else output
 
     return typed_source.run(run)  # type: ignore[no-any-return]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several, without_cache
+from liger_multi.dispatch.bitwise import MODES, RowAxes, as_tuple, promised, without_cache
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.resolve import plan_for
@@ -76,7 +76,7 @@ class Call:
             for name, x in zip(self.prim.params, args, strict=True)
         ]
         with self._under(mode):
-            results = several(self.prim.call(*call_args))
+            results = as_tuple(self.prim.call(*call_args))
         written = [call_args[self.prim.params.index(name)] for name in self.prim.mutates]
         return (*results, *written)
 
@@ -104,7 +104,7 @@ def recorded() -> Iterator[list[tuple[Primitive, tuple[Any, ...], tuple[Any, ...
     def call_and_keep(prim: Primitive, *args: Any) -> Any:
         kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
         result = original(prim, *args)
-        calls.append((prim, kept, tuple(t.detach().clone() for t in several(result))))
+        calls.append((prim, kept, tuple(t.detach().clone() for t in as_tuple(result))))
         return result
 
     with mock.patch.object(Primitive, "call", call_and_keep):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_multi import ops
 from liger_multi._torch_private import tensor_constructors
-from liger_multi.dispatch.bitwise import several
+from liger_multi.dispatch.bitwise import as_tuple
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, operators, unavailable
@@ -198,7 +198,7 @@ def by_the_rules() -> Iterator[None]:
         result = original(prim, *args)
         meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in args]
         for name, got, rule in zip(
-            prim.returns, several(result), several(prim.fake(*meta)), strict=True
+            prim.returns, as_tuple(result), as_tuple(prim.fake(*meta)), strict=True
         ):
             same = (got.dtype, got.shape) == (rule.dtype, rule.shape)
             where = f"{prim.op.name}.{prim.direction} returns {name} as"

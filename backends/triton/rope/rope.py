@@ -31,7 +31,7 @@ from liger_multi.backends.triton.common.rows import (
     short_offsets,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, kept, launch_config
+from liger_multi.dispatch.launch import DeviceInfo, cached_config, launch_config
 from liger_multi.reference.rope.rope import dense, output_dtype
 
 # --- tiles: each in one sequence, its elements near a scalar base ---
@@ -540,7 +540,7 @@ def _launch(
     tensors = (q, k, cos, sin, q_out, k_out)
     rest = (heads, style, head_axis, rotary_dim, inverse)
     layouts = [(x.shape, x.stride(), x.dtype) for x in tensors]
-    n = kept(("rope", q.device, *rest, *layouts), lambda: _geometry(tensors, *rest))
+    n = cached_config(("rope", q.device, *rest, *layouts), lambda: _geometry(tensors, *rest))
     if not n.programs:
         return
     if True in n.copied:

@@ -33,7 +33,7 @@ from liger_multi.dispatch import registry
 from liger_multi.dispatch.launch import device_info
 from liger_multi.nn import TiledMLP
 from liger_multi.nn.vocab_parallel import vocab_parallel_cross_entropy
-from liger_multi.ops.fused_linear_log_prob import named, op as of_head, prepared
+from liger_multi.ops.fused_linear_log_prob import as_output, op as of_head, prepared
 
 # --- which implementation runs, by Liger-Kernel's names ---
 
@@ -473,7 +473,7 @@ def _scaled_cross_entropy(
         outputs=("log_prob", *(("entropy",) if return_entropy else ())),
     )
     results = of_head(*arguments)
-    output = named(results, target, arguments[-1])
+    output = as_output(results, target, arguments[-1])
     if few is None:
         return functional.scaled_outputs(output)
     lse, low = (results[i].view(*target.shape, 1) for i in (2, 4))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from liger_multi.dispatch import launch
-from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.dispatch.config import Configuration, parse, using_configuration
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.errors import BackendUnavailableError, summary
 from liger_multi.testing import bitwise, checks, samples
@@ -47,7 +47,9 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
             both = [(forward, backward)]
             pairs = itertools.product(heads.items(), orders.get(case.check, both))
             for (products, used), (first, second) in pairs:
-                with within(Configuration((parse({"head_gemms": products}, case.name),))):
+                with using_configuration(
+                    Configuration((parse({"head_gemms": products}, case.name),))
+                ):
                     errors = checks.compare(case.op, sample, dtype, device, first, second, used)
                 worst = max(worst, *errors.values(), 0.0)
         if case.entry is not None:  # compilers make races for some numbers of warps and stages
