@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def _by_rows() -> Iterator[None]:
     token = launch.any_rows.set(True)
     try:
-        with strict.within("rows", gemm_by_rows):
+        with strict.in_mode("rows", gemm_by_rows):
             yield
     finally:
         launch.any_rows.reset(token)

@@ -105,10 +105,10 @@ class _LossKernels:
         gradient: Tensor,
         factor: Any,
         dtype: torch.dtype,
-        by: Any = None,
-        over: bool = False,
+        denominators: Any = None,
+        overwrite: bool = False,
     ) -> Tensor:
-        if (factor is None or over) and gradient.dtype == dtype:
+        if (factor is None or overwrite) and gradient.dtype == dtype:
             return gradient
         return torch.empty_like(gradient, dtype=dtype)
 

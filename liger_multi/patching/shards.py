@@ -396,7 +396,7 @@ PARTS = 3  # of an axis ``p``
 def spread(
     op: str, function: Callable[..., Any], rows: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``function(*rows, **named)``, an operator, on whole rows of this rank's heads.
+    """``function(*rows, **kwargs)``, an operator, on whole rows of this rank's heads.
 
     Without ranks in force, it is just called.
 
