@@ -29,10 +29,10 @@ TOLERANCES = {
 }
 
 
-def excess(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+def excess(got: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
     """The largest error in units of the tolerance of ``dtype``: 1 passes; NaN must meet NaN."""
-    if actual.shape != exact.shape:
-        raise ValueError(f"shapes differ: got {tuple(actual.shape)}, exact {tuple(exact.shape)}")
+    if got.shape != exact.shape:
+        raise ValueError(f"shapes differ: got {tuple(got.shape)}, exact {tuple(exact.shape)}")
     if exact.numel() == 0:
         return 0.0
     allowed, right = TOLERANCES[dtype], exact.double()
@@ -41,6 +41,6 @@ def excess(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
         if (right.isfinite().any())
         else right.new_zeros(right.shape)
     )
-    error = (actual.double() - right).abs()
-    equal = (actual.double() == right) | (actual.isnan() & right.isnan())
+    error = (got.double() - right).abs()
+    equal = (got.double() == right) | (got.isnan() & right.isnan())
     return float(torch.nan_to_num(torch.where(equal, 0, error / bound), nan=float("inf")).max())

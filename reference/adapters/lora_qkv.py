@@ -101,7 +101,7 @@ def _backward_of(lora: LowRank) -> Callable[..., Any]:
         k_b: Tensor | None,
         v_a: Tensor | None,
         v_b: Tensor | None,
-        projected: Tensor,
+        low: Tensor,
         q_scale: float,
         k_scale: float,
         v_scale: float,
@@ -121,7 +121,7 @@ def _backward_of(lora: LowRank) -> Callable[..., Any]:
         needs_a, needs_b = (needs_q_a, needs_k_a, needs_v_a), (needs_q_b, needs_k_b, needs_v_b)
         scales, low2d, needs_back = (
             (q_scale, k_scale, v_scale),
-            as_rows(projected),
+            as_rows(low),
             needs_x or any(needs_a),
         )
         parts = zip(a, b, scales, _columns(low2d, a), upstream, strict=True)
