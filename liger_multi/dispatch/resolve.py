@@ -118,7 +118,7 @@ def _strictly(name: str, prim: Primitive, call: Any, mode: str) -> Callable[...,
     def run(*args: Any) -> Any:
         token = launch.any_rows.set(mode == "rows")
         try:
-            with strict.within(mode, gemm):
+            with strict.in_mode(mode, gemm):
                 return call(*args)
         finally:
             launch.any_rows.reset(token)
