@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         level=level,
         seconds=time.monotonic() - began,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        author=arguments.by or "",
+        by=arguments.by or "",
         label=arguments.label or "",
         lifted=quarantine.lifted(results, device),
     )

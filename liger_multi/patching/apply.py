@@ -408,7 +408,11 @@ _ALONE = ("fused_moe", "rope", "lora", "linear", "linear_float8", "four_bits", S
 
 
 def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> None:
-    """Report operators without a module; by default, one operator of a family is enough."""
+    """Report operators without a module that were named or that a language model would have.
+
+    By default, one operator of a family is enough, and a model without a configuration, such as
+    ``nn.Sequential``, need not have any.
+    """
     names = {facts.module_class.__name__ for facts in model.classes}
     experts = sorted(name for name in names if name.endswith("Experts"))
     experts = [] if report.count("fused_moe") else experts
@@ -419,13 +423,14 @@ def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> Non
         reason = f"{', '.join(experts)} does not use the experts interface of transformers"
         strict = "fused_moe" in request.named
         report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
+    usual = REPORTED if model.with_attribute("config") else ()
     for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *((op,) for op in _ALONE)):
         requested = [op for op in family if op in request.enabled]
         missing = [op for op in requested if op not in covered]
         for op in missing:
             is_requested = op in request.named
             # most models have no experts, for example, which is not reported
-            if is_requested or (len(missing) == len(requested) and op in REPORTED):
+            if is_requested or (len(missing) == len(requested) and op in usual):
                 reason = "the model has no module of this kind"
                 if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"

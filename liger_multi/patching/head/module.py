@@ -568,7 +568,7 @@ def find_loss_head(model: ModelFacts, request: Request) -> Iterator[Change]:
                 yield Restore(path, module)
         return
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
-    if missing:
+    if missing and (op in request.named or model.with_attribute("config")):
         yield Skipped("", op, missing, strict=request.whole)
     conflict = next(
         (reason_of_loss for m in with_heads(model) if (reason_of_loss := loss_conflict(m))), None

@@ -387,7 +387,7 @@ def as_data(
     level: str,
     seconds: float,
     date: str,
-    author: str,
+    by: str,
     label: str,
     lifted: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
@@ -411,7 +411,7 @@ def as_data(
                 for r in failures[:MOST_FINDINGS]
             ]
         operators.setdefault(target, {})[op] = entry
-    data = {"format": FORMAT, "date": date, "by": author, "label": label, "level": level, **details}
+    data = {"format": FORMAT, "date": date, "by": by, "label": label, "level": level, **details}
     return {
         **data,
         "liger_multi": __version__,
