@@ -765,7 +765,7 @@ def _rows(
     rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
     if not count:
         return rows
-    kept = rows if factor is None else (rows.loss, *[None] * 5)
+    statistics = rows if factor is None else (rows.loss, *[None] * 5)
     shape = {"rows": count, "cols": cols, "logits": int(spec.form == "logits")}
     shape["element_bytes"] = student.element_size() + teacher.element_size()
     k = launch_config(f"{name}.forward", sum_config, student.device, **shape)
@@ -777,7 +777,7 @@ def _rows(
             teacher,
             target,
             factor,
-            *filled(*kept),
+            *filled(*statistics),
             student.stride(0),
             teacher.stride(0),
             _step(target),
