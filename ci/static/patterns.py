@@ -36,8 +36,9 @@ from typing import Any
 
 import triton
 
+from ci.sources import text_of
 from ci.static import TARGETS, StaticCase, lower
-from ci.static.table import CACHE, formulas, launches, text_of
+from ci.static.table import CACHE, formulas, launches
 
 VALUE = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 RESULTS = re.compile(r"^\s*(%[\w$.\-]+)(?::\d+)?\s*=\s*\"?([\w.]+)\"?(.*)$")

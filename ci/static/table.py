@@ -18,14 +18,12 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import multiprocessing
 import os
 import re
 import sys
 import time
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +31,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.runtime.jit import JITFunction
 
-from ci import statements
+from ci.sources import text_of
 from ci.static import (
     TARGETS,
     StaticCase,
@@ -156,50 +154,6 @@ def requested(ask: Ask) -> list[tuple[StaticCase, Variant]]:
     return [p for p in pairs if re.search(ask.pattern, p[0].name)][number - 1 :: parts]
 
 
-# --- what a kernel is made of ---
-
-
-def parts_of(kernel: Any) -> dict[str, str]:
-    """A kernel's statements, those of the package's functions that it calls, and its constants."""
-    parts: dict[str, str] = {}
-    left = [kernel]
-    while left:
-        function = left.pop()
-        where = f"{function.fn.__module__}.{function.__name__}"
-        if where in parts:
-            continue
-        parts[where] = statements(function.src)
-        for used in set(re.findall(r"\b[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", parts[where])):
-            other = _meant(function, used)
-            if isinstance(other, JITFunction):
-                left.append(other)
-            elif isinstance(other, triton.language.constexpr):
-                parts[f"{where}: {used}"] = repr(other.value)
-            elif hasattr(other, "__triton_builtin__"):  # what the compiler runs itself
-                parts[f"{where}: {used}"] = statements(inspect.getsource(other))
-    return parts
-
-
-def text_of(kernel: Any) -> str:
-    """The parts of a kernel as one text, the same wherever its files stand."""
-    named = []
-    for key, text in parts_of(kernel).items():
-        where, _, used = key.partition(": ")
-        named.append((where.rpartition(".")[2], used, text))
-    return repr(sorted(named))
-
-
-def _meant(function: Any, used: str) -> Any:
-    """What a name with dots is in a jitted function; None of Triton's own modules."""
-    first, *rest = used.split(".")
-    value = function.fn.__globals__.get(first)
-    while isinstance(value, types.ModuleType):
-        if not rest or not value.__name__.startswith("liger_multi"):
-            return None
-        value = getattr(value, rest.pop(0), None)
-    return value
-
-
 # --- compiling, once ---
 
 
@@ -211,19 +165,14 @@ def _reader() -> str:
     return f"{triton.__version__} {hashlib.sha256(repr(trees).encode()).hexdigest()}"
 
 
-@functools.cache
-def _source(kernel: Any) -> str:
-    return text_of(kernel)
-
-
 def formulas(case: StaticCase) -> tuple[str, ...]:
     """The sources of jitted functions among the constants of a launch."""
     constants = case.constants.values()
-    return tuple(_source(value) for value in constants if isinstance(value, JITFunction))
+    return tuple(text_of(value) for value in constants if isinstance(value, JITFunction))
 
 
 def _key(case: StaticCase, target: Target, variant: Variant) -> str:
-    sources = (_source(case.kernel), *formulas(case))
+    sources = (text_of(case.kernel), *formulas(case))
     parts = (_reader(), *sources, case.identity, str(target.gpu), variant)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

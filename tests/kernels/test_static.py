@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs Triton's code generators")
 import triton
 import triton.language as tl
 
-from ci import statements
+from ci.sources import statements, text_of
 from ci.static import (
     TARGETS,
     StaticCase,
@@ -45,7 +45,6 @@ from ci.static.table import (
     page,
     rows_of,
     suite,
-    text_of,
     turn,
     verdicts,
 )
@@ -526,7 +525,12 @@ def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
 def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
     name = "_gated_forward_kernel"
     before, source = static_table.sources(name), sigmoid.src
-    update = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")
+    write = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")
+
+    def update(text):
+        write(text)
+        text_of.cache_clear()
+
     try:
         update(source + "    # no comment of a helper two calls below the kernel\n")
         assert static_table.sources(name) == before
@@ -549,6 +553,7 @@ def test_words_and_places_make_no_table_stale(monkeypatch):
     name = "_gated_forward_kernel"
     before = static_table.sources(name)
     monkeypatch.setattr(kernels()[name].fn, "__module__", "liger_multi.backends.triton.moved")
+    text_of.cache_clear()
     assert static_table.sources(name) == before
 
 
