@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from benchmarks.tables import measured
+from benchmarks.tables import curves
 from ci.docs import NOTE, ROOT, losses, modules, operators, verification
 from ci.docs.docstrings import text_table
 from ci.docs.operators import public_operators
@@ -79,7 +79,7 @@ def whole_pages() -> dict[str, Callable[[], str]]:
     pages: dict[str, Callable[[], str]] = {
         "index.md": front,
         "ops/index.md": operators.operators_page,
-        "convergence.md": measured.curves_page,
+        "convergence.md": curves.page,
         "coverage.md": coverage.page,
         "examples.md": partial(committed, "examples/README.md"),
         "loss-options.md": losses.page,

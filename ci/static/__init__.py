@@ -2,8 +2,9 @@
 
 Triton carries the code generators of both vendors, so this needs no driver. It says that code fits
 the hardware and what it costs there, not that it is right or fast. :mod:`ci.static.code` reads the
-machine code, :mod:`ci.static.table` compiles what is asked for once, judges and prints,
-``python -m ci.static`` runs it.
+machine code, :mod:`ci.static.selection` says which launches are compiled, :mod:`ci.static.rows`
+compiles them, :mod:`ci.static.judge` says what is wrong, and :mod:`ci.static.baseline` keeps what
+they cost. ``python -m ci.static`` runs all of it.
 
 The launches are those of the real launchers: each case of :mod:`ci.static.cases` calls an operator
 on meta tensors under :func:`liger_multi.dispatch.launch.simulate`, and the launches are recorded
