@@ -39,13 +39,14 @@ def one_each(lines: Iterable[Cells]) -> list[list[str]]:
 
 
 def of_shapes(lines: Iterable[Cells]) -> list[list[str]]:
-    """A row a line, below the shape that an earlier one named; the first of equal names."""
+    """A row a line of the shapes that have several; an earlier line may have named the shape."""
     rows: dict[tuple[str, str], Cells] = {}
     shape = ""
     for named, what, *numbers in lines:
         shape = named or shape
         rows.setdefault((shape, what), (shape, what, *numbers))
-    return one_each(rows.values())
+    shapes = [shape for shape, _ in rows]
+    return one_each(cells for cells in rows.values() if shapes.count(cells[0]) > 1)
 
 
 def both_ways(lines: Iterable[Cells]) -> list[list[str]]:

@@ -20,8 +20,8 @@ def main() -> int:
     for path, (old, new) in pages.items():
         name = path.relative_to(ROOT)
         if options.check:
-            lines = [text.splitlines(True) for text in (old, new)]
-            print("".join(difflib.unified_diff(*lines, str(name), "generated", n=0)))
+            before, after = old.splitlines(True), new.splitlines(True)
+            print("".join(difflib.unified_diff(before, after, str(name), "generated", n=0)))
             print(f"{name} is stale: run `make docs`")
         else:
             path.write_text(new, encoding="utf-8")

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from benchmarks.tables import curves
-from ci.docs import NOTE, ROOT, losses, modules, operators, verification
+from ci.docs import NOTE, ROOT, api, losses, verification
+from ci.docs.api import public_operators
 from ci.docs.docstrings import text_table
-from ci.docs.operators import public_operators
 from ci.docs.tables import DOCS
 from tests.sweep import page as coverage
 
@@ -78,18 +78,24 @@ def whole_pages() -> dict[str, Callable[[], str]]:
     """Every page that is written for the site, by its path there."""
     pages: dict[str, Callable[[], str]] = {
         "index.md": front,
-        "ops/index.md": operators.operators_page,
+        "ops/index.md": api.operators_page,
         "convergence.md": curves.page,
         "coverage.md": coverage.page,
         "examples.md": partial(committed, "examples/README.md"),
         "loss-options.md": losses.page,
-        "nn.md": modules.page,
+        "nn.md": api.modules_page,
         "verification.md": verification.page,
         "benchmarks.md": partial(committed, "benchmarks/README.md"),
     }
     return pages | {
-        f"ops/{name}.md": partial(operators.operator_page, name) for name in public_operators()
+        f"ops/{name}.md": partial(api.operator_page, name) for name in public_operators()
     }
+
+
+def all_pages() -> dict[str, Callable[[], str]]:
+    """Those, and every page of ``docs``."""
+    pages = {path.name: partial(committed, f"docs/{path.name}") for path in DOCS.glob("*.md")}
+    return {**pages, **whole_pages()}
 
 
 # --- links ---
@@ -124,7 +130,7 @@ def linked(text: str, folder: str) -> str:
         text: The page.
         folder: Its folder in the repository, from which its links lead.
     """
-    known = MADE_OF | {operators.contract(name): f"ops/{name}.md" for name in public_operators()}
+    known = MADE_OF | {api.contract(name): f"ops/{name}.md" for name in public_operators()}
 
     def changed(match: re.Match[str]) -> str:
         picture, shown, link = match.groups()
@@ -154,7 +160,7 @@ def configuration() -> str:
     text = (THEME / "mkdocs.yml").read_text(encoding="utf-8")
     before, indent, after = re.split(rf"^( *){NAV}$", text, maxsplit=1, flags=re.MULTILINE)
     lines = []
-    for title, names in operators.by_family(public_operators()).items():
+    for title, names in api.by_family(public_operators()).items():
         lines += [f"- {title[0].upper()}{title[1:]}:"]
         lines += [f"    - {name}: ops/{name}.md" for name in names]
     return before + "\n".join(indent + line for line in lines) + after
@@ -166,8 +172,7 @@ def build(folder: Path) -> None:
     shutil.rmtree(pages, ignore_errors=True)
     shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.md"))
     shutil.copyfile(THEME / "site.css", pages / "site.css")
-    texts = {path.name: partial(committed, f"docs/{path.name}") for path in DOCS.glob("*.md")}
-    for name, build_page in {**texts, **whole_pages()}.items():
+    for name, build_page in all_pages().items():
         target = pages / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(build_page(), encoding="utf-8")

@@ -8,33 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import (
-    adapters,
-    bitwise,
-    examples,
-    float8,
-    memory,
-    notes,
-    performance,
-    planning,
-    sequences,
-)
-from ci.docs import ROOT, losses, operators, verification
+from benchmarks.tables import bitwise, float8, memory, notes, performance, training
+from ci.docs import ROOT, api, losses, verification
 from tests.sweep import page as coverage
 from tests.trainers import runs
 
 DOCS = ROOT / "docs"
-MEASURED: tuple[Any, ...] = (
-    adapters,
-    bitwise,
-    examples,
-    float8,
-    memory,
-    notes,
-    performance,
-    planning,
-    sequences,
-)
+MEASURED: tuple[Any, ...] = (bitwise, float8, memory, notes, performance, training)
 """Modules with tables of ``benchmarks/results``."""
 MARKER = re.compile(r"<!-- ([\w-]+):start -->\n.*?<!-- \1:end -->", re.DOTALL)
 WIDTH = 120
@@ -49,7 +29,7 @@ def pages() -> list[Path]:
 def tables() -> dict[str, Callable[[], str | list[str]]]:
     """Every table of a committed page, by the name of its markers."""
     builders: dict[str, Callable[[], str | list[str]]] = {
-        "op-table": operators.operator_table,
+        "op-table": api.operator_table,
         "loss-head": losses.head,
         "loss-families": losses.families,
         "trainers": runs.table,

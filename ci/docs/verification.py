@@ -16,7 +16,7 @@ import yaml
 from benchmarks.tables import table
 from ci import results
 from ci.docs import ROOT
-from ci.docs.operators import backends
+from ci.docs.api import backends
 from ci.results import Result
 from liger_multi.dispatch import registry
 from liger_multi.grouping import grouped

@@ -73,10 +73,12 @@ def blocks(block: int | None, widest: bool = True) -> Iterator[dict[str, tuple[i
         block: Columns of a step; None takes the table's.
         widest: Whether narrow rows take it too.
     """
-    chosen, real = dict[str, tuple[int, int]](), npu.launch_config
+    chosen: dict[str, tuple[int, int]] = {}
 
     def config(name: str, formula: Any, device: torch.device, **shape: int) -> npu.Block:
-        numbers = real(name, formula, device, **shape) if block is None else npu.Block(block)
+        numbers = (
+            npu.Block(block) if block else launching.launch_config(name, formula, device, **shape)
+        )
         chosen[name] = (shape["bytes"], numbers.block)
         return numbers
 

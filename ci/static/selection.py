@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,7 +79,11 @@ def turn(arch: str) -> Sequence[Pair]:
     return [(case, variant) for case, variant in suite(arch) if case.name in mine]
 
 
-SELECTIONS = {"full": full, "suite": suite, "turn": turn}
+SELECTIONS: dict[str, Callable[[str], Sequence[Pair]]] = {
+    "full": full,
+    "suite": suite,
+    "turn": turn,
+}
 
 
 class Request(NamedTuple):

@@ -24,9 +24,9 @@ import yaml
 
 import liger_multi
 from benchmarks import examples as example_runs, pictures, store
-from benchmarks.tables import examples as docs_examples, performance as docs_performance
+from benchmarks.tables import performance as docs_performance, training as docs_training
 from ci.docs import site as docs_site, tables as docs_tables, verification as docs_status
-from ci.docs.operators import public_operators
+from ci.docs.api import public_operators
 from liger_multi.cli import main as command_line
 from tests import comparing, harness
 
@@ -438,7 +438,7 @@ def test_example_names_a_missing_package(name, package, monkeypatch):
 def test_an_example_is_short_and_says_its_commands(name):
     """One for a CPU and one for GPUs, with arguments that it takes."""
     source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    shows, cpu, gpu = docs_examples.script(name)
+    shows, cpu, gpu = docs_training.script(name)
     assert source.count("\n") < 80
     assert shows.endswith(".")
     assert cpu == f"python examples/{name}.py --tiny"

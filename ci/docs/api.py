@@ -1,4 +1,4 @@
-"""Operators: README's table, the site's list of all, and a page for each."""
+"""Operators and modules: README's table, a list of all, a page for each, and one of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.tables import OPERATOR_FAMILIES
 from ci.docs import NOTE, ROOT
 from ci.docs.docstrings import listed, markdown, sections, signature, summary, text_table
 from ci.npu import levels
-from liger_multi import ops
+from liger_multi import nn, ops
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.bitwise import PROPERTIES
@@ -116,7 +116,7 @@ Every operator is a function of `liger_multi.ops` with a gradient:
 
 ```python
 import torch
-from liger_multi import ops
+from liger_multi import nn, ops
 
 x, weight = torch.randn(4, 8), torch.ones(8)
 y = ops.rms_norm(x, weight)
@@ -252,3 +252,36 @@ def _sharded(op: Any) -> str:
     full = ", ".join(f"`{name}`" for name in replicated(op))
     text = f"DTensors: {rows} may be sharded on any axis but the last."
     return f"{text} Every rank has all of {full}." if full else text
+
+
+# --- the page of modules ---
+
+MODULES_HEAD = """\
+```python
+import torch
+from liger_multi import nn
+
+norm = nn.RMSNorm(64, eps=1e-6)
+y = norm(torch.randn(2, 64))
+```
+
+For a Hugging Face model, use [`liger_multi.patch`](patching.md) instead.
+"""
+
+
+def modules_page() -> str:
+    """The page with every module."""
+    modules = {name: getattr(nn, name) for name in nn.__all__}
+    texts, lines = {name: sections(module) for name, module in modules.items()}, []
+    for name, text in texts.items():
+        like, op = " ".join(text["Like"].split()), text["Operator"]
+        link = f"[`{op}`](ops/{op}.md)" if op in public_operators() else op
+        lines.append([f"[`{name}`](#{name.lower()})", summary(text), like, link])
+    out = [NOTE, "", "# Modules", "", inspect.getdoc(nn) or "", "", MODULES_HEAD]
+    out += [*text_table(("Module", "What", "Like", "Operator"), lines), ""]
+    for name, text in texts.items():
+        make = signature(modules[name].__init__).removesuffix(" -> None")
+        code = [make.replace("__init__", name, 1), signature(modules[name].forward)]
+        code = [text.replace("(\n    self,\n", "(\n", 1) for text in code]
+        out += [f"## {name}", "", "```python", *code, "```", "", listed(text["Args"]), ""]
+    return "\n".join(out)

@@ -1,7 +1,9 @@
-"""Shared prefixes, long rows over several cards, and activations that wait in a byte."""
+"""Training beside others: LoRA, bases in 4 bits, shared prefixes, long rows, and the examples."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,69 @@ from typing import Any
 from benchmarks import long_context as long_rows, store
 from benchmarks.tables import table
 from benchmarks.tables.provenance import GIB, gib, measured, provenance
+
+# --- LoRA, and bases in 4 bits ---
+
+LORA_PARTS = {
+    "mlp": "MLP of Llama-3-8B",
+    "qkv": "q, k and v, three updates",
+    "qkv as one": "q, k and v, one operator",
+    "step": "a step of a small model",
+}
+
+
+def lora_layers() -> list[str]:
+    """Time and memory of LoRA layers beside PEFT's, forward and backward."""
+    layers: dict[tuple[str, str], dict[str, Any]] = {}
+    runs = [r for r in store.read("lora") if store.device(r) == store.DEVICES["h100"]]
+    for run in runs:
+        for row in run["rows"]:
+            layers.setdefault((row["part"], row["form"]), {})[row["variant"]] = row
+    lines = []
+    for (part, form), rows in sorted(
+        layers.items(), key=lambda item: [*LORA_PARTS, item[0][0]].index(item[0][0])
+    ):
+        if part not in LORA_PARTS or not {"stock", "ours"} <= set(rows):
+            continue
+        cells = [f"{LORA_PARTS[part]}, {form.removesuffix(' adapters')}"]
+        for who in ("stock", "ours"):
+            cells += [f"{rows[who]['milliseconds']:#.3g}".rstrip(".")]
+            cells += [f"{rows[who]['added_bytes'] / 2**20:,.0f}"]
+        ratio = rows["ours"]["milliseconds"] / rows["stock"]["milliseconds"]
+        lines.append([*cells, f"{ratio:.2f}"])
+    heads = ["Part, adapters", "PEFT, ms", "added, MiB", "ours, ms", "added, MiB", "ours / PEFT"]
+    return [measured(runs[-1]), "", *table(heads, lines)]
+
+
+def four_bits() -> list[str]:
+    """Steps and layers over a base in 4 bits beside others, then ``dequantize``, by card."""
+    parts: list[str] = []
+    by_card = {store.device(run): run for run in store.read("four-bits")}
+    for run in by_card.values():
+        steps, rates = [], []
+        ours = {
+            row["work"]: row for row in run["rows"][::-1] if row["side"].startswith("liger_multi, ")
+        }
+        places = list(dict.fromkeys(row["work"] for row in run["rows"]))
+        for row in sorted(run["rows"], key=lambda row: places.index(row["work"])):
+            name, copied = row["work"], row.get("of_copy")
+            if copied is not None:
+                rate = f"{row['gb_per_s']:,.0f}"
+                rates.append([name.removeprefix("dequantize "), f"{row['ms']:.3f}", rate])
+                rates[-1].append(f"{100 * copied:.0f} %")
+            elif row["peak_bytes"]:
+                pair = [ours[name][key] / row[key] for key in ("ms", "peak_bytes")]
+                ratio = "" if row is ours[name] else ", ".join(f"{r:.2f}" for r in pair)
+                cells = [f"{row['ms']:#.4g}".rstrip("."), gib(row["peak_bytes"])]
+                steps.append([name, row["side"], *cells, ratio])
+        heads = ["Work", "Implementation", "ms", "peak, GiB", "first of ours / it: time, memory"]
+        parts += [measured(run), "", *table(heads, steps), ""]
+        if rates:
+            parts += [*table(["dequantize", "ms", "GB/s", "of a copy's"], rates), ""]
+    return parts[:-1]
+
+
+# --- sequences ---
 
 _VARIANTS = {"stock": "transformers", "unshared": "unshared, patched", "floor": "packed floor"}
 
@@ -168,8 +233,44 @@ def compressed_activations() -> list[str]:
     return [said, "", measured(run), "", *curves, "", after, "", *by_layer]
 
 
+# --- examples ---
+
+COMMAND = re.compile(r"^ {4}(\S.*)", re.M)
+
+
+def script(name: str) -> tuple[str, str, str]:
+    """What a script shows, and its commands for a CPU and for GPUs, from its first lines."""
+    source = (store.ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(source)) or ""
+    tiny, gpu = (" ".join(command.split()) for command in COMMAND.findall(doc))
+    return doc.partition("\n")[0], tiny, gpu
+
+
+def examples() -> list[str]:
+    """A table of the scripts with what they took, and one of their commands for GPUs."""
+    newest = {row["example"]: (run, row) for run, row in store.rows("examples")}
+    lines, commands = [], []
+    for name, (_, row) in sorted(newest.items()):
+        shows, tiny, gpu = script(name)
+        numbers = (row["seconds"], row["processor_seconds"], row["peak_bytes"] / 2**20)
+        lines.append((f"[`{tiny}`]({name}.py)", shows, *(f"{n:.0f}" for n in numbers)))
+        commands.append(f"    {gpu}")
+    runs = [run for run, _ in newest.values()]
+    loads = sorted(row["load"] for _, row in newest.values())
+    run = max(runs, key=store.moment)
+    said = f"Measured on {run['device']['cores']} CPU cores, torch {run['versions']['torch']}, "
+    said += f"{run['date'][:10]}, other work beside (load average before each: {loads[0]} to "
+    said += f"{loads[-1]}), which lengthens the first time and not the second:"
+    gpus = "On GPUs; these commands have not been run on one:"
+    heads = ("on a CPU", "shows", "time, s", "CPU time, s", "peak, MiB")
+    return [said, "", *table(heads, lines), "", gpus, "", *commands]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "lora-layers": lora_layers,
+    "four-bits": four_bits,
     "shared-prefixes": shared_prefixes,
     "long-context": long_context,
     "compressed-activations": compressed_activations,
+    "examples": examples,
 }
