@@ -92,10 +92,9 @@ def blocks(block: int | None, widest: bool = True) -> Iterator[dict[str, tuple[i
 @functools.cache
 def _calls(op: str, dtype: torch.dtype, real: bool) -> list[Any]:
     """Forward and backward of the samples of an operator, or of those of real sizes alone."""
-    several = {
-        sample.name: sample for sample in (*samples.of(op) * (not real), *samples.compiled(op))
-    }
-    return [call for sample in several.values() for call in directions(op, sample, dtype)]
+    chosen = samples.compiled(op) if real else (*samples.of(op), *samples.compiled(op))
+    unique = {sample.name: sample for sample in chosen}  # benchmarks are in both
+    return [call for sample in unique.values() for call in directions(op, sample, dtype)]
 
 
 def _info(chip: Chip, cores: int) -> DeviceInfo:

@@ -89,7 +89,7 @@ def started(monkeypatch):
     for module in MODULES:
         original = module.start
 
-        def start(kernel, pieces, *args, original=original, **constants):
+        def start(kernel, pieces, /, *args, original=original, **constants):
             starts[kernel.__name__] += 1
             original(kernel, pieces, *args, **constants)
 

@@ -14,8 +14,8 @@ import torch
 from benchmarks import bitwise, long_context, ops as bench, store, traces
 from benchmarks.tables import (
     bitwise as bitwise_pages,
-    measured as measured_tables,
     notes as trace_pages,
+    training as measured_tables,
 )
 from benchmarks.traces import Span
 from ci import results
