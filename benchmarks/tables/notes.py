@@ -198,6 +198,19 @@ NOTES = {
         rf"(?:(16384x2048x151936): )?(three whole GEMMs|auto|chunk \d+) +{HEAD}",
         of_shapes,
     ),
+    "decode": Table(
+        "decode-rows",
+        ("model", "decode, tokens/s", "training step, ms"),
+        rf"\[.*?\] (patched.*?) ([\d.]+) tokens/s{NUMBER} ms a step",
+        one_each,
+    ),
+    "decode-gemm": Table(
+        "decode-rows",
+        ("outputs", "inputs", "rows of a tile", "peer", "one row, us"),
+        r"\[.*?\] {'cols': (\d+), 'inner': (\d+), 'tile': (?:\((256|64|16), 128, .*?\)|'(library)')"
+        r".*'us_of_1': ([\d.]+),.*",
+        one_each,
+    ),
     "hybrid-models": Table(
         "hybrid-models",
         ("model", "tokens", "who", "tokens/s", "GiB", "failure"),
