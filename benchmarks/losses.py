@@ -614,7 +614,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _off(actual: Tensor, exact: Tensor) -> float:
-    return ((actual.float() - exact).norm() / exact.norm()).item()
+    return float((actual.float() - exact).norm() / exact.norm())
 
 
 if __name__ == "__main__":
