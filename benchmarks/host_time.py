@@ -1,8 +1,8 @@
 """Host time of operators, and of steps of small models: ``python -m benchmarks.host_time``.
 
-On an accelerator calls are enqueued without a wait. On a CPU Triton's operators run with launches
-that do nothing (and TRITON_INTERPRET=1, which lets them take tensors of a CPU), so that what is
-left is our Python, PyTorch's bookkeeping and allocations.
+On an accelerator calls are enqueued without a wait. With TRITON_INTERPRET=1, which lets Triton's
+operators take tensors of a CPU, they run there with launches that do nothing, so that what is left
+is our Python, PyTorch's bookkeeping and allocations.
 """
 
 from __future__ import annotations
@@ -201,10 +201,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variant", action="append", choices=VARIANTS)
     options = parser.parse_args()
-    device = device_of()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    device = torch.device("cpu") if interpreted else device_of()
     wait: Call = _nothing if device.type == "cpu" else torch.accelerator.synchronize
     if device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        if not interpreted:
             parser.error("on a CPU, set TRITON_INTERPRET=1")
         liger_multi.configure({"default": "triton"})
         stub_launches()
