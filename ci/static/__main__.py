@@ -44,8 +44,8 @@ def main() -> int:
     options = _options()
     reasons = {arch: missing(TARGETS[arch]) for arch in options.target or TARGETS}
     archs = [arch for arch, reason in reasons.items() if reason is None]
-    absent = [f"{arch}: {reason}" for arch, reason in reasons.items() if reason is not None]
-    print("\n".join(absent))
+    absent = [f"{arch}: {reason}\n" for arch, reason in reasons.items() if reason is not None]
+    print("".join(absent), end="")
     if options.tables:
         with pool() as workers:
             amd = [arch for arch in archs if TARGETS[arch].gpu.backend == "hip"]
