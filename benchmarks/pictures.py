@@ -228,7 +228,7 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
 
 def by_cards() -> Picture | None:
     """The longest rows that plans predict, by cards, and those that ran."""
-    from benchmarks.tables.measured import PUBLISHED
+    from benchmarks.tables.training import PUBLISHED
 
     planned: dict[str, dict[int, int]] = {}
     for _, row in store.rows("longest-by-cards"):

@@ -121,7 +121,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-def _as_on_devices() -> contextlib.ExitStack:
+def as_on_devices() -> contextlib.ExitStack:
     """What GPUs have and the meta device of an older PyTorch may lack."""
     stack = contextlib.ExitStack()
     # of targets whose values nobody knows, none is ignored
@@ -134,12 +134,12 @@ def _as_on_devices() -> contextlib.ExitStack:
 
 def start(op: str, sample: Sample, dtype: torch.dtype) -> None:
     """Start the kernels of a sample, under :func:`ci.static.recorded`."""
-    with _as_on_devices():
+    with as_on_devices():
         launch_all(directions(op, sample, dtype))
 
 
 def _start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
-    with _as_on_devices():
+    with as_on_devices():
         calls = _recorded(op, name, dtype, setting)
         with SETTINGS[setting].within():
             launch_all(calls)

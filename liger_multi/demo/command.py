@@ -98,35 +98,12 @@ def make_plan(arguments: argparse.Namespace, device: torch.device) -> DemoConfig
     from liger_multi.demo.training import DemoConfig, Scale
 
     if arguments.quick:
-        scale, timed = (
-            Scale(
-                32768, 64, 160, 2, 4, 2, sequence=192, batch=4, steps=3, corpus_characters=1_000_000
-            ),
-            1,
-        )
+        sizes, timed = (64, 160, 2, 4, 2, 192, 4, 3, 1_000_000), 1
     elif device.type == "cpu":
-        scale, timed = (
-            Scale(
-                32768,
-                256,
-                704,
-                4,
-                4,
-                2,
-                sequence=192,
-                batch=8,
-                steps=6,
-                corpus_characters=9_000_000,
-            ),
-            2,
-        )
+        sizes, timed = (256, 704, 4, 4, 2, 192, 8, 6, 9_000_000), 2
     else:
-        scale, timed = (
-            Scale(
-                32768, 1024, 2816, 8, 16, 8, 1024, batch=8, steps=20, corpus_characters=9_000_000
-            ),
-            5,
-        )
+        sizes, timed = (1024, 2816, 8, 16, 8, 1024, 8, 20, 9_000_000), 5
+    scale = Scale(32768, *sizes)
     scale = replace(scale, steps=arguments.steps or scale.steps)
     bound = BOUNDS["float32" if device.type == "cpu" else "bfloat16"]
     return DemoConfig(scale, timed, arguments.seed, device, bound)

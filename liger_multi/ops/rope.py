@@ -220,4 +220,12 @@ COMPILE_SAMPLES = (
         _case(4, (32, 2), 2048, 128, rotary=64, layout="swapped"),
         {"rotary_dim": 64},
     ),
+    *[
+        Sample(
+            f"2x2048 8/1x512 {options.get('style', 'half')} fp32 angles",
+            _case(2, (8, 1), 2048, 512, layout="swapped", dtype=torch.float32),
+            options,
+        )
+        for options in ({}, INTERLEAVED)
+    ],
 )

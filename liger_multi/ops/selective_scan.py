@@ -341,7 +341,7 @@ COMPILE_SAMPLES = (
             _case(2, 8192, channels, states=states, dtype=torch.float32, omitted="initial_state"),
             SOFT,
         )
-        for channels, states in ((4096, 64), (1024, 256))
+        for channels, states in ((4096, 64), (2048, 128), (1024, 256))
     ],
     Sample(
         "2x8192x8192 N16 plain", _case(2, 8192, 8192, states=16, dtype=torch.float32, omitted=SCAN)

@@ -286,7 +286,7 @@ def test_interpreted_kernel_launch(monkeypatch):
 
 @pytest.mark.slow
 def test_host_time_of_operators():
-    command = [sys.executable, "-m", "benchmarks.models", "host-time"]
+    command = [sys.executable, "-m", "benchmarks.host_time"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     output = {"capture_output": True, "text": True, "timeout": 120}  # interpreted: many minutes
     done = subprocess.run(command, cwd=ROOT, env=environment, **output)

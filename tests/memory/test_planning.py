@@ -21,9 +21,9 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks import long_context, plans, store as results
+from benchmarks.configs import MODELS, Run as SeveralCards
 from benchmarks.harness import tracked_peak
 from benchmarks.memory import Case as Small
-from benchmarks.models import MODELS, Run as SeveralCards
 from benchmarks.plans import Case as Run, executed
 from liger_multi import configure
 from liger_multi.cli.main import main

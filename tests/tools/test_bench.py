@@ -14,8 +14,8 @@ import torch
 from benchmarks import bitwise, long_context, ops as bench, store, traces
 from benchmarks.tables import (
     bitwise as bitwise_pages,
-    measured as measured_tables,
-    traces as trace_pages,
+    notes as trace_pages,
+    training as measured_tables,
 )
 from benchmarks.traces import Span
 from ci import results
@@ -598,7 +598,7 @@ def test_the_page_has_every_line_that_is_printed():
         traces.operator_line(case, "forward", [kernels], 2**20, peak),
         traces.operator_line(case, "backward", [kernels[:1]], 2**21, peak),
     ]
-    table = trace_pages.TABLES["operators"]
+    table = trace_pages.NOTES["operators"]
     (cells,) = trace_pages.rows(table, [*lines, "    12.0 us in 3: a kernel"])
     assert len(cells) == len(table.heads)
     assert cells[-1]

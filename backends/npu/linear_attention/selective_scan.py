@@ -294,7 +294,7 @@ def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
     batch, _, cols = u.shape
     states, cores = max(2, triton.next_power_of_2(size)), device_info(u.device).cores
     widest = triton.next_power_of_2(cols)
-    channels = min(block_of(name, u, states * widest) // states, widest)
+    channels = block_of(name, u, states * widest, smallest=1) // states
     while channels > LEAST and batch * -(-cols // channels) < cores:
         channels //= 2
     return channels * states, states, -(-cols // channels)
