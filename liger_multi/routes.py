@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_multi import checks
-from liger_multi.arguments import by_name
 from liger_multi.errors import LigerMultiError
+from liger_multi.modules.arguments import by_name
 from liger_multi.patching import shards
 from liger_multi.patching.packing.samples import rows_of, visible_tokens
 from liger_multi.patching.packing.tree import offered

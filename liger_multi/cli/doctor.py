@@ -24,9 +24,9 @@ from liger_multi.cli import checking
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current, in_quarantine
 from liger_multi.dispatch.launch import device_info, proved_with
+from liger_multi.files.page import Page
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
-from liger_multi.page import Page
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 

@@ -22,10 +22,10 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError, need
+from liger_multi.files.page import Page
 from liger_multi.memory import Profile, compare, profile
 from liger_multi.memory.breakdown import Comparison
 from liger_multi.memory.measure import format_bytes
-from liger_multi.page import Page
 
 if TYPE_CHECKING:
     from liger_multi.demo.display import Display

@@ -35,10 +35,10 @@ from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_types, counting_mask, field_types
+from liger_multi.modules.parameters import Job, dtype_of, stored
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, as_output, op, prepared
-from liger_multi.parameters import Job, dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
 

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from liger_multi._torch_private import memory_history
-from liger_multi.documents import read_json
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.files.documents import read_json
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import INK, PARTS, figure
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes, resolve_device
 from liger_multi.memory.recorder import (
@@ -28,8 +30,6 @@ from liger_multi.memory.recorder import (
     Block,
     Recorder,
 )
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import INK, PARTS, figure
 
 # --- data ---
 

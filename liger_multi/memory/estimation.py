@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from liger_multi.errors import need, shown
+from liger_multi.files.page import Page, Paged
 from liger_multi.memory.breakdown import Profile, percent, summarize
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.offload import compress_activations, offload_activations
@@ -40,7 +41,6 @@ from liger_multi.memory.setup import (
 from liger_multi.memory.simulation import Simulation, on_meta
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops.dequantize import FORMATS
-from liger_multi.page import Page, Paged
 from liger_multi.patcher import patcher, sharder
 
 if TYPE_CHECKING:

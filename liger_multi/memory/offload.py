@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_multi._torch_private import detached
-from liger_multi.around import Around, is_compiled
 from liger_multi.errors import check_name
 from liger_multi.memory.recompute import decoder_layers, store
+from liger_multi.modules.forward_wrapper import ForwardWrapper, is_compiled
 
 # --- activations in a byte: codes with a scale per row ---
 
@@ -422,7 +422,7 @@ class Offload:
         self._stays, self._timed = options.get("stays", False), options.get("timed", False)
         self._steps: list[_Step] = []  # of calls that run
         self._streams: _Streams | None = None
-        self._handles: list[Any] = [Around(stack, self._run)]
+        self._handles: list[Any] = [ForwardWrapper(stack, self._run)]
         if self._compress:
             hook = self._pass_on
             self._handles += [layer.register_forward_hook(hook) for _, layer in layers[:-1]]

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 
 from liger_multi import checks
 from liger_multi._torch_private import TorchDispatchMode, detached, tree_map, tree_map_only
-from liger_multi.arguments import parameters_of, without_caches
 from liger_multi.errors import check_name
+from liger_multi.modules.arguments import parameters_of, without_caches
 
 # --- policies ---
 

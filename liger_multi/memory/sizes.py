@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import read_json
 from liger_multi.errors import (
     ConfigurationError,
     first_line,
@@ -18,6 +17,7 @@ from liger_multi.errors import (
     summary,
     unknown,
 )
+from liger_multi.files.documents import read_json
 
 # Of the config.json files of Qwen/Qwen2-0.5B, meta-llama/Llama-3.2-1B, Qwen/Qwen2.5-7B,
 # meta-llama/Meta-Llama-3-8B, Qwen/Qwen2.5-14B and openai/gpt-oss-20b on the Hugging Face hub,

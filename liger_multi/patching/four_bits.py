@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
+from liger_multi.modules.parameters import stored
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._packing import codes_of_outputs, shape_of
 from liger_multi.ops.dequantize import DTYPES
-from liger_multi.parameters import stored
 from liger_multi.patching.evidence.facts import LINEAR_FORWARDS, ModelFacts
 from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.options import FourBitOptions, Request, run_bound

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from liger_multi import ops
 from liger_multi.checks import autocast_dtype
+from liger_multi.modules.parameters import dtype_of, has, stored
 from liger_multi.ops.linear import linear_of_mode
-from liger_multi.parameters import dtype_of, has, stored
 from liger_multi.patching import registered
 from liger_multi.patching.evidence.facts import ModelFacts, has_features
 from liger_multi.patching.evidence.probe import (

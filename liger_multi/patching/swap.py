@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi._torch_private import DYNAMO, constant_in_graphs
-from liger_multi.around import Around
 from liger_multi.errors import PatchError
+from liger_multi.modules.forward_wrapper import ForwardWrapper
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.reached import Place, reads_values
 from liger_multi.patching.evidence.signature import Signature, code_of
@@ -347,7 +347,7 @@ def conflict_of(module: nn.Module) -> str | None:
     """Why a module is not patched: other code has replaced its forward or its class; else None."""
     module_class = stock_class(module)
     own_forward = vars(module).get("forward")
-    while isinstance(own_forward, Around):  # it calls the forward of the class
+    while isinstance(own_forward, ForwardWrapper):  # it calls the forward of the class
         own_forward = own_forward.before
     if own_forward is not None and not has_own_forward(module):
         return f"{library_of(own_forward) or 'somebody else'} replaced its forward"

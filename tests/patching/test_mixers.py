@@ -15,8 +15,8 @@ from packaging import version
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.arguments import cache_parameter, caches
 from liger_multi.errors import PackingError
+from liger_multi.modules.arguments import cache_parameter, caches
 from liger_multi.patching.mixers import (
     SERVED as SERVED_BY,
     STILL,

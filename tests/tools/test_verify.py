@@ -24,8 +24,8 @@ from liger_multi.cli import doctor, verify
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import Configuration, load, parse, using_configuration
 from liger_multi.dispatch.registry import operators
-from liger_multi.documents import write_whole, yaml_of
 from liger_multi.errors import ConfigurationError
+from liger_multi.files.documents import write_whole, yaml_of
 from liger_multi.testing import bitwise, checks, samples
 from liger_multi.testing.checks import guarded, overwritten
 from liger_multi.testing.verify import cases, quarantine, run

@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks, ops
 from liger_multi._torch_private import EnableTorchFunction, say
-from liger_multi.arguments import by_name, cache_parameter, caches
 from liger_multi.errors import ConfigurationError, PatchError
+from liger_multi.modules.arguments import by_name, cache_parameter, caches
 from liger_multi.patching import shards
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.evidence import redirect

@@ -31,6 +31,7 @@ from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.resolve import automatic
 from liger_multi.errors import PatchError
+from liger_multi.modules.parameters import is_computed
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
     linear_float8,
@@ -38,7 +39,6 @@ from liger_multi.ops.linear_float8 import (
     op,
     rounded_rows,
 )
-from liger_multi.parameters import is_computed
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     code_holds,

@@ -37,7 +37,7 @@ from liger_multi._torch_private import (
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.resolve import mode_in_force
-from liger_multi.parameters import Evaluated, Job
+from liger_multi.modules.parameters import Evaluated, Job
 from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.report import warn_once

@@ -22,7 +22,7 @@ from liger_multi import ops
 from liger_multi._torch_private import DisableTorchFunctionSubclass, disabled, is_tracing
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.evidence.signature import PLAIN
 from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,

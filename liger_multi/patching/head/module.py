@@ -25,7 +25,7 @@ from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_wor
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.dispatch.resolve import by_rows
-from liger_multi.parameters import Evaluated, Job, is_computed, stored
+from liger_multi.modules.parameters import Evaluated, Job, is_computed, stored
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.signature import (
     PLAIN,

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import first_derivatives_only
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step, traced_autocast
 from liger_multi.patching.options import FusedOptions, run_bound
 

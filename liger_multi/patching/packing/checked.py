@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.checks import describe
 from liger_multi.errors import PackingError, summary
+from liger_multi.modules.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME, samples_in_graph, samples_of_call
 from liger_multi.patching.evidence.facts import ClassFacts, ModelFacts

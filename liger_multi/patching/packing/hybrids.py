@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async
-from liger_multi.arguments import parameters_of
 from liger_multi.errors import PackingError
+from liger_multi.modules.arguments import parameters_of
 from liger_multi.patching import shards
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.mixers import SERVED, WHOLE, FusedMixer, mixer_calls, unserved

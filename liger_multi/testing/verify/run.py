@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi._version import __version__
+from liger_multi.files.page import Page
 from liger_multi.grouping import grouped
-from liger_multi.page import Page
 from liger_multi.testing.verify.cases import Case, Target
 
 CHILD = ["-m", "liger_multi.testing.verify.child"]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import write_whole
 from liger_multi.errors import need
+from liger_multi.files.documents import write_whole
 
 STOCK, LIGER, OURS, ALARM = "#8c959f", "#e69f00", "#0072b2", "#d55e00"
 PARTS = (
