@@ -219,11 +219,11 @@ class _Pass:
     def _replayed(self, indices: Tensor, today: Tensor) -> Tensor:
         indices, sources = indices[self.first : self.first + len(self.sources)], self.sources
         if self.row is not None:
-            indices, sources = indices[self._own[0]], self._own[1]
+            indices, sources = indices[self._local_rows[0]], self._local_rows[1]
         return today.index_copy(0, sources, indices.to(today))
 
     @functools.cached_property
-    def _own(self) -> tuple[Tensor, Tensor]:
+    def _local_rows(self) -> tuple[Tensor, Tensor]:
         """Which tokens this rank has, and their rows in its routers."""
         row: Any = self.row
         batch, position = self.sources // row.length, self.sources % row.length

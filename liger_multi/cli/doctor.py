@@ -229,7 +229,7 @@ def _explained() -> list[dict[str, Any]]:
 
 def _switched_off() -> list[str]:
     """What does not work because this PyTorch lacks a private symbol."""
-    return [str(symbol) for symbol in _torch_private.absent() if symbol.lost]
+    return [str(symbol) for symbol in _torch_private.missing_symbols() if symbol.lost]
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -512,7 +512,7 @@ class _OfThread(threading.local):
 _of_process, _of_thread = _OfProcess(), _OfThread()
 
 
-def stated() -> str | None:
+def deterministic_setting() -> str | None:
     """``deterministic`` of the innermost layer that sets it, from attributes compilers guard on.
 
     Compilers cannot look into context variables. A graph that read these is compiled again where

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi._torch_private import (
+    log_missing,
     make_wrapper_subclass,
-    say,
     to_copy,
 )
 from liger_multi.dispatch.config import current
@@ -97,7 +97,7 @@ class QuantizedWeight(StoredWeight):
         if unknown := more.keys() - set(MORE):
             raise TypeError(f"QuantizedWeight: unknown tensors {sorted(unknown)}, known are {MORE}")
         if make_wrapper_subclass is None:
-            say("make_wrapper_subclass")
+            log_missing("make_wrapper_subclass")
         shape = list(shape_of(codes, packing))
         if transposed:
             shape[-2:] = shape[:-3:-1]

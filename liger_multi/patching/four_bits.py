@@ -325,13 +325,13 @@ class CompressedLinear(FourBitLinear):
         return weight
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Put the forward aside that compressed-tensors has written into the instance."""
         if "forward" in vars(module):
             module.__dict__[_ASIDE] = module.__dict__.pop("forward")
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Put it back."""
         if _ASIDE in vars(module):
             module.__dict__["forward"] = module.__dict__.pop(_ASIDE)

@@ -423,7 +423,9 @@ def test_promises_are_checked_where_several_rows_can_show_them():
     target = cases.Target("reference", "cpu")
     for level in ("quick", "default"):
         for op, several in cases.cases(target, "*", level).items():
-            counts = {s.name: cases._shows(op, s) for s in samples.of(op) if s.size == "small"}
+            counts = {
+                s.name: cases._rows_needed(op, s) for s in samples.of(op) if s.size == "small"
+            }
             checked = {c.sample for c in several if c.check == "promises"}
             assert {counts[name] for name in checked} == {max(counts.values())}, op
 

@@ -425,7 +425,7 @@ class Float8Linear(Patched):
         return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
         _process["rounds"] = True
         if settings.options.cache:
@@ -436,7 +436,7 @@ class Float8Linear(Patched):
             freeze(module, settings.options.originals)
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Restore the weight."""
         thaw(module)
 
@@ -470,9 +470,9 @@ class GatheringFloat8Linear(Float8Linear):
         super().__setattr__(name, value)
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Prepare a weight that is sharded already."""
-        Float8Linear.entered(module, settings)
+        Float8Linear.on_enter(module, settings)
         weight = module._parameters.get("weight")
         if is_sharded(weight):
             gather_codes(weight)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import (
     DisableTorchDispatch,
+    log_missing,
     make_subclass,
     make_wrapper_subclass,
     no_torch_function,
     pin_memory,
-    say,
     to_copy,
 )
 from liger_multi.dispatch.stored import FrozenTensor, same_strides
@@ -305,7 +305,7 @@ def freeze(layer: nn.Module, keep: bool) -> None:
     """Replace the weight of a layer by one in FP8."""
     weight = layer._parameters["weight"]
     if make_wrapper_subclass is None:
-        say("make_wrapper_subclass")
+        log_missing("make_wrapper_subclass")
     elif weight is not None and not isinstance(weight, Float8Weight):
         codes = Float8Weight.of(weight, keep)
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
@@ -458,7 +458,7 @@ def gather_codes(weight: Any) -> None:
     """Let FSDP2 gather a sharded parameter in FP8."""
     part = local(weight)
     if make_subclass is None or DisableTorchDispatch is None:
-        say("make_subclass", "DisableTorchDispatch")
+        log_missing("make_subclass", "DisableTorchDispatch")
     elif type(part) is Tensor:
         weight._local_tensor = TrainedShard(part, weight.shape[0])
 
