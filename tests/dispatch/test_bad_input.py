@@ -24,11 +24,12 @@ import torch
 import yaml
 
 import liger_multi
-from liger_multi import documents, ops
+from liger_multi import ops
 from liger_multi.cli.main import _parser, main
 from liger_multi.dispatch import config, launch, registry, resolve as planning
 from liger_multi.dispatch.config import configure, current, forget, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.files import documents
 from liger_multi.memory import Profile, estimate
 from liger_multi.memory.sizes import config_of
 from tests.comparing import recorded

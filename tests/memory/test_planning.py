@@ -331,14 +331,14 @@ def test_simulated_results_of_views_and_scalars(monkeypatch):
     x = torch.empty(4, 6, device="meta")
     view = torch.ops.aten.view.default
     for _ in range(2):
-        result = simulation.answered(view, (x, [6, 4]), {})
+        result = simulation.run_on_meta(view, (x, [6, 4]), {})
         assert result.untyped_storage()._cdata == x.untyped_storage()._cdata
     add = torch.ops.aten.add.Tensor
-    dtypes = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
+    dtypes = [simulation.run_on_meta(add, (x, n), {}).dtype for n in (1, 1.0, True)]
     ints = torch.empty(2, device="meta", dtype=torch.int64)
     assert dtypes == [torch.float32] * 3
-    assert simulation.answered(add, (ints, 1), {}).dtype == torch.int64
-    assert simulation.answered(add, (ints, 1.0), {}).dtype == torch.float32, "1 == 1.0"
+    assert simulation.run_on_meta(add, (ints, 1), {}).dtype == torch.int64
+    assert simulation.run_on_meta(add, (ints, 1.0), {}).dtype == torch.float32, "1 == 1.0"
 
 
 # --- positions and ties ---

@@ -115,10 +115,10 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
     device = harness.place_of("triton")
     from liger_multi.backends.triton.attention import attention as kernels, blocks
     from liger_multi.patching.packing import tree as plan
-    from liger_multi.patching.packing.tree import planted
+    from liger_multi.patching.packing.tree import tree_of_roots
 
     monkeypatch.setattr(plan, "LEAST_PAIRS", least)
-    tree, _ = planted(roots, tokens)
+    tree, _ = tree_of_roots(roots, tokens)
     ranges = plan.causal_ranges(tree, device)
     parts = reference.blocks_of(ranges)
     assert (len(parts.calls), parts.rest is not None) == (count, has_rest)

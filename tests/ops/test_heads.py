@@ -612,7 +612,7 @@ def test_places_of_a_device_are_those_of_nonzero(share, monkeypatch):
     monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     kept = torch.rand(97, generator=torch.Generator().manual_seed(0)) < share
-    calls = calls_of(lambda: device.log.append(fused_linear.Places(kept)))
+    calls = calls_of(lambda: device.log.append(fused_linear.ValidRows(kept)))
     assert "nonzero_static" in calls
     assert not {"nonzero", "_local_scalar_dense"}.intersection(calls)
     places = device.log.pop()
@@ -627,7 +627,7 @@ def test_an_idle_device_is_asked_at_once(monkeypatch):
     monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     kept = torch.tensor([True, False, True])
-    calls = calls_of(lambda: device.log.append(fused_linear.Places(kept).get()))
+    calls = calls_of(lambda: device.log.append(fused_linear.ValidRows(kept).get()))
     assert not {"nonzero_static", "sum"}.intersection(calls)
     assert torch.equal(device.log.pop(), torch.tensor([0, 2]))
     assert not device.log
@@ -737,7 +737,7 @@ def test_the_table_of_options_does_not_grow(monkeypatch):
     monkeypatch.setattr(checks, "_MOST", 3)
     asked = []
 
-    @checks.remembered
+    @checks.cached_check
     def check(value):
         asked.append(value)
         return (value,)

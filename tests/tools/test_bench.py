@@ -19,7 +19,7 @@ from benchmarks.tables import (
 )
 from benchmarks.traces import Span
 from ci import results
-from liger_multi import ops, pictures
+from liger_multi import ops
 from liger_multi.bench import (
     cases as bench_cases,
     measure as bench_measure,
@@ -30,6 +30,7 @@ from liger_multi.bench import (
 )
 from liger_multi.cli.main import main as command_line
 from liger_multi.dispatch.registry import operators
+from liger_multi.files import pictures
 from liger_multi.testing import FORMULAS, samples
 
 H200 = bench_cases.Ceilings(4.24e12, 690e12)

@@ -22,7 +22,7 @@ from liger_multi.dispatch import registry
 from liger_multi.dispatch.config import configure, current, load, scope
 from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, PatchError
-from liger_multi.page import Page, _table
+from liger_multi.files.page import Page, _table
 from tests import harness
 
 

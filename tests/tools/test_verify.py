@@ -24,8 +24,8 @@ from liger_multi.cli import doctor, verify
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import Configuration, load, parse, using_configuration
 from liger_multi.dispatch.registry import operators
-from liger_multi.documents import write_whole, yaml_of
 from liger_multi.errors import ConfigurationError
+from liger_multi.files.documents import write_whole, yaml_of
 from liger_multi.testing import bitwise, checks, samples
 from liger_multi.testing.checks import guarded, overwritten
 from liger_multi.testing.verify import cases, quarantine, run
@@ -423,7 +423,9 @@ def test_promises_are_checked_where_several_rows_can_show_them():
     target = cases.Target("reference", "cpu")
     for level in ("quick", "default"):
         for op, several in cases.cases(target, "*", level).items():
-            counts = {s.name: cases._shows(op, s) for s in samples.of(op) if s.size == "small"}
+            counts = {
+                s.name: cases._rows_needed(op, s) for s in samples.of(op) if s.size == "small"
+            }
             checked = {c.sample for c in several if c.check == "promises"}
             assert {counts[name] for name in checked} == {max(counts.values())}, op
 
