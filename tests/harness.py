@@ -120,11 +120,14 @@ def kind_of_ranks(config: pytest.Config, count: int) -> str:
     )
 
 
-def in_processes(folder: Path, body: str, count: int, device_type: str = "cpu") -> None:
-    """The same with more ranks, or on devices of another kind."""
+def in_processes(folder: Path, body: str | Path, count: int, device_type: str = "cpu") -> None:
+    """The same with more ranks, or on devices of another type; a file gets both as arguments."""
     script, meeting = folder / "rank.py", folder / "meeting"
-    script.write_text(textwrap.dedent(body))
-    every = [[str(rank), str(meeting)] for rank in range(count)]
+    if isinstance(body, Path):
+        script = body
+    else:
+        script.write_text(textwrap.dedent(body))
+    every = [[str(rank), str(meeting), str(count), device_type] for rank in range(count)]
     # gloo: a plan would go to devices
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     forked = accelerator() is None
