@@ -104,6 +104,18 @@ def assert_last_rows_are_theirs_alone(
     assert not grad.narrow(axis, 0, x.shape[axis] - 3).any()
 
 
+def refuses(table: Any, call: Callable[[Any], Any] = lambda run: run()) -> Any:
+    """A test of each row of a table, or of its values: a call, its error, and what that says."""
+    names, rows = (table, table.values()) if isinstance(table, dict) else (range(len(table)), table)
+
+    @pytest.mark.parametrize(("run", "error", "message"), rows, ids=names)
+    def test(run: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=message):
+            call(run)
+
+    return test
+
+
 # --- processes ---
 
 

@@ -268,7 +268,4 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize(("call", "error", "text"), WRONG)
-def test_wrong_arguments(call, error, text):
-    with pytest.raises(error, match=text):
-        call()
+test_wrong_arguments = harness.refuses(WRONG)
