@@ -249,7 +249,7 @@ def hosts():
         ("check('LlamaForCausalLM')", 1800),
         ("restart(FOLDER)", 1800),
         ("ended()", shard_models.SECONDS),
-        ("parted()", shard_models.SECONDS),
+        ("ended(cut=True)", shard_models.SECONDS),
     ],
 )
 def test_two_hosts(call, seconds, hosts, tmp_path):

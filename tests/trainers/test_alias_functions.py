@@ -713,7 +713,6 @@ def test_embedding_padding_gets_no_gradient():
 # --- losses ---
 
 LABELS = torch.tensor([1, 2, -100, 3])
-KEPT = LABELS != -100
 
 
 def test_expert_parameter_order():

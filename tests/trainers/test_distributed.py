@@ -262,16 +262,15 @@ def checkpoints_of_codes(run, format):
     """
     import torch.distributed.checkpoint as dcp
 
-    folder = [tempfile.mkdtemp() if run.rank == 0 else None]
-    dist.broadcast_object_list(folder)
+    folder = run.folder()
     first, second = (sharded(run, of_codes(run, format, seed)) for seed in (1, 2))
     losses = [run.train(model).detach() for model in (first, second)]
     assert losses[0] != losses[1]
-    dcp.save(get_model_state_dict(first), checkpoint_id=folder[0])
+    dcp.save(get_model_state_dict(first), checkpoint_id=folder)
     state = get_model_state_dict(second)
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(second, state)
-    saved = b"".join(file.read_bytes() for file in pathlib.Path(folder[0]).iterdir())
+    saved = b"".join(file.read_bytes() for file in pathlib.Path(folder).iterdir())
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         one, other = (getattr(t, "_local_tensor", t) for t in (one, other))
         if isinstance(one, ops.QuantizedWeight):
@@ -280,7 +279,7 @@ def checkpoints_of_codes(run, format):
             assert one.codes.cpu().numpy().tobytes() in saved
     assert torch.equal(run.train(second).detach(), losses[0])
     whole = of_codes(run, format, 3)
-    dcp.load(get_model_state_dict(whole), checkpoint_id=folder[0])
+    dcp.load(get_model_state_dict(whole), checkpoint_id=folder)
     torch.testing.assert_close(run.train(whole).detach(), losses[0])
 
 
@@ -584,8 +583,7 @@ def fsdp2_gathers_codes_of_one_rank_and_of_replicas(run):
 @case()
 def fsdp2_gathers_codes_over_micro_batches(run):
     """Gradients are summed before they are reduced, and codes serve both micro-batches."""
-    stock = run.build()
-    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    one, ours = run.pair()
     patch(one, linear_float8=EIGHT)
     changed(run, ours, {"gather": True})
     for last in (False, True):
@@ -605,8 +603,7 @@ def fsdp2_gathers_codes_under_autocast(run):
 @case(slow=True)
 def fsdp2_gathers_codes_of_compiled_layers(run):
     """Blocks are compiled one by one, within what FSDP2 does around them."""
-    stock = run.build()
-    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    one, ours = run.pair()
     patch(one, linear_float8=EIGHT)
     patch(ours, linear_float8={**EIGHT, "gather": True})
     for layer in ours.model.layers:
