@@ -76,16 +76,6 @@ def test_pytorch_s_own_switch_is_followed(torch_strict):
     assert mode_in_force() == "rows"
 
 
-def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
-    note = lambda prim, args: (prim.direction, mode_in_force())  # noqa: E731
-    observed = recorded(monkeypatch, liger_multi.dispatch.torch_ops, "resolve", note)
-    x = torch.randn(3, 8, requires_grad=True)
-    with liger_multi.use(deterministic="rows"):
-        y = ops.rms_norm(x, torch.ones(8))
-    y.sum().backward()
-    assert observed == [("forward", "rows"), ("backward", "rows")]
-
-
 # --- what it refuses ---
 
 

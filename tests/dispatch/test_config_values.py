@@ -190,16 +190,6 @@ def test_any_value_in_any_place(index):
         assert outcome(configure, value) == (isinstance(value, dict) and not value)
 
 
-def test_a_scope_is_no_text_of_another():
-    with liger_multi.use(rms_norm=["reference"]):
-        pass
-    with (
-        pytest.raises(ConfigurationError, match="unknown backend for 'rms_norm'"),
-        liger_multi.use(rms_norm="['reference']"),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("index", range(len((*KEYS, *OPERATORS, *DEVICES))))
 def test_any_key_in_any_place(index):
     key = (*KEYS, *OPERATORS, *DEVICES)[index]

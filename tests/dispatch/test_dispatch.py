@@ -294,16 +294,16 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
 
 
 def test_backward_uses_the_configuration_of_its_forward(monkeypatch):
-    source = lambda: current().choice_in("rms_norm", ("cpu", "")).source  # noqa: E731
+    source = lambda: (current().choice_in("rms_norm", ("cpu", "")).source, resolve.mode_in_force())  # noqa: E731
     # of the class: monkeypatch would leave the bound method on an instance, past all recorders
     observed = recorded(
-        monkeypatch, Primitive, "call", lambda prim, *_: (prim.op.name, prim.direction, source())
+        monkeypatch, Primitive, "call", lambda prim, *_: (prim.op.name, prim.direction, *source())
     )
     x = torch.randn(3, 8, requires_grad=True)
-    with liger_multi.use(rms_norm="reference"):
+    with liger_multi.use(rms_norm="reference", deterministic="rows"):
         y = ops.rms_norm(x)
     y.sum().backward()
-    assert observed == [("rms_norm", way, "use()") for way in ("forward", "backward")]
+    assert observed == [("rms_norm", way, "use()", "rows") for way in ("forward", "backward")]
 
 
 class Nested(torch.autograd.Function):
@@ -434,21 +434,6 @@ def test_generated_source_in_docstring():
     assert parts[0] == parts[1]
 
 
-def test_gradient_checkpointing_and_saved_tensor_hooks():
-    results = []
-    for way in ("plain", "reentrant", "not reentrant", "hooks"):
-        torch.manual_seed(0)
-        x, w = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-        with torch.autograd.graph.save_on_cpu() if way == "hooks" else contextlib.nullcontext():
-            run = lambda a, w=w: ops.rms_norm(a, w)  # noqa: E731
-            reentrant = way == "reentrant"
-            y = checkpoint(run, x, use_reentrant=reentrant) if "reentrant" in way else run(x)
-        y.pow(2).sum().backward()
-        results.append((x.grad, w.grad))
-    for other in results[1:]:
-        assert all(map(torch.equal, other, results[0]))
-
-
 @pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
     reason="this PyTorch cannot be asked whether it checkpoints (liger_multi.checks.in_checkpoint)",
@@ -547,17 +532,6 @@ def test_results_pickle_and_copy():
         torch.randn(4, 8), torch.randint(8, (4,)), outputs=("lse",)
     )
     assert torch.equal(pickle.loads(pickle.dumps(out)).lse, copy.deepcopy(out).lse)
-
-
-def test_resolution_is_cached(monkeypatch):
-    x = torch.randn(3, 8)
-    ops.rms_norm(x)
-    monkeypatch.setattr(resolve, "candidates", lambda *a: pytest.fail("resolved again"))
-    ops.rms_norm(x)
-    assert (
-        resolve.resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
-        == "liger_multi.reference.norms.rms_norm"
-    )
 
 
 # --- DTensors ---

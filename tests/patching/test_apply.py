@@ -10,7 +10,6 @@ import pickle
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -754,12 +753,3 @@ def test_a_frozen_reference_model_of_patched_copies():
     assert abs(divergence.item()) < 1e-4
     divergence.backward()
     assert not expected.requires_grad
-
-
-def test_a_whole_run_makes_no_warning_of_ours(tmp_path):
-    ours = build("llama")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        patch(ours)
-        trainer(ours, tmp_path, max_steps=2).train()
-    assert not [w for w in caught if "liger_multi" in w.filename or "logits" in str(w.message)]
