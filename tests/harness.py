@@ -9,6 +9,9 @@ kernel, the sample says so (``Sample.path``).
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 import textwrap
 import zlib
 from collections import Counter
@@ -26,6 +29,7 @@ from liger_multi.testing.checks import accelerator, device_of, interpreted, refu
 from liger_multi.testing.suite import plugin
 from tests import processes
 
+ROOT = Path(__file__).parents[1]
 PATIENCE = 1800.0
 """Seconds after which a process of a test hangs; a machine that is only slow has long ended it."""
 
@@ -117,6 +121,27 @@ def refuses(table: Any, call: Callable[[Any], Any] = lambda run: run()) -> Any:
 
 
 # --- processes ---
+
+
+def python(
+    *words: Any, cwd: Path = ROOT, path: Any = (), code: int | None = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds this checkout, and before it what is in other folders.
+
+    It ends with ``code``, or as it likes where that is None; an empty variable is not set.
+    """
+    folders = [*map(str, path), str(ROOT), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **environment}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={name: value for name, value in env.items() if value},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 def in_two_processes(folder: Path, body: str) -> None:

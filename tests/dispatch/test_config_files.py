@@ -52,6 +52,11 @@ REFUSED = {
     "a list as key": (b"? [a]\n: b\n", "key must be text"),
     "an empty key": (b"? \n: b\n", "key must be text, got None"),
     "a merge": (b"x: &x {rms_norm: reference}\nops: {<<: *x}\n", "unknown key"),
+    **{
+        f"a merge of {value}": (f"ops:\n  <<: {value}\n".encode(), "line 2.*<< takes mappings")
+        for value in ("reference", "[reference]", "~", "[]", "[{a: 1}, 2]")
+    },
+    "a quoted merge": (b"ops: {'<<': {rms_norm: reference}}\n", "unknown operator"),
     "a tab": (b"ops:\n\trms_norm: reference\n", "line 2"),
     "two documents": (b"ops: {}\n---\nops: {}\n", "a second document begins"),
     "a tag": (b"!!python/object/apply:os.system ['true']\n", "the tag .* is not supported"),

@@ -369,6 +369,9 @@ def test_inplace_refuses_leaves_and_strides():
 def test_functorch_transform_error():
     with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
         torch.func.grad(lambda x: ops.rms_norm(x).sum())(torch.randn(3, 8))
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
+        torch.autograd.grad(ops.rms_norm(x), x, torch.randn(5, 3, 8), is_grads_batched=True)
     with pytest.raises(errors.TransformError, match="vmap"):
         torch.func.vmap(lambda x: ops.rms_norm(x))(torch.randn(3, 2, 8))
 

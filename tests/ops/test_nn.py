@@ -4,8 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import subprocess
-import sys
 import types
 
 import pytest
@@ -632,7 +630,7 @@ real = ops.jsd
 ops.jsd = lambda *args, **options: real(*args, **options)
 assert liger_multi.nn.JSDLoss(0.3, form="logits").beta == 0.3
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    harness.python("-c", code)
 
 
 # The linear layer: PyTorch's own by default, to the bit, and with independent rows on request.

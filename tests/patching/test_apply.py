@@ -8,8 +8,6 @@ import functools
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +46,7 @@ from liger_multi.patching import (
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.testing.bitwise import STEPS, batches, digest, train, train_twice
+from tests import harness
 from tests.models import (
     ARCHITECTURES,
     HEADLESS,
@@ -340,8 +339,7 @@ def test_import_pulls_neither_transformers_nor_rich():
         "heavy |= {'triton', 'torch._dynamo'} & (set(sys.modules) - before)\n"
         "sys.exit(', '.join(heavy) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    harness.python("-c", code)
 
 
 def flux():

@@ -74,8 +74,7 @@ def test_types_as_on_the_page(tmp_path):
         "mamba/MambaForC",
         "llama/LlamaForC",
     ]
-    command = [sys.executable, "-m", "tests.sweep", "--shards", *names, "--json"]
-    subprocess.run([*command, str(tmp_path / "out.json")], check=True, cwd=ROOT)
+    harness.python("-m", "tests.sweep", "--shards", *names, "--json", tmp_path / "out.json")
     actual = json.loads((tmp_path / "out.json").read_text())
     committed = json.loads((ROOT / "tests" / "sweep" / "shards.json").read_text())["pairs"]
     expected = {one["cls"]: one["status"] for one in committed}

@@ -4,8 +4,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_multi.patching import patch, register_attention, unregister_attention
 from liger_multi.patching.packing import checked as checked_packing
+from tests import harness
 from tests.sweep import attention, packing, page as coverage
 from tests.sweep.cases import as_lines, registered
 from tests.sweep.run import Outcome, counts, executed
@@ -47,8 +46,7 @@ def check(outcomes):
 def swept(folder, *arguments):
     """In a process of its own, whose forks know nothing of what other tests started."""
     file = folder / "outcomes.json"
-    command = [sys.executable, "-m", "tests.sweep", "--json", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = harness.python("-m", "tests.sweep", "--json", file, *arguments, code=None)
     assert file.exists(), done.stdout + done.stderr
     return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
@@ -194,9 +192,7 @@ print(outcome.status, outcome.why)
 @pytest.mark.slow
 def test_a_wrong_operator_is_seen():
     """The comparison fails where an operator computes something else."""
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = harness.python("-c", WRONG)
     assert done.stdout.startswith("different"), done.stdout + done.stderr
     assert "stock" in done.stdout or "bound" in done.stdout
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -24,6 +23,7 @@ import liger_multi
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.compat.liger_kernel import finder, functional, helpers, op_functions
 from liger_multi.dispatch.config import current
+from tests import harness
 from tests.trainers import liger_suite
 
 TRAINERS = yaml.safe_load(Path(__file__).with_name("alias_names.yaml").read_text())
@@ -158,7 +158,7 @@ def test_import_is_lazy():
         "heavy = {'transformers', 'trl', 'triton', 'peft'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    harness.python("-c", code)
 
 
 def test_install_needs_force_over_real_package(tmp_path, monkeypatch):
