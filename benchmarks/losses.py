@@ -40,7 +40,7 @@ from liger_multi.bench.measure import (
 )
 from liger_multi.bench.peers import TABLE
 from liger_multi.bench.providers import Provider
-from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.dispatch.config import Configuration, parse, using_configuration
 from liger_multi.memory.measure import format_bytes
 from liger_multi.ops import fused_linear_cross_entropy
 
@@ -101,7 +101,7 @@ def float8_nll(gemms: str) -> Loss:
     scope = Configuration((parse({"head_gemms": gemms}, __name__),))
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        with within(scope):
+        with using_configuration(scope):
             return nll(hidden, weight, target)
 
     return call

@@ -811,9 +811,9 @@ def time_models(
 def host_time(arguments: Sequence[str]) -> int:
     """Print host times of operators, and of steps of small models.
 
-    On an accelerator calls are enqueued without a wait. On a CPU Triton's operators run with
-    launches that do nothing (and TRITON_INTERPRET=1, which lets them take tensors of a CPU), so
-    that what is left is our Python, PyTorch's bookkeeping and allocations.
+    On an accelerator calls are enqueued without a wait. With TRITON_INTERPRET=1, which lets
+    Triton's operators take tensors of a CPU, they run there with launches that do nothing, so that
+    what is left is our Python, PyTorch's bookkeeping and allocations.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.models host-time", description=host_time.__doc__
@@ -822,11 +822,12 @@ def host_time(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variant", action="append", choices=HOST_VARIANTS)
     options = parser.parse_args(arguments)
-    device = device_of()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    device = torch.device("cpu") if interpreted else device_of()
     import liger_multi
 
     if device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        if not interpreted:
             parser.error("on a CPU, set TRITON_INTERPRET=1")
         liger_multi.configure({"default": "triton"})
         stub_launches()

@@ -414,8 +414,8 @@ _version_key = bind(
 
 def detached(tensor: Any) -> Any:
     """``tensor.detach()`` with the version counter of the tensor, below autograd as well."""
-    known = _version_key is not None
-    with _exclusion(_version_key, False) if known else contextlib.nullcontext():
+    has_key = _version_key is not None
+    with _exclusion(_version_key, False) if has_key else contextlib.nullcontext():
         return tensor.detach()
 
 
@@ -676,9 +676,9 @@ def replace_module_call(function: Any) -> Any:
     if module_call is None:
         say("call_impl")
         return None
-    before = nn.Module._call_impl
+    original = nn.Module._call_impl
     nn.Module._call_impl = function  # type: ignore[method-assign]
-    return before
+    return original
 
 
 # --- operators of PyTorch ---

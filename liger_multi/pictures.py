@@ -88,11 +88,11 @@ def figure(
     text = PngImagePlugin.PngInfo()
     if plotted:
         text.add_text("Plotted", plotted)
-    few = (
+    quantized = (
         Image.open(raw)
         .convert("RGB")
         .quantize(SHADES, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     )
     small = io.BytesIO()
-    few.save(small, format="png", optimize=True, pnginfo=text)
+    quantized.save(small, format="png", optimize=True, pnginfo=text)
     write_whole(path, small.getvalue())

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ci.static import TARGETS, StaticCase, kernels, static_cases
 from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.dispatch import launch
-from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.dispatch.config import Configuration, parse, using_configuration
 from liger_multi.dispatch.registry import OPS, module, operators
 from liger_multi.reference.adapters import low_rank
 from liger_multi.reference.common import strict
@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def _by_rows() -> Iterator[None]:
     token = launch.any_rows.set(True)
     try:
-        with strict.within("rows", gemm_by_rows):
+        with strict.in_mode("rows", gemm_by_rows):
             yield
     finally:
         launch.any_rows.reset(token)
@@ -59,7 +59,7 @@ FLOAT8_HEAD = Configuration((parse({"head_gemms": "float8"}, __name__),))
 SETTINGS = {
     "": Setting("", contextlib.nullcontext),
     "by rows": Setting("linear", _by_rows),
-    "float8 head": Setting("fused_linear_cross_entropy", lambda: within(FLOAT8_HEAD)),
+    "float8 head": Setting("fused_linear_cross_entropy", lambda: using_configuration(FLOAT8_HEAD)),
 }
 """Settings by what a label says of them."""
 

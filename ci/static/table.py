@@ -396,6 +396,10 @@ SPILLED = {
         {"sm90": 640, "sm80": 8},
         "sums of 64 tokens by 128 states stay in registers; see launch/sm90.yaml",
     ),
+    "_mixes_backward_": (
+        {"sm90": 16},
+        "16 rows by 256 columns take 0.85 of the time of what fits; see launch/sm90.yaml",
+    ),
     "_attention_backward_keys_": (
         {"sm90": 64},
         "plain causal masks, heads of 128: 4.6 ms in place of 5.8 on an H100; see launch/sm90.yaml",

@@ -158,10 +158,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from liger_multi.dispatch.config import Configuration, load, within
+    from liger_multi.dispatch.config import Configuration, load, using_configuration
     from liger_multi.dispatch.explain import explain
 
-    with within(Configuration((load(arguments.file),))):
+    with using_configuration(Configuration((load(arguments.file),))):
         fails = doctor.failing([asdict(row) for row in explain().rows])
     if arguments.json:
         checking.write_json({"file": str(arguments.file), "fine": True, "fails_here": fails})

@@ -279,10 +279,10 @@ def progress(command: str) -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TimeElapsedColumn())
-    words = TextColumn("{task.description}", markup=False)
+    description = TextColumn("{task.description}", markup=False)
     options: dict[str, Any] = {"console": Console(stderr=True), "transient": True}
     # no thread, which a copy of this process would not have
-    with Progress(*columns, words, auto_refresh=False, **options) as bar:
+    with Progress(*columns, description, auto_refresh=False, **options) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text: bar.update(task, description=text, refresh=True)
 
@@ -294,10 +294,10 @@ def _log(command: str) -> Callable[[str], None]:
 
     def said(text: str) -> None:
         nonlocal due
-        now = time.monotonic()
-        if now >= due:
-            sys.stderr.write(f"{command}: {now - begin:.0f} s: {text}\n")
+        time_now = time.monotonic()
+        if time_now >= due:
+            sys.stderr.write(f"{command}: {time_now - begin:.0f} s: {text}\n")
             sys.stderr.flush()
-            due = now + EVERY
+            due = time_now + EVERY
 
     return said

@@ -52,8 +52,8 @@ def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
 
 def _rotary(module: nn.Module) -> Any:
     stock = functools.partial(type(module).forward, module)
-    known = isinstance(recognized(stock), Rotary)
-    return served_function("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
+    is_rotary = isinstance(recognized(stock), Rotary)
+    return served_function("apply_rotary_pos_emb", stock, _DEFAULT) if is_rotary else None
 
 
 def _experts(module: Any) -> bool:
@@ -74,12 +74,12 @@ def _settled(module: nn.Module, probe: Any) -> Any:
     if result is _ABSENT:
         if torch.compiler.is_compiling():
             return None
-        ours = vars(module).pop("forward", None)  # a probe asks the forward of the class
+        own_forward = vars(module).pop("forward", None)  # a probe asks the forward of the class
         try:
             result = probe(module)
         finally:
-            if ours is not None:
-                vars(module)["forward"] = ours
+            if own_forward is not None:
+                vars(module)["forward"] = own_forward
         setattr(module, _KEY, result)
     return result
 
@@ -95,11 +95,11 @@ class _Layer(nn.Module):
 
 def _normed(module: nn.Module, x: Tensor, *gate: Tensor | None) -> Tensor:
     """The operator, or what the class of a norm does by itself."""
-    settings, behind = _settled(module, _norm), gate[0] if gate else None
-    operands = norms.operands(module, x, behind, settings) if settings else None
+    settings, gate_tensor = _settled(module, _norm), gate[0] if gate else None
+    operands = norms.operands(module, x, gate_tensor, settings) if settings else None
     if operands is None:
         return type(module).forward(module, x, *gate)  # type: ignore[no-any-return]
-    return norms.apply_norm(module, x, behind, operands, settings)
+    return norms.apply_norm(module, x, gate_tensor, operands, settings)
 
 
 class RMSNorm(_Layer):
@@ -200,10 +200,14 @@ def _layer_of(name: str) -> type[nn.Module]:
         return (function or functools.partial(type(self).forward, self))(*args, **kwargs)
 
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
-    for one in MIXING[name][1].split():
-        kind = Parameter.VAR_KEYWORD if one.startswith("**") else Parameter.POSITIONAL_OR_KEYWORD
-        default = None if one.endswith("=") else Parameter.empty
-        parameters.append(Parameter(one.strip("*="), kind, default=default))
+    for parameter_text in MIXING[name][1].split():
+        kind = (
+            Parameter.VAR_KEYWORD
+            if parameter_text.startswith("**")
+            else Parameter.POSITIONAL_OR_KEYWORD
+        )
+        default = None if parameter_text.endswith("=") else Parameter.empty
+        parameters.append(Parameter(parameter_text.strip("*="), kind, default=default))
     forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
 
@@ -267,13 +271,14 @@ def mapping(
     from kernels import Mode
 
     names = tuple(layers)
-    lost = [name for name in names if name not in LAYERS]
-    if lost:
-        raise ValueError(f"no layer {', '.join(lost)}; there are {', '.join(LAYERS)}")
+    unknown_names = [name for name in names if name not in LAYERS]
+    if unknown_names:
+        raise ValueError(f"no layer {', '.join(unknown_names)}; there are {', '.join(LAYERS)}")
     modes = (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
-    places = tuple(devices)
+    device_names = tuple(devices)
     return {
-        name: {device: {mode: Layer(name) for mode in modes} for device in places} for name in names
+        name: {device: {mode: Layer(name) for mode in modes} for device in device_names}
+        for name in names
     }
 
 

@@ -205,9 +205,9 @@ def judge(model_type: str, stock: Run, patched: Run, bound: float) -> list[str]:
     problems = []
     gaps = [abs(b - a) for a, b in zip(stock.losses, patched.losses, strict=True)]
     # "not within" instead of "beyond": a NaN must fail too
-    bad = [i for i, gap in enumerate(gaps) if not gap <= bound]
-    if bad:
-        i = bad[0]
+    violations = [i for i, gap in enumerate(gaps) if not gap <= bound]
+    if violations:
+        i = violations[0]
         problems.append(
             f"{model_type}: the curves part at step {i + 1}: unpatched {stock.losses[i]:.6f}, "
             f"patched {patched.losses[i]:.6f}, difference {gaps[i]:.1e}, bound {bound:g}"
@@ -263,14 +263,14 @@ def run_memory(arguments: argparse.Namespace) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     device = checking.device("memory-demo", arguments.device)
     checking.folder("--output", arguments.output, MEMORY_FILES, arguments.overwrite)
-    both = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
-    _keep_memory(both, arguments.output)
+    comparison = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
+    _keep_memory(comparison, arguments.output)
     if arguments.json:
-        memory = {"unpatched": both.first.as_data(), "patched": both.second.as_data()}
-        checking.write_json({**memory, "saved_bytes": both.saved_bytes})
+        memory = {"unpatched": comparison.first.as_data(), "patched": comparison.second.as_data()}
+        checking.write_json({**memory, "saved_bytes": comparison.saved_bytes})
     else:
-        _show_memory(both, arguments.output)
-    return 0 if both.saved_bytes > 0 else 1
+        _show_memory(comparison, arguments.output)
+    return 0 if comparison.saved_bytes > 0 else 1
 
 
 def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool) -> Profile:
@@ -304,19 +304,19 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
     return measured
 
 
-def _keep_memory(both: Comparison, folder: Path) -> None:
+def _keep_memory(comparison: Comparison, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    both.draw(folder / "memory.png")
-    for name, measured in (("unpatched", both.first), ("patched", both.second)):
+    comparison.draw(folder / "memory.png")
+    for name, measured in (("unpatched", comparison.first), ("patched", comparison.second)):
         measured.save(folder / f"{name}.json")
 
 
-def _show_memory(both: Comparison, folder: Path) -> None:
+def _show_memory(comparison: Comparison, folder: Path) -> None:
     page = Page()
-    for measured in (both.first, both.second):
+    for measured in (comparison.first, comparison.second):
         page.sections += measured.page().sections
-    page.sections += both.page().sections
-    first, second = both.first.peak_bytes, both.second.peak_bytes
+    page.sections += comparison.page().sections
+    first, second = comparison.first.peak_bytes, comparison.second.peak_bytes
     drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of unpatched"
     page.add("Written", [("timelines", folder / "memory.png"), ("peak", drop)])  # type: ignore[list-item]
     page.show()

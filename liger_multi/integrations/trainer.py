@@ -152,8 +152,8 @@ class _Rows:
 def _is_served(kwargs: Mapping[str, Any]) -> bool:
     names = {name for name, value in kwargs.items() if value is not None} - {"fused_lm_head"}
     tensors = [kwargs.get(n) for n in ("input_ids", "attention_mask", "labels")]
-    alike = all(isinstance(x, Tensor) and x.ndim == 2 for x in tensors)
-    return names <= _SERVED and alike and len(kwargs["input_ids"]) > 1
+    are_rows = all(isinstance(x, Tensor) and x.ndim == 2 for x in tensors)
+    return names <= _SERVED and are_rows and len(kwargs["input_ids"]) > 1
 
 
 def _batch(kwargs: Mapping[str, Any], shortest: int) -> trees.Batch:
@@ -189,9 +189,9 @@ def _output(
         return batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)
 
     statistics = _statistics(scores, options["temperature"], names)
-    others = {name: placed(scores.share.whole(x)) for name, x in statistics.items()}
-    if "is_top1" in others:
-        others["is_top1"] = others["is_top1"].bool()
+    statistics_of_row = {name: placed(scores.share.whole(x)) for name, x in statistics.items()}
+    if "is_top1" in statistics_of_row:
+        statistics_of_row["is_top1"] = statistics_of_row["is_top1"].bool()
     log_probs = placed(scores.log_probs)
     aux_loss = scores.output.aux_loss if routed else None
     loss = -log_probs.sum() / mask.sum().clamp(min=1)
@@ -203,7 +203,7 @@ def _output(
         entropy=None if scores.entropy is None else placed(scores.entropy),
         label_mask=mask,
         aux_loss=aux_loss,
-        **others,
+        **statistics_of_row,
     )
 
 

@@ -376,18 +376,18 @@ class _Step:
         if parked.source is None and parked.fetched is None and parked.flat is None:
             parked.fetched = self.copies.back(parked)
 
-    def _ahead(self, number: int) -> None:
+    def _ahead(self, index: int) -> None:
         """Fetch as many as may be in flight: the rest of the layer, then the layers before it."""
         while self.parked and self.parked[-1]() is None:
             self.parked.pop()
-        taken = 0
-        later, earlier = range(number + 1, len(self.parked)), range(number - 1, -1, -1)
-        for place in itertools.chain(later, earlier):
-            parked = self.parked[place]()
+        fetched = 0
+        following, earlier = range(index + 1, len(self.parked)), range(index - 1, -1, -1)
+        for candidate in itertools.chain(following, earlier):
+            parked = self.parked[candidate]()
             if parked is None or parked.flat is not None:
                 continue
-            taken += parked.nbytes
-            if taken > self.room:
+            fetched += parked.nbytes
+            if fetched > self.room:
                 break
             self._fetch(parked)
 

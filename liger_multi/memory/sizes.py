@@ -147,8 +147,10 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
         message = unknown(
             f"model_type in {shown_path(file)}", model_type, transformers.CONFIG_MAPPING
         )
-        own = "; the code of its own that it names (auto_map) is not run" * ("auto_map" in data)
-        raise ConfigurationError(f"{message} to transformers {transformers.__version__}{own}")
+        code_note = "; the code of its own that it names (auto_map) is not run" * (
+            "auto_map" in data
+        )
+        raise ConfigurationError(f"{message} to transformers {transformers.__version__}{code_note}")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # classes of configurations check in their own ways
@@ -235,18 +237,18 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
     with contextlib.suppress(ValueError):  # of a name that the hub would not have
-        known = try_to_load_from_cache(name, "config.json")
-        if isinstance(known, str):
-            return Path(known)
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
     try:
         from transformers.utils import cached_file
 
         _reach(name)
         return Path(cached_file(name, "config.json"))
     except Exception as error:  # of the hub's client, the network, the cache's files
-        known = unknown("model", name, SIZES)
+        cached = unknown("model", name, SIZES)
         raise ConfigurationError(
-            f"{known}; no file or folder has this name, and {_why(error)}. Give the place of a "
+            f"{cached}; no file or folder has this name, and {_why(error)}. Give the place of a "
             "config.json, or set HF_HOME to a cache that holds the model"
         ) from error
 

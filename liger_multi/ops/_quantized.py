@@ -69,7 +69,7 @@ class QuantizedWeight(StoredWeight):
     float8: bool
     whole: int
     packing: str | None
-    _versions: tuple[int, ...] | None = None
+    _versions: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def __new__(
@@ -208,12 +208,13 @@ class QuantizedWeight(StoredWeight):
         """The same for one backward pass, which raises once a tensor has been written to."""
         weight = self.changed()
         if not any(t.is_inference() for t in self.tensors):  # those have no version counter
-            weight._versions = tuple(t._version for t in self.tensors)
+            weight._versions = tuple((id(t), t._version) for t in weight.tensors)
         return weight
 
     def _check_versions(self) -> None:
-        """Raise where codes or scales are not those of forward anymore."""
-        if self._versions is not None and self._versions != tuple(t._version for t in self.tensors):
+        """Raise where codes or scales are not those of forward anymore; copies have their own."""
+        versions = zip(self.tensors, self._versions, strict=False)
+        if any(id(t) == own and t._version != version for t, (own, version) in versions):
             raise RuntimeError(
                 f"codes or scales of {self!r} were modified by an inplace operation after the "
                 "forward pass that backward needs them for"

@@ -15,9 +15,9 @@ from liger_multi.ops.cross_entropy import (
     OUTPUTS,
     RETURNS,
     CrossEntropyOutput,
+    as_output,
     formula as cross_entropy_formula,
     loss_of,
-    named,
     options,
     shapes,
 )
@@ -69,16 +69,16 @@ def forward(
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     empties = shapes(hidden, hidden.shape[0], reduction, outputs)
-    kept = reduction != "none"
+    keeps_gradients = reduction != "none"
     dtype = logits_dtype(compute_dtype, hidden.dtype)
     rows, width = hidden.shape
-    whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
-    total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
+    one_chunk = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
+    total = weight_gradient_dtype(dtype, weight.dtype, accumulate, one_chunk)
     residuals = (
-        empties[0].new_empty(0 if kept else rows),
-        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
-        weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
-        empties[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
+        empties[0].new_empty(0 if keeps_gradients else rows),
+        hidden.new_empty(hidden.shape if keeps_gradients and needs_hidden else (0,), dtype=dtype),
+        weight.new_empty(weight.shape if keeps_gradients and needs_weight else (0,), dtype=total),
+        empties[0].new_empty(weight.shape[0] if keeps_gradients and needs_bias else 0),
         empties[0].new_empty(2),
     )
     return (*empties, *residuals)  # type: ignore[return-value]
@@ -239,7 +239,7 @@ def fused_linear_cross_entropy_with_outputs(
         validate=validate,
         outputs=outputs,
     )
-    return named(results, target.shape, reduction, names)
+    return as_output(results, target.shape, reduction, names)
 
 
 def _results(

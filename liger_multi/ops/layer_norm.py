@@ -132,9 +132,9 @@ work = elementwise(2, 5)
 quantized_work = with_code_bytes(work)
 
 
-def _tensors(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
+def _tensors(*shape: int, layout: str = "contiguous", **options: Any) -> dict[str, T]:
     sliced = "sliced" if layout == "sliced" else "contiguous"
-    tensors = T(shape[-1:], layout=sliced, **both)
+    tensors = T(shape[-1:], layout=sliced, **options)
     return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 

@@ -79,8 +79,8 @@ def swiglu(
         Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``, ``FalconH1MLP``.
     """
     gate_and_up("swiglu", gate, up)
-    by = multipliers("swiglu", gate_multiplier, down_multiplier)
-    return op(gate, up, *by)  # type: ignore[no-any-return]
+    factors = multipliers("swiglu", gate_multiplier, down_multiplier)
+    return op(gate, up, *factors)  # type: ignore[no-any-return]
 
 
 def swiglu_quantized(
@@ -97,8 +97,8 @@ def swiglu_quantized(
     ``outputs=("quantized",)`` leaves y out, which then has no gradient.
     """
     gate_and_up("swiglu", gate, up)
-    by = multipliers("swiglu", gate_multiplier, down_multiplier)
-    return quantized_output(quantized_op, quantize, outputs, gate, up, *by)
+    factors = multipliers("swiglu", gate_multiplier, down_multiplier)
+    return quantized_output(quantized_op, quantize, outputs, gate, up, *factors)
 
 
 def formula(

@@ -65,8 +65,8 @@ def swiglu_clamped_packed(
     even("swiglu_clamped_packed", gate_up)
     if not isinstance(interleaved, bool):
         checks.boolean("swiglu_clamped_packed", "interleaved", interleaved)
-    by = numbers("swiglu_clamped_packed", limit, alpha, up_offset)
-    result: Tensor = op(gate_up, *by, interleaved)
+    clamps = numbers("swiglu_clamped_packed", limit, alpha, up_offset)
+    result: Tensor = op(gate_up, *clamps, interleaved)
     return result
 
 

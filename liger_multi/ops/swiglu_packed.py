@@ -52,8 +52,8 @@ def swiglu_packed(
         Shazeer 2020 (arXiv:2002.05202); transformers ``Phi3MLP``.
     """
     even("swiglu_packed", gate_up)
-    by = multipliers("swiglu_packed", gate_multiplier, down_multiplier)
-    result: Tensor = op(gate_up, *by)
+    factors = multipliers("swiglu_packed", gate_multiplier, down_multiplier)
+    result: Tensor = op(gate_up, *factors)
     return result
 
 

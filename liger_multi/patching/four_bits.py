@@ -49,6 +49,8 @@ Reader = Callable[[Any, Any], "QuantizedWeight | str"]
 
 def _of_bitsandbytes(layer: Any, weight: Any) -> QuantizedWeight | str:
     """``Params4bit``, whose state may stand at the layer (FSDP makes new parameters)."""
+    if "ds_id" in vars(weight):  # a view that autograd keeps would keep what was gathered
+        return "DeepSpeed shards its weight, and gathers it for the layer's own call"
     state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
     if state is None:
         return "its weight is not quantized yet (bitsandbytes does it when a layer moves)"
@@ -64,7 +66,7 @@ def _of_bitsandbytes(layer: Any, weight: Any) -> QuantizedWeight | str:
         own = state.state2
         more = {"scale_levels": own.code, "scale_absmax": own.absmax, "scale_offset": state.offset}
     return QuantizedWeight(
-        weight.data.view(torch.uint8).view(rows, columns // 2),
+        weight.view(torch.uint8).view(rows, columns // 2),  # .data has no version of the weight's
         state.absmax,
         format=state.quant_type,
         dtype=state.dtype,
@@ -237,7 +239,7 @@ def _of_checkpoint(layer: Any) -> QuantizedWeight | str:
     codes, scales, one = (cast(Tensor, stored(layer, name)) for name in names)
     bias = stored(layer, "bias")
     dtype = torch.bfloat16 if bias is None else bias.dtype
-    return QuantizedWeight(codes.data, scales, format="nvfp4", dtype=dtype, global_scale=one)
+    return QuantizedWeight(codes.detach(), scales, format="nvfp4", dtype=dtype, global_scale=one)
 
 
 @constant_in_graphs

@@ -277,7 +277,7 @@ def test_patterns_count_in_their_order():
 def test_configurations_do_not_pile_up():
     for size in range(1, 3 * config.MOST_CONFIGURATIONS):
         configure({"chunk_bytes": size})
-    assert len(config._known) <= config.MOST_CONFIGURATIONS
+    assert len(config._configurations) <= config.MOST_CONFIGURATIONS
     assert current().chunk_bytes == size
 
 

@@ -56,7 +56,7 @@ from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
 from liger_multi.patching.attention import interface
-from liger_multi.reference.common.strict import within
+from liger_multi.reference.common.strict import in_mode
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
 from liger_multi.testing.verify.cases import Target, cases
@@ -694,7 +694,7 @@ def test_a_decoded_token_is_normalized_and_rotated_by_the_kernel_of_a_sequence(w
         return {n: v for n, v in case.constants.items() if str(n).isupper()}, case.options
 
     assert tile(1) != tile(200)
-    with within("rows", None):
+    with in_mode("rows", None):
         assert all(tile(seq) == tile(200) for seq in (1, 2, 16))
 
 

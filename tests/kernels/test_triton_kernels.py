@@ -54,7 +54,7 @@ from liger_multi.backends.triton.float8.rows import CodeBuffers
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.attention.indexer_topk import selected
 from liger_multi.reference.common.float8 import FORMATS
-from liger_multi.reference.common.strict import within
+from liger_multi.reference.common.strict import in_mode
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
@@ -761,7 +761,7 @@ def test_launches_with_and_without_gradient_are_equal(monkeypatch, mode):
     )
     raw, target = torch.randn(4, 300, device=DEVICE), torch.arange(4, device=DEVICE)
     objective = Objective(-100, 0.0, 0.0, None)
-    with within("" if mode is None else "rows" if mode == "rows" else "deterministic", None):
+    with in_mode("" if mode is None else "rows" if mode == "rows" else "deterministic", None):
         TritonRows.statistics(raw, target, None, objective, "loss")
         TritonRows.statistics_and_gradient_(raw, target, None, objective, None, "loss")
     assert asked == [0, 1 if mode is None else 0]
@@ -1165,13 +1165,13 @@ def test_tiles_end_within_2_gib(monkeypatch):
     """What lies too far apart is copied; the bound is made small here."""
     a, b = random(5, 20), random(20, 6, seed=1)
     right, observed = product(a, b), []
-    near = gemm._near
+    near = gemm._near_tiles
 
     def small(x, rows, cols, most):
         observed.append(near(x, rows, cols, 64 * 20))
         return observed[-1]
 
-    monkeypatch.setattr(gemm, "_near", small)
+    monkeypatch.setattr(gemm, "_near_tiles", small)
     far = random(5, 50)[:, ::2][:, :20].copy_(a)
     assert torch.equal(product(far, b), right)
     assert observed[0].is_contiguous()

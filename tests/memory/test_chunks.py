@@ -52,9 +52,9 @@ class Full(TorchFunctionMode):
 
 @pytest.fixture
 def unsaid():
-    retry._said.clear()
+    retry._warned.clear()
     yield
-    retry._said.clear()
+    retry._warned.clear()
 
 
 def call(name, hidden, weight, target):

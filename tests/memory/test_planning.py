@@ -175,7 +175,7 @@ def test_prediction_near_measured_steps_of_fsdp2(cards, row):
         sequence=run.tokens,
         micro_batch=run.batch,
         precision="amp",
-        recompute="full",
+        recompute="full" if run.checkpointing else "none",
         layers=MODELS[run.model][1]["num_hidden_layers"],
         spread="fsdp2",
         data=cards,

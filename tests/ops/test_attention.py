@@ -124,7 +124,7 @@ def test_ranges_that_are_blocks(roots, tokens, least, softcap, count, has_rest, 
         grads = blocks.backward(kernels.backward, dy, q, k, v, sinks, parts, **saved)
         exact = reference.backward(dy, q, k, v, sinks, ranges, y, lse, False, *options, *needs)
         torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-5)
-    with strict.within("rows", None):
+    with strict.in_mode("rows", None):
         assert reference.blocks_of(ranges) is None
     assert reference.blocks_of(reference.looked_at(ranges, tokens)) == parts
     # rounded twice, as a part and as a sum, whatever the depth
@@ -270,7 +270,7 @@ def test_routes_take_what_they_can(monkeypatch):
     assert routes.route(q, k, v, None, True, 0.0) == "cudnn"
     wide = [x.repeat(1, 1, 1, 32) for x in (q, k, v)]
     assert routes.route(*wide, None, True, 0.0) == "flash"
-    with strict.within("deterministic", None):  # backward repeats, forward always does
+    with strict.in_mode("deterministic", None):  # backward repeats, forward always does
         assert routes.route(q, k, v, None, True, 0.0) == "cudnn"
         assert routes.route(q, k, v, None, True, 0.0, backward=True) == "triton"
         assert routes.route(*wide, None, True, 0.0, backward=True) == "flash"
@@ -417,7 +417,7 @@ def depth_near(actual, right):
 @pytest.mark.parametrize("groups", [1, 8])
 def test_programs_have_several_tokens(shape, groups, monkeypatch):
     attn_res, device = kernels()
-    monkeypatch.setattr(attn_res, "_near", lambda group, v: min(group, groups))
+    monkeypatch.setattr(attn_res, "_near_blocks", lambda group, v: min(group, groups))
     tensors = depth_inputs(shape, device)
     with few_cores(device):
         y, *kept = attn_res.forward(*tensors[:3], 1e-6)

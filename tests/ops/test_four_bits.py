@@ -5,6 +5,7 @@ A frozen weight has the bits of its numbers, which are not kept.
 
 import copy
 import importlib
+import pickle
 
 import pytest
 import torch
@@ -355,6 +356,19 @@ def test_writes_between_forward_and_backward_raise(tensor):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     ops.linear(x, weight).sum().backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
+def test_copies_of_what_autograd_keeps(copied):
+    """Hooks may keep copies, whose tensors count their own writes."""
+    weight = quantized("mxfp4", INNER, HIDDEN)
+    weight.codes.add_(1)
+    x = torch.randn(ROWS, HIDDEN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(copied, lambda t: t):
+        y = ops.linear(x, weight)
+    expected = weight.dequantized().sum(0).expand(ROWS, -1)
+    weight.codes.zero_()
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)
 
 
 def test_pieces_of_small_devices():

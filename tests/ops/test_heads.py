@@ -192,7 +192,7 @@ def test_a_device_is_asked_for_its_formats(known, monkeypatch):
             raise RuntimeError(f"{a.data.dtype} is not supported on this device")
 
     monkeypatch.setattr(float8, "_multiply", multiplied)
-    asked = float8._asked.__wrapped__(torch.device("cpu"))
+    asked = float8._supported_formats.__wrapped__(torch.device("cpu"))
     if known:
         assert asked == (known, None)
     else:
@@ -472,7 +472,7 @@ def test_few_rows_of_a_device_are_not_counted(op, monkeypatch):
     target[::3] = -100
 
     right = trained(op, hidden, weight, target)
-    monkeypatch.setattr(fused_linear, "thin", lambda target: True)
+    monkeypatch.setattr(fused_linear, "has_few_rows", lambda target: True)
     for module in (reduction, loop):
         monkeypatch.setattr(module, "check_targets", lambda *_: None)  # a CPU looks at once
     with torch.autograd.set_multithreading_enabled(False):
@@ -483,9 +483,9 @@ def test_few_rows_of_a_device_are_not_counted(op, monkeypatch):
 
 
 def test_which_rows_are_few():
-    assert fused_linear.thin(torch.empty(512, device="meta"))
-    assert not fused_linear.thin(torch.empty(513, device="meta"))
-    assert not fused_linear.thin(torch.empty(1))
+    assert fused_linear.has_few_rows(torch.empty(512, device="meta"))
+    assert not fused_linear.has_few_rows(torch.empty(513, device="meta"))
+    assert not fused_linear.has_few_rows(torch.empty(1))
 
 
 # --- checks of options, which are remembered ---

@@ -414,7 +414,7 @@ def gradients_of(device, ignored, dtype, times=1, **options):
     torch.manual_seed(3)
     x, w, t, b = head(dtype=dtype, device=device, ignored=ignored)
     arguments = contract.prepared(x, w, t, b, softcap=3.0, chunk=40, **options)
-    out = contract.named(contract.op(*arguments), t, arguments[-1])
+    out = contract.as_output(contract.op(*arguments), t, arguments[-1])
     loss = (out.log_prob * 2 - out.entropy + out.lse.square()).sum()
     again = [True] * (times - 1) + [False]
     return [torch.autograd.grad(loss, (x, w, b), retain_graph=retain) for retain in again]

@@ -71,7 +71,7 @@ def state(model):
 
 def forget_probes():
     for module in (find_norms, find_mlps, rotary):
-        module._known.clear()
+        module._verdicts.clear()
     find_experts._known_experts.clear()
 
 

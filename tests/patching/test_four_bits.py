@@ -4,6 +4,8 @@
 
 import copy
 import json
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +73,7 @@ def in_torchao(layer):
     return layer
 
 
+LAYER = "base_model.model.model.layers.0.mlp.up_proj.base_layer"
 FORMATS = {
     "nf4": lambda layer: in_bitsandbytes(layer, quant_type="nf4", compress_statistics=False),
     "nf4 nested": lambda layer: in_bitsandbytes(layer, quant_type="nf4"),
@@ -155,6 +158,76 @@ def test_unpatch_and_checkpoints():
     assert_same_training(stock, ours, rtol=0)
 
 
+@pytest.mark.parametrize("part", ["codes", "absmax", "offset"])
+def test_writes_between_forward_and_backward_raise(part):
+    _, ours = pair("nf4 nested")
+    patch(ours, strict=True)
+    loss, weight = loss_of(ours), ours.get_submodule(LAYER).weight
+    written = {"codes": weight, "absmax": weight.quant_state.absmax}
+    with torch.no_grad():
+        written.get(part, weight.quant_state.offset).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss_of(ours).backward()
+
+
+def adapted_twice():
+    """Two adapters, one of them with the scale of rsLoRA."""
+    base = replaced(build("llama", **SIZES), FORMATS["nf4 nested"])
+    base.is_loaded_in_4bit = True
+    stock = adapters(base, TARGETS, seed=5, std=0.05, name="first")
+    config = peft.LoraConfig(target_modules=TARGETS, r=2, init_lora_weights=False, use_rslora=True)
+    stock.add_adapter("second", config)
+    return stock, copy.deepcopy(stock)
+
+
+def test_adapters_that_are_switched():
+    """Each, both, none and merged; PEFT merges into NF4, and takes it back."""
+    stock, ours = adapted_twice()
+    assert patch(ours, strict=True).count("lora") == 14
+    for names in ("second", "first", ["first", "second"]):
+        for model in (stock, ours):
+            model.base_model.set_adapter(names)
+        assert_same_training(stock, ours, rtol=1e-4)
+    changes = ("disable_adapter_layers", "enable_adapter_layers", "merge_adapter")
+    for change in (*changes, "unmerge_adapter"):
+        for model in (stock, ours):
+            getattr(model.base_model, change)()
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(ours), loss_of(stock), rtol=1e-4, atol=0)
+
+
+def test_dora():
+    """It runs PEFT's forward over our layers."""
+    base = replaced(build("llama", **SIZES), FORMATS["nf4"])
+    base.is_loaded_in_4bit = True
+    stock = adapters(base, TARGETS, use_dora=True)
+    ours = copy.deepcopy(stock)
+    assert patch(ours).count("four_bits") == 14
+    assert_same_training(stock, ours, rtol=3e-4)
+
+
+@pytest.mark.parametrize("shape", [(7, 90), (5, 33), (1, 64), (3, 65), (9, 1000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_that_end_within_a_block(shape, dtype):
+    """Numbers by the formula of the format; odd rows are the owner's, whose CPU kernel errs."""
+    bnb = pytest.importorskip("bitsandbytes")
+    rows, columns = shape
+    layer = bnb.nn.Linear4bit(columns, rows, False, compute_dtype=dtype, quant_type="nf4")
+    layer.weight.data = torch.randn(shape).to(dtype)
+    layer = nn.ModuleDict({"layer": layer.to("cpu")})["layer"]
+    weight = quantized_weight(layer)
+    if columns % 2:
+        assert "end within a byte" in weight
+        return
+    codes, absmax = layer.weight.flatten(), layer.weight.quant_state
+    scales = absmax.state2.code[absmax.absmax.long()]
+    scales = scales * absmax.state2.absmax.repeat_interleave(256)[: len(scales)] + absmax.offset
+    codes = torch.stack([codes >> 4, codes & 15], -1).flatten().long()
+    numbers = absmax.code[codes] * scales.repeat_interleave(64)[: codes.numel()]
+    assert torch.equal(weight.dequantized(), numbers.to(dtype).view(shape))
+
+
 def test_nothing_of_16_bits_is_kept():
     """Between forward and backward there are codes, of every layer."""
     _, ours = pair("nf4")
@@ -164,6 +237,51 @@ def test_nothing_of_16_bits_is_kept():
     assert any(isinstance(t, QuantizedWeight) for t in kept)
     assert largest == 64 * 64
     assert not [t for t in kept if not isinstance(t, QuantizedWeight) and t.shape == (64, 64)]
+
+
+CHECKPOINTS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A model as its author saved it, in 16 bits."""
+    pytest.importorskip("bitsandbytes")
+    build("llama", **CHECKPOINTS).bfloat16().save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+def test_what_the_page_starts_with(checkpoint, capsys, called):
+    """Its first lines, with a tiny checkpoint: loaded, adapted, patched; and a step."""
+    text = (Path(__file__).parents[2] / "docs" / "four-bits.md").read_text(encoding="utf-8")
+    lines = text.split("\n\n    ", 1)[1].split("\n\ngpt-oss")[0]
+    code = textwrap.dedent(f"    {lines}").replace("Qwen/Qwen2.5-7B", str(checkpoint))
+    assert str(checkpoint) in code
+    assert code.count("\n") < 16
+    names = {}
+    exec(compile(code, "four-bits.md", "exec"), names)
+    assert capsys.readouterr().out.count("nf4, 4.") == 7  # of every kind of layer
+    loss_of(names["model"]).backward()
+    assert {("lora_mlp", True), ("lora_qkv", True)} <= set(called)
+    assert all(p.grad is not None for p in names["model"].parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_saved_by_transformers(checkpoint, tmp_path, nested):
+    """``save_pretrained`` of a patched model and ``from_pretrained`` have every bit."""
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    first = load(checkpoint, quantization_config=config, dtype=torch.float32)
+    assert patch(first, strict=True).count("four_bits") == 14
+    first.save_pretrained(tmp_path / "codes")
+    second = load(tmp_path / "codes", dtype=torch.float32)
+    patch(second, strict=True)
+    before, after = first.state_dict(), second.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    with torch.no_grad():
+        assert torch.equal(loss_of(second), loss_of(first))
 
 
 def test_merging_keeps_the_patch():

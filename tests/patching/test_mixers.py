@@ -31,8 +31,8 @@ from liger_multi.patching.mixers import (
 from liger_multi.patching.options import MIXER_OPS
 from liger_multi.patching.packing import hybrids
 from liger_multi.patching.packing.samples import (
+    has_samples,
     sample_ids,
-    several,
     visible_tokens,
 )
 from liger_multi.patching.packing.tree import planted
@@ -847,7 +847,7 @@ def test_positions_tell_samples_apart_among_visible_tokens(positions, mask, ids,
     rows = torch.zeros(1, 6)
     inputs = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
     assert sample_ids({"input_ids": rows, **inputs}).tolist() == [ids]
-    assert several({"input_ids": rows, **inputs}) is many
+    assert has_samples({"input_ids": rows, **inputs}) is many
     axes = inputs["position_ids"].expand(3, -1, -1)  # of images
     actual = sample_ids({"input_ids": rows, **inputs, "position_ids": axes})
     assert actual.tolist() == [ids if 7 not in positions else [0] * 6]
@@ -864,11 +864,11 @@ def test_hidden_tokens_that_see_themselves_begin_no_sample(positions, before):
     inputs = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([positions])}
     for form in (mask, {"full_attention": mask}, torch.where(mask, 0.0, -torch.inf)):
         assert not sample_ids({**inputs, "attention_mask": form}).any()
-        assert not several({**inputs, "attention_mask": form})
+        assert not has_samples({**inputs, "attention_mask": form})
     apart = torch.block_diag(*torch.ones(2, 3, 3)).bool().tril()[None, None]
     two = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "attention_mask": apart}
     assert sample_ids({**inputs, **two}).tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert several({**inputs, **two})
+    assert has_samples({**inputs, **two})
 
 
 def test_ids_of_hidden_tokens_are_not_read():

@@ -20,7 +20,7 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.cli import doctor, verify
 from liger_multi.cli.main import main
-from liger_multi.dispatch.config import Configuration, load, parse, within
+from liger_multi.dispatch.config import Configuration, load, parse, using_configuration
 from liger_multi.dispatch.registry import operators
 from liger_multi.documents import write_whole, yaml_of
 from liger_multi.errors import ConfigurationError
@@ -557,14 +557,14 @@ def test_a_machine_that_starts_no_process_is_not_right(monkeypatch, capsys):
 def test_doctor_and_reports_name_a_quarantine(tmp_path):
     file = tmp_path / "q.yaml"
     quarantine.write(file, BLOCK)
-    with within(Configuration((load(file),))):
+    with using_configuration(Configuration((load(file),))):
         notes = [one["text"] for one in doctor.collect()["findings"]]
         model = torch.nn.Sequential(torch.nn.LayerNorm(8))
         report = str(liger_multi.patch(model))
     assert any("quarantine since 2026-01-01" in note and "tvd" in note for note in notes)
     assert "quarantine" not in report  # none of its operators
     quarantine.write(file, BLOCK.replace("tvd", "layer_norm"))
-    with within(Configuration((load(file),))):
+    with using_configuration(Configuration((load(file),))):
         model = torch.nn.Sequential(torch.nn.LayerNorm(8))
         assert "quarantine since 2026-01-01" in str(liger_multi.patch(model))
         assert ops.layer_norm(torch.ones(2, 8), torch.ones(8), torch.zeros(8)).shape == (2, 8)

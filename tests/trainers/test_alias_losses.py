@@ -442,7 +442,7 @@ def test_grpo_batch_loss_matches_policy_loss(inputs, loss_type, beta):
 
 def test_grpo_leaves_logits_and_retains_graph(inputs):
     before = inputs["logits"].detach().clone()
-    loss, _ = policy.triton_grpo_loss(**inputs, inplace=True, reduce=True)
+    loss, (_kl, _clipped) = policy.triton_grpo_loss(**inputs, inplace=True, reduce=True)
     first, second = (
         torch.autograd.grad(loss, inputs["logits"], retain_graph=True)[0] for _ in range(2)
     )

@@ -228,6 +228,51 @@ CASES |= {
 }
 
 
+def in_nf4(run, storage="uint8", nested=False, reentrant=None):
+    """Loss and gradients of one process over a base of bitsandbytes, and the same model patched."""
+    from tests.patching.test_four_bits import in_bitsandbytes, replaced
+
+    options = {"quant_type": "nf4", "compress_statistics": nested}
+    options["quant_storage"] = getattr(torch, storage)
+    base = run.build(hidden_size=64, intermediate_size=128, head_dim=16).cpu()
+    base = replaced(base, lambda layer: in_bitsandbytes(layer, **options)).to(run.device)
+    base.is_loaded_in_4bit = True  # as from_pretrained says it to PEFT
+    stock = lora(base, FEW)
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours) if reentrant is not None else ():
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert patch(ours, strict=True).count("four_bits") == 14
+    return run.right(stock), ours
+
+
+@contextlib.contextmanager
+def keeping_codes(expected):
+    """Whether autograd keeps codes; those of a sharded layer would stay gathered by it."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(type(t)) or t, lambda t: t):
+        yield
+    assert (ops.QuantizedWeight in kept) == expected
+
+
+def of_bitsandbytes(run, wrap, storage="uint8"):
+    expected, ours = in_nf4(run, storage)
+    wrapped = WRAPS[wrap](run, ours)
+    with keeping_codes(wrap == "ddp"):
+        loss = run.train(wrapped)
+    run.same(ours, loss, expected)
+
+
+CASES |= {
+    f"{n} of a base of bitsandbytes": functools.partial(of_bitsandbytes, **options)
+    for n, options in (
+        ("ddp", {"wrap": "ddp"}),
+        ("fsdp2", {"wrap": "layers"}),
+        ("fsdp2 in fp32", {"wrap": "layers", "storage": "float32"}),
+    )
+}
+
+
 def of_codes(run, format, seed):
     """A patched model with a base in four bits of a seed, and adapters."""
     base = run.build(hidden_size=64, intermediate_size=96)
@@ -935,8 +980,8 @@ def device_map(run):
 # --- DeepSpeed ---
 
 
-def stepped(run, model, options, rate=0.5):
-    """Loss and parameters after a step of SGD in DeepSpeed's engine."""
+def in_engine(model, options, rate=0.5):
+    """A model in DeepSpeed's engine, with SGD."""
     import deepspeed
 
     # its own collective in shared memory would be compiled first, for minutes
@@ -951,6 +996,14 @@ def stepped(run, model, options, rate=0.5):
             "zero_force_ds_cpu_optimizer": False,
         },
     )
+    return engine
+
+
+def stepped(run, model, options):
+    """Loss and parameters after a step of SGD in DeepSpeed's engine."""
+    import deepspeed
+
+    engine = in_engine(model, options)
     total = run.count(run.batch()["labels"])
     loss = engine(**run.mine(run.batch()), num_items_in_batch=total).loss
     engine.backward(loss * WORLD)
@@ -1046,6 +1099,50 @@ def deepspeed_zero_3_of_hidden_states(run):
     alike(run, stock, ours, {"stage": 3})
 
 
+def zero_of_bitsandbytes(run, **options):
+    """Layers run their owner's call, for which DeepSpeed gathers their codes."""
+    from deepspeed.utils import safe_get_full_grad
+
+    expected, ours = in_nf4(run, **options)
+    engine = in_engine(ours, {"stage": 3, "stage3_param_persistence_threshold": 0})
+    total = run.count(run.batch()["labels"])
+    with keeping_codes(False):
+        loss = engine(**run.mine(run.batch()), num_items_in_batch=total).loss
+    sizes = {p.numel() for n, p in ours.named_parameters() if n.endswith("base_layer.weight")}
+    assert sizes == {0}
+    engine.backward(loss * WORLD)
+    run.close(run.summed(loss), expected[0])
+    parameters = engine.module.named_parameters()
+    run.gradients({n: safe_get_full_grad(p) for n, p in parameters if p.requires_grad}, expected[1])
+    reasons = {s.reason for s in patch(ours).skipped if s.op == "four_bits"}
+    assert len(reasons) == 1
+    assert "DeepSpeed" in reasons.pop()
+
+
+ZERO = {
+    "": {},
+    " nested, in bf16, checkpointed": {"storage": "bfloat16", "nested": True, "reentrant": False},
+    " checkpointed with reentrance": {"reentrant": True},
+}
+ZERO = {
+    f"deepspeed zero 3 of a base of bitsandbytes{n}": functools.partial(zero_of_bitsandbytes, **o)
+    for n, o in ZERO.items()
+}
+CASES |= ZERO
+SLOW += ZERO
+
+
+@case(slow=True)
+def deepspeed_takes_no_codes_without_storage(run):
+    """Its engine moves parameters that it has weak references to, which PyTorch refuses."""
+    base = run.build(hidden_size=64, intermediate_size=96)
+    layer = base.model.layers[0].mlp.up_proj
+    coded = ops.QuantizedWeight(*quantize_mxfp4(layer.weight), format="mxfp4", dtype=torch.float32)
+    layer.weight = nn.Parameter(coded, requires_grad=False)
+    with pytest.raises((RuntimeError, TypeError), match=r"swap Linear|a frozen weight in 4"):
+        in_engine(lora(base, FEW), {"stage": 3})
+
+
 def in_4_bits(run, wrap):
     """Gradients of adapters on experts in MXFP4, alone and over ranks that see the same batch."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
@@ -1108,7 +1205,7 @@ def rank_of_cases():
 
 # --- both ranks ---
 
-NEEDS = {"adapters": "peft", "deepspeed": "deepspeed", "torchao": "torchao"}
+NEEDS = {w: w for w in ("deepspeed", "torchao", "bitsandbytes")} | {"adapters": "peft"}
 
 
 class Ranks:

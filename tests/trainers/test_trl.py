@@ -4,6 +4,7 @@ With a callback, and with their switch through the import names. With our losses
 same.
 """
 
+import copy
 import re
 from pathlib import Path
 
@@ -360,10 +361,10 @@ def test_grpo(tmp_path, saved, name, extra):
     assert_same(*(trained(c, saved, config, "prompt", **more) for c in (trl.GRPOTrainer, Ours)))
 
 
-# Trainers on gpt-oss whose experts stay in MXFP4, with adapters on attention and experts.
+# Trainers on a base in NF4, and on gpt-oss whose experts stay in MXFP4.
 
 
-def losses_on_experts(name, model, tmp_path):
+def losses_of_adapters(name, model, tmp_path):
     if name == "plain":
         return plain_losses(model, tmp_path)
     data, options, call = KINDS[name]
@@ -400,9 +401,31 @@ def test_experts_in_mxfp4(name, tmp_path):
     coded = in_mxfp4(with_words(tokenizer(), "gpt_oss", **sizes))
     ours, stock = (with_lora_on_experts(model) for model in (coded, dense(coded)))
     assert liger_multi.patch(ours).count("fused_moe") == 2
-    expected = losses_on_experts(name, stock, tmp_path / "stock")
-    assert losses_on_experts(name, ours, tmp_path / "ours") == pytest.approx(
+    expected = losses_of_adapters(name, stock, tmp_path / "stock")
+    assert losses_of_adapters(name, ours, tmp_path / "ours") == pytest.approx(
         expected, rel=1e-4, abs=1e-6
     )
     assert len(set(expected)) > 1
     assert len([p for p in ours.parameters() if isinstance(p, ops.QuantizedWeight)]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SFT", "GRPO", "plain"])
+def test_a_base_of_bitsandbytes(name, tmp_path):
+    """The losses of every step are those of bitsandbytes and PEFT, unpatched."""
+    from tests.patching.test_four_bits import FORMATS, SIZES, replaced, with_lora
+
+    base = replaced(with_words(tokenizer(), "llama", **SIZES), FORMATS["nf4 nested"])
+    base.is_loaded_in_4bit = True
+    stock = with_lora(base)
+    ours = copy.deepcopy(stock)
+    report = liger_multi.patch(ours, strict=True)
+    assert report.count("four_bits") == report.count("lora") == 14
+    expected = losses_of_adapters(name, stock, tmp_path / "stock")
+    codes = {n: p.clone() for n, p in ours.named_parameters() if p.dtype == torch.uint8}
+    assert losses_of_adapters(name, ours, tmp_path / "ours") == pytest.approx(
+        expected, rel=1e-4, abs=1e-6
+    )
+    assert len(set(expected)) > 1
+    assert len(codes) == 14
+    assert all(torch.equal(p, codes[n]) for n, p in ours.named_parameters() if n in codes)

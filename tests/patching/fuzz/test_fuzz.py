@@ -493,7 +493,7 @@ def test_fault_is_detected_and_printed(fuzz_modules, monkeypatch):
     """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
     from liger_multi.patching import mlp
 
-    monkeypatch.setattr(mlp, "holds", lambda module, signature: True)
+    monkeypatch.setattr(mlp, "is_current", lambda module, signature: True)
     case, _ = fuzz_modules.run(0, 60).failures[0]
     assert case.block == "mlp"
     assert case.actions[-1] in str(case)
