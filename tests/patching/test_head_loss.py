@@ -92,17 +92,6 @@ def test_custom_loss_on_logits(read_first, device, fused):
     assert fused.count == (not read_first)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_patched_and_equal(copied, fused):
-    stock, ours = pair("qwen3", patching={})
-    other = copied(ours)
-    assert [type(m) for m in other.modules()] == [type(m) for m in ours.modules()]
-    assert_same_training(stock, other, loss_of(**batch()))
-    assert fused.count == 1
-    unpatch(other)
-    assert [type(m) for m in other.modules()] == [type(m) for m in stock.modules()]
-
-
 def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
     ours = build(model_type, patching={"fused_linear_cross_entropy": {"chunk": 4}})
     inputs = batch(rows=4, length=12)
