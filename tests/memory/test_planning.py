@@ -223,15 +223,6 @@ def test_layouts_divide_what_a_device_holds(predictor):
     assert more.tokens_per_second > stages.tokens_per_second, "a smaller part of it is filling"
 
 
-def test_recomputing_costs_time_and_saves_memory(predictor):
-    large = replace(BASE, micro_batch=8)
-    predictions = [
-        predictor.predict(replace(large, recompute="full", layers=n)) for n in (0, 2, LAYERS)
-    ]
-    assert predictions[0].peak_bytes > predictions[1].peak_bytes > predictions[2].peak_bytes
-    assert predictions[0].seconds < predictions[1].seconds < predictions[2].seconds
-
-
 @pytest.fixture(scope="module")
 def small_plan():
     return plan(config_of(), "48MiB", 1, 8, LENGTH, device="cpu", space=SMALL, headroom=0)

@@ -272,26 +272,6 @@ def test_the_command_saves_where_it_is_told(tmp_path, capsys):
     assert result["rows"][0]["error"]["tolerances"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
-        (["--samples", "8192x4095"], "unknown sample '8192x4095'; did you mean '8192x4096'"),
-        (["--providers", "ours,torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
-        (["--providers", ","], "--providers names nobody"),
-        (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
-        (["--seconds", "0"], "--seconds must be positive, got 0"),
-        (["--device", "gpu"], "--device gpu: "),
-    ],
-)
-def test_wrong_values_of_the_command(capsys, arguments, text):
-    assert command_line(["bench", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("liger-multi: error: ")
-    assert text in captured.err
-    assert not captured.out
-
-
 @pytest.mark.parametrize("op", bench_cases.LONG)
 def test_the_reference_in_fp64_is_the_formula(op):
     small = [s for s in samples.of(op) if s.size == "small"]
