@@ -348,13 +348,19 @@ def _gates(module: nn.Module) -> list[ExpertsKind]:
     return specs
 
 
+_INSTEAD = {
+    "Mxfp4GptOssExperts": "; liger_multi.integrations.load_mxfp4 loads the same codes to be trained"
+}
+
+
 def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Stacks of experts."""
     options = request.get("fused_moe")
     for path, module in model.of_class(_may_be_experts):
         if are_other_experts(module) and options is not None:
             own = f"{type(module).__name__} does not use the experts interface of transformers"
-            yield Skipped(path, "fused_moe", own)
+            instead = _INSTEAD.get(type(module).__name__, "")
+            yield Skipped(path, "fused_moe", f"{own}{instead}")
         if not looks_like_experts(module):
             continue
         if options is None:
