@@ -348,15 +348,19 @@ def _gates(module: nn.Module) -> list[ExpertsKind]:
     return specs
 
 
+_INSTEAD = {
+    "Mxfp4GptOssExperts": "; liger_multi.integrations.load_mxfp4 loads the same codes to be trained"
+}
+
+
 def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Stacks of experts."""
     options = request.get("fused_moe")
     for path, module in model.of_class(_may_be_experts):
         if are_other_experts(module) and options is not None:
-            reason_here = (
-                f"{type(module).__name__} does not use the experts interface of transformers"
-            )
-            yield Skipped(path, "fused_moe", reason_here)
+            name = type(module).__name__
+            reason = f"{name} does not use the experts interface of transformers"
+            yield Skipped(path, "fused_moe", reason + _INSTEAD.get(name, ""))
         if not looks_like_experts(module):
             continue
         if options is None:
