@@ -358,9 +358,9 @@ def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
     options = request.get("fused_moe")
     for path, module in model.of_class(_may_be_experts):
         if are_other_experts(module) and options is not None:
-            name = type(module).__name__
-            reason = f"{name} does not use the experts interface of transformers"
-            yield Skipped(path, "fused_moe", reason + _INSTEAD.get(name, ""))
+            layer = type(module).__name__
+            other = f"{layer} does not use the experts interface of transformers"
+            yield Skipped(path, "fused_moe", other + _INSTEAD.get(layer, ""))
         if not looks_like_experts(module):
             continue
         if options is None:
