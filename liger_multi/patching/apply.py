@@ -62,6 +62,8 @@ from liger_multi.patching.swap import (
     restore,
 )
 
+__all__ = ["patch", "patched", "unpatch"]
+
 # --- model types: a hook after Hugging Face constructors ---
 
 
@@ -94,7 +96,7 @@ def register_type(model_type: str, action: Callable[[nn.Module], Any]) -> None:
 
 
 def begin_type(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[[], None]:
-    """The same until the returned function is called; such calls may come in any order.
+    """As :func:`register_type`, until the returned function is called, in any order of such calls.
 
     Raises:
         PatchError: As :func:`register_type`.
@@ -197,7 +199,7 @@ def _remove() -> None:
         _installed = None
 
 
-__all__ = ["patch", "patched", "unpatch"]
+# --- patch, unpatch, patched ---
 
 
 def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> PatchReport:
@@ -211,14 +213,16 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         model: A model, or a model type such as ``"llama"`` for the models of that type built from
             now on.
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
-        **ops: Operator name to True, False, a backend's name, or a mapping of options.
-            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``, ``four_bits``,
-            ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention``, ``ssd_scan``,
-            ``selective_scan``, ``sparse_attention`` and ``fused_linear_cross_entropy`` are on by
-            default, and so is ``rms_norm_rope`` where ``rms_norm`` and ``rope`` name no backend.
-            ``cross_entropy`` is off. With both losses on, ``cross_entropy`` serves the calls that
-            cannot be fused. ``linear`` is on where ``deterministic="rows"`` is in force when the
-            patch is made, ``linear_float8`` is off.
+        **ops: Patch key to True, False, a backend's name, or a mapping of options. On by default
+            are norms (``rms_norm``, ``layer_norm``, ``gated_rms_norm``, ``poly_norm``, ``dyt``),
+            activations (``swiglu``, ``geglu``, ``swiglu_clamped``, ``relu_squared``), mixers
+            (``causal_conv1d``, ``gated_short_conv``, ``gated_delta_rule``,
+            ``kimi_delta_attention``, ``ssd_scan``, ``selective_scan``), ``fused_moe``, ``rope``,
+            ``lora``, ``four_bits``, ``sparse_attention``, ``packing`` (a check of packed rows) and
+            ``fused_linear_cross_entropy``; also ``rms_norm_rope``, unless ``rms_norm`` or ``rope``
+            names a backend. ``linear`` is on where ``deterministic="rows"`` is in force when the
+            patch is made. ``cross_entropy`` and ``linear_float8`` are off. With both losses on,
+            ``cross_entropy`` serves the calls that cannot be fused.
 
     Returns:
         What was replaced by what, and what was skipped and why.
@@ -306,7 +310,7 @@ def _module(model: object) -> nn.Module:
 
 def _patch_built(model: nn.Module, request: Request, strict: bool) -> None:
     """Patch a new model, which may be a part of another one, without a head."""
-    report = _patch(model, replace(request, whole=False), strict)
+    report = _patch(model, replace(request, expects_head=False), strict)
     refused = [s for s in report.skipped if s.strict]
     if refused:
         refusals = PatchReport(report.target, [], refused)
@@ -329,6 +333,8 @@ def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
         block.forget()
     return report
 
+
+# --- the parts ---
 
 Find: TypeAlias = Callable[[ModelFacts, Request], Iterator[Change]]
 PARTS: tuple[tuple[Find, ...], ...] = (

@@ -199,7 +199,10 @@ _REASONS = (
     (r".*its attention is .*", "attention that does not use transformers' interface"),
     (r".*where a token sees .*", "a token sees later ones"),
     (r".*made of tokens.*", "a mask that is made of tokens"),
-    (r".*could not be tried with shared prefixes: (.*)", r"it could not be tried: \1"),
+    (
+        r".*could not be tried with shared prefixes: (?:\w+: )?(.*?)(?:, asked by .*)?$",
+        r"its forward raises an error: \1",
+    ),
     (r".*the output of a branch differs.*", "its layers mix tokens in a way that no tree reaches"),
 )
 """Ends of messages, and how the page calls them; the first that matches."""

@@ -16,6 +16,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from benchmarks.tables import performance as docs_performance, training as docs_
 from ci.docs import site as docs_site, tables as docs_tables, verification as docs_status
 from ci.docs.api import public_operators
 from liger_multi.cli import main as command_line
+from liger_multi.patching import options as patch_options
 from tests import comparing, harness
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +243,22 @@ def test_the_table_of_commands_has_every_command_and_option():
                 assert any(f"`{o}`" in row for o in action.option_strings), (words, action.dest)
 
     check(command_line._parser(), ["liger-multi"])
+
+
+def test_the_table_of_patch_keys_has_every_key_and_option():
+    text = (ROOT / "docs" / "patching.md").read_text().partition("## Options")[2]
+    documented = {}
+    for row in text.partition("| Option | Default")[0].splitlines():
+        cells = re.split(r"(?<!\\) \| ", row.strip("| "))
+        for key in re.findall(r"`(\w+)`", cells[0]) if row.startswith("|") else ():
+            documented[key] = set(re.findall(r"`(\w+)`", cells[2] if len(cells) > 2 else ""))
+    for key in patch_options.BUILT_IN:
+        if key == patch_options.PACKING:
+            assert key in documented
+            continue
+        options = patch_options.parse_request({key: True}).get(key)
+        assert documented[key] == {f.name for f in fields(options)} - {"backend"}, key
+        assert f"``{key}``" in liger_multi.patch.__doc__
 
 
 def test_the_first_page_claims_no_device_that_nobody_ran():
