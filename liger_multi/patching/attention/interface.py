@@ -301,11 +301,7 @@ def mask(
     **options: Any,
 ) -> KeyMask:
     """The mask function of transformers' interface, which returns a :class:`KeyMask`."""
-    from transformers.masking_utils import (
-        bidirectional_mask_function,
-        causal_mask_function,
-        sdpa_mask,
-    )
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if isinstance(attention_mask, KeyMask):  # built before the forward pass, as in generation
         return attention_mask
@@ -356,27 +352,44 @@ def mask(
         ranges = _bisected(mask_function, batch_size, queries, device)
         return KeyMask(shape, ranges=ranges, shifts=shifts)
 
-    def dense() -> Iterator[Tensor]:
-        step = max(1, ELEMENTS // max(1, batch_size * kv_length))
-        for start in range(0, queries, step):
-            count = min(step, queries - start)
-            query_range: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
-            if cache_position is not None:
-                query_range = {"cache_position": cache_position[start : start + count]}
-            dense_mask = sdpa_mask(
-                batch_size=batch_size,
-                kv_length=kv_length,
-                kv_offset=kv_offset,
-                **query_range,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                **options,
-                allow_is_causal_skip=False,
-                allow_is_bidirectional_skip=False,
-            )
-            yield dense_mask.expand(batch_size, -1, count, kv_length)
-
+    dense = functools.partial(
+        _dense_parts,
+        shape,
+        q_offset,
+        cache_position,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **options,
+    )
     return _compressed(shape, dense, shifts)
+
+
+def _dense_parts(
+    shape: tuple[int, int, int, int],
+    q_offset: int | Tensor,
+    cache_position: Tensor | None,
+    **options: Any,
+) -> Iterator[Tensor]:
+    """The dense mask of transformers, some queries at a time."""
+    from transformers.masking_utils import sdpa_mask
+
+    batch_size, _, queries, kv_length = shape
+    step = max(1, ELEMENTS // max(1, batch_size * kv_length))
+    for start in range(0, queries, step):
+        count = min(step, queries - start)
+        query_range: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
+        if cache_position is not None:
+            query_range = {"cache_position": cache_position[start : start + count]}
+        dense_mask = sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            **query_range,
+            **options,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+        )
+        yield dense_mask.expand(batch_size, -1, count, kv_length)
 
 
 BIDIRECTIONAL = ("bidirectional_mask_function", "sliding_window_bidirectional_overlay")
