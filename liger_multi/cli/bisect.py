@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--device {arguments.device} is for {TINY}; {shown_path(arguments.model)} puts its "
             "model and batch on a device itself"
         )
-    with contextlib.redirect_stdout(sys.stderr), progress("bisect") as said:
+    with contextlib.redirect_stdout(sys.stderr), progress("bisect") as on_progress:
         if arguments.model == TINY:
             require_packages("bisect", ["transformers"], "transformers")
             settings_of_side = {
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             models, batch = tiny_model(checking.device("bisect", arguments.device))
         else:
             models, batch = _from_file(Path(arguments.model))
-        report = _compared(models, batch, settings_of_side, not arguments.forward_only, said)
+        report = _compared(models, batch, settings_of_side, not arguments.forward_only, on_progress)
     if arguments.json:
         checking.write_json(report.as_data())
     else:
@@ -113,7 +113,7 @@ def _compared(
     batch: Any,
     settings_of_side: dict[str, dict[str, Any]],
     backward: bool,
-    said: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Bisection:
     """Run both; whatever the model raises becomes one line."""
     with _one_line("the model"):
@@ -123,7 +123,7 @@ def _compared(
             a=settings_of_side["a"],
             b=settings_of_side["b"],
             backward=backward,
-            said=said,
+            on_progress=on_progress,
         )
 
 

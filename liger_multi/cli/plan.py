@@ -105,12 +105,12 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     if setup["capacity"] is not None:
         setup["capacity"] = parse_memory(setup["capacity"], "--capacity")
     setup["dtype"] = long_name(setup["dtype"])
-    with checking.simulated("estimate", arguments.model), progress("estimate") as said:
-        said(f"reading {arguments.model}")
+    with checking.simulated("estimate", arguments.model), progress("estimate") as on_progress:
+        on_progress(f"reading {arguments.model}")
         with _without_collections():
             source = Source(arguments.model, arguments.weights, arguments.rank)()
             config = getattr(source, "config", source)
-            said(f"simulating {arguments.batch} x {arguments.sequence} tokens")
+            on_progress(f"simulating {arguments.batch} x {arguments.sequence} tokens")
             result = estimate(source, arguments.batch, arguments.sequence, TrainingSetup(**setup))
     fits = setup["capacity"] is None or result.peak_bytes <= setup["capacity"]
     note = beyond(positions_of(config), arguments.sequence)
@@ -208,10 +208,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
         arguments.host_memory = parse_memory(arguments.host_memory, "--host-memory")
     code = 0
     try:
-        with checking.simulated("plan", arguments.model), progress("plan") as said:
-            said(f"reading {arguments.model}")
+        with checking.simulated("plan", arguments.model), progress("plan") as on_progress:
+            on_progress(f"reading {arguments.model}")
             with _without_collections():
-                result = _plan(arguments, said)
+                result = _plan(arguments, on_progress)
     except PlanError as error:
         sys.stderr.write(f"liger-multi: {error}\n")
         result, code = error.plan, 1
@@ -227,7 +227,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> TrainingPlan:
+def _plan(arguments: argparse.Namespace, on_progress: Callable[[str], None]) -> TrainingPlan:
     space = Space(layouts=((1, 1),)) if arguments.data_parallel else None
     if space is not None and arguments.precision:
         space = replace(space, precisions=tuple(arguments.precision))
@@ -245,7 +245,7 @@ def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Trainin
         space=space,
         limits=not arguments.no_limits,
         compression=arguments.compression,
-        said=said,
+        on_progress=on_progress,
         cache=not arguments.no_cache,
         processes=2,
     )
@@ -294,7 +294,7 @@ def _log(command: str) -> Callable[[str], None]:
     begin = time.monotonic()
     due = begin
 
-    def said(text: str) -> None:
+    def on_progress(text: str) -> None:
         nonlocal due
         time_now = time.monotonic()
         if time_now >= due:
@@ -302,4 +302,4 @@ def _log(command: str) -> Callable[[str], None]:
             sys.stderr.flush()
             due = time_now + EVERY
 
-    return said
+    return on_progress

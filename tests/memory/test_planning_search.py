@@ -314,7 +314,7 @@ def test_plan_with_two_processes(two, monkeypatch, tmp_path):
         (tmp_path / f"said by {os.getpid()}").touch()
 
     monkeypatch.setattr(Passes, "_simulated", watched)
-    both = planned(processes=2, said=report)
+    both = planned(processes=2, on_progress=report)
     assert both == replace(alone, simulations=both.simulations)
     files = [file.name for file in tmp_path.iterdir()]
     assert [name for name in files if "said" in name] == [f"said by {os.getpid()}"]

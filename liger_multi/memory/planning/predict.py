@@ -101,16 +101,16 @@ class Passes:
     Args:
         shapes: Shapes of the model.
         device: Device type that the tensors stand for.
-        said: Called with a few words before every simulation.
+        on_progress: Called with a few words before every simulation.
 
     Attributes:
-        said: The argument ``said``.
+        on_progress: The argument ``on_progress``.
         simulations: Number of simulated passes.
         tensors: The smallest and the largest tensor parallelism that will be requested.
     """
 
-    def __init__(self, shapes: Shapes, device: str, said: Callable[[str], None]) -> None:
-        self.shapes, self.device, self.said = shapes, device, said
+    def __init__(self, shapes: Shapes, device: str, on_progress: Callable[[str], None]) -> None:
+        self.shapes, self.device, self.on_progress = shapes, device, on_progress
         self.simulations = 0
         self.tensors = (1, 1)
         self._prepared: dict[tuple[Settings, int | None], Prepared] = {}
@@ -251,7 +251,7 @@ class Passes:
         self.simulations += 1
         variant = replace(settings, recompute=recompute, layers=recompute != "none")
         size = f"{settings.micro_batch} x {settings.sequence:,}"
-        self.said(f"simulation {self.simulations}: {size}, {variant}")
+        self.on_progress(f"simulation {self.simulations}: {size}, {variant}")
         prepared = self._prepare(settings, recompute, depth)
         model, layers = prepared.model, prepared.layers
         simulation = Cutting(
@@ -430,7 +430,7 @@ class Predictor:
         shapes: Shapes of the model.
         card: The card that it runs on.
         device: Device type that the tensors stand for.
-        said: Called with a few words before every simulation.
+        on_progress: Called with a few words before every simulation.
         host: Bytes of the host's memory for each device; None for no limit.
     """
 
@@ -439,11 +439,11 @@ class Predictor:
         shapes: Shapes,
         card: Card,
         device: str = "cuda",
-        said: Callable[[str], None] | None = None,
+        on_progress: Callable[[str], None] | None = None,
         host: int | None = None,
     ) -> None:
         self.shapes, self.card, self.device, self.host = shapes, card, device, host
-        self.passes = Passes(shapes, device, said or (lambda _: None))
+        self.passes = Passes(shapes, device, on_progress or (lambda _: None))
         self._static_memory: dict[tuple[str, str, int, bool], StaticMemory] = {}
         self._static: dict[tuple[Any, ...], Static] = {}
 

@@ -96,7 +96,7 @@ def plan(
     space: Space | None = None,
     limits: bool = True,
     compression: bool = False,
-    said: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
     cache: bool = False,
     processes: int = 1,
 ) -> TrainingPlan:
@@ -127,7 +127,7 @@ def plan(
         space: What may be chosen.
         limits: Whether the largest batch and the longest sequence are looked for.
         compression: Whether files ask engines for their own compression (ZeRO++).
-        said: Called with a few words before every simulation, as for a progress bar.
+        on_progress: Called with a few words before every simulation, as for a progress bar.
         cache: Whether simulations of a configuration are kept in the user's cache folder, or the
             one that ``LIGER_MULTI_CACHE`` names, and taken from there; those of a model are not.
         processes: 2 lets a copy of this process simulate one half, where nothing was simulated
@@ -150,7 +150,7 @@ def plan(
         source = source()
     shapes = Shapes(source, sequence, store)
     host = round(host_bytes(host_memory) * (1 - headroom))
-    predictor = Predictor(shapes, card, device, said, host)
+    predictor = Predictor(shapes, card, device, on_progress, host)
     search = _Search(predictor, space, round(size * (1 - headroom)), processes)
     result = TrainingPlan(
         model=shapes.facts.model_type,
@@ -333,7 +333,7 @@ class _Search:
             return passes.simulations - earlier, self.shapes.store.entries()
 
         def elsewhere() -> tuple[int, Any]:
-            passes.said = lambda _: None  # one process tells what it does
+            passes.on_progress = lambda _: None  # one process tells what it does
             return simulate(_has_extras)
 
         with forked(elsewhere) as result:

@@ -371,7 +371,7 @@ def bisect(
     b: Mapping[str, Any] | None = None,
     loss: Loss | None = None,
     backward: bool = True,
-    said: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Bisection:
     """Run two configurations, and find the first record whose bits differ.
 
@@ -395,7 +395,7 @@ def bisect(
         loss: From outputs and batch to a scalar; the losses of several runs are added. By default
             the model's own loss, or half the sum of squares of its first output.
         backward: Whether to compute gradients; False runs under ``no_grad``.
-        said: Receives messages about progress.
+        on_progress: Receives messages about progress.
 
     Shapes:
         Of the batch: tensors with sequences on the first axis are split by ``split``, others are
@@ -423,9 +423,9 @@ def bisect(
     sides = side_of("a", a or {}), side_of("b", b or {})
     full_batch = batch_of(batch)
     split = any(0 < side.split < full_batch.rows for side in sides)
-    said = said or (lambda text: None)
+    on_progress = on_progress or (lambda text: None)
     a_run, b_run = (
-        Running(side, model, full_batch, loss, backward, split, said)
+        Running(side, model, full_batch, loss, backward, split, on_progress)
         for side, model in zip(sides, (model_a, model_b), strict=True)
     )
     return _Comparison(a_run, b_run).result()

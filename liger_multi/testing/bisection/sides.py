@@ -289,7 +289,7 @@ class Running:
         loss: From outputs and batch to the loss of a run; None for the model's own.
         backward: Whether to compute gradients.
         per_sequence: Whether either side splits the batch.
-        said: Receives messages about progress.
+        on_progress: Receives messages about progress.
     """
 
     def __init__(
@@ -300,10 +300,10 @@ class Running:
         loss: Loss | None,
         backward: bool,
         per_sequence: bool,
-        said: Callable[[str], None],
+        on_progress: Callable[[str], None],
     ) -> None:
         self.side, self.model, self.batch, self.loss = side, model, batch, loss
-        self.backward, self.per_sequence, self.said = backward, per_sequence, said
+        self.backward, self.per_sequence, self.on_progress = backward, per_sequence, on_progress
         self._compiled: Any = None
         hooked = [
             name
@@ -347,7 +347,7 @@ class Running:
             losses = []
             for index, start in enumerate(starts, 1):
                 stop = min(start + step, self.batch.rows)
-                self.said(f"{self.side.name}: run {index} of {len(starts)} ({self.side})")
+                self.on_progress(f"{self.side.name}: run {index} of {len(starts)} ({self.side})")
                 rows = stop - start if self.per_sequence else 0
                 recorder = Recorder(rows, keep, names)
                 losses.append(self._run(recorder, self.batch.piece(start, stop)))
