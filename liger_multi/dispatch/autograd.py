@@ -94,7 +94,7 @@ def _marked(
     tensors: Sequence[Tensor | None],
     origins: Iterable[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """The same tensors, which raise when they are differentiated."""
+    """``tensors`` with a node that raises ``error_class`` when they are differentiated."""
     present = [t for t in tensors if t is not None]
     edges = [t for t in origins if t is not None and t.requires_grad]
     if not present or not edges:  # nothing to differentiate, or constants

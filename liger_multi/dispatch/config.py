@@ -362,7 +362,7 @@ def order(value: object) -> tuple[str, ...]:
 # --- scopes, calls and the file ---
 
 ENVIRONMENT_VARIABLE = "LIGER_MULTI_CONFIG"
-MOST_CONFIGURATIONS = 64  # configurations whose plans are kept, in case they are configured again
+MOST_CONFIGURATIONS = 64  # configurations whose dispatches are kept for another use
 
 
 Key = tuple[tuple[str, tuple[str, ...]], ...]
@@ -370,7 +370,7 @@ USE, SOURCE = "use()", ""  # who names a scope's choices, and its place in a key
 
 
 class Configuration:
-    """An immutable stack of layers with the plans resolved under it.
+    """An immutable stack of layers, and the dispatches resolved under it.
 
     Args:
         layers: What :func:`configure` and the file say, the strongest first.
@@ -383,7 +383,7 @@ class Configuration:
     ) -> None:
         self.layers = (*scopes, *layers)
         self.base, self.scopes, self.path = layers, scopes, path
-        self.plans: dict[Any, Any] = {}
+        self.dispatches: dict[Any, Any] = {}
         self._scopes: dict[Key, Configuration] = {}
         self._moved: tuple[Configuration, Configuration] | None = None
 
@@ -423,7 +423,7 @@ class Configuration:
         return _innermost(self.layers)
 
     def scoped(self, choices: Mapping[str, Any], source: str = USE) -> Configuration:
-        """This configuration under one more layer; equal scopes share their plans.
+        """This configuration under one more layer; equal scopes share their dispatches.
 
         Args:
             choices: What the layer names.
@@ -568,7 +568,7 @@ def current() -> Configuration:
 def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Configuration:
     """Set the process-wide configuration from a YAML file or a mapping; None resets it.
 
-    Repeating a configuration costs nothing: equal ones share their plans.
+    Repeating a configuration costs nothing: equal ones share their dispatches.
 
     Args:
         source: Path of a YAML file, a mapping of the same form, or None to fall back to the file
@@ -626,7 +626,7 @@ def in_quarantine(ops: Iterable[str] | None = None) -> list[str]:
 
 
 def forget() -> None:
-    """Drop all plans and the configuration in force, for example after backends have changed."""
+    """Drop all dispatches and the configuration in force, as after a change of the backends."""
     global _base
     _configurations.clear()
     _base = None

@@ -55,7 +55,7 @@ class EarlySave:
         op: The operator whose backward is used.
         first: Takes the arguments of forward, and returns its outputs, the result as
             :func:`empty_of` gives it, and what the second function needs.
-        rest: Takes the arguments of the call and what the first left; returns the result.
+        compute: Takes what ``first`` left and the arguments of the call; returns the result.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EarlySave:
         first: Callable[..., tuple[tuple[Tensor, ...], Any]],
         compute: Callable[..., Tensor],
     ) -> None:
-        self._op, self._rest, self._handover = op, compute, _Handover()
+        self._op, self._compute, self._handover = op, compute, _Handover()
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
 
@@ -89,7 +89,7 @@ class EarlySave:
         finally:
             self._handover.value = None
         empty = outputs[0] if isinstance(outputs, tuple) else outputs
-        return _Result.apply(empty, lambda: self._rest(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
+        return _Result.apply(empty, lambda: self._compute(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -216,21 +216,22 @@ class Dispatch:
             )
 
 
-def plan_for(prim: Primitive, tensor: Tensor) -> Dispatch:
+def dispatch_for(prim: Primitive, tensor: Tensor) -> Dispatch:
     """The candidates for a direction on tensors like this one, by a cached look-up."""
     config = current()
     mode = mode_of(config)
     key = (prim, tensor.device, tensor.dtype, mode)
-    plan: Dispatch | None = config.plans.get(key)
-    if plan is None:
-        plan = config.plans[key] = Dispatch(prim, config, tensor.device, tensor.dtype, mode)
-    return plan
+    dispatch: Dispatch | None = config.dispatches.get(key)
+    if dispatch is None:
+        dispatch = Dispatch(prim, config, tensor.device, tensor.dtype, mode)
+        config.dispatches[key] = dispatch
+    return dispatch
 
 
 def resolve(prim: Primitive, args: tuple[Any, ...]) -> Callable[..., Any]:
     """The function that runs this direction for these arguments."""
-    plan = plan_for(prim, args[prim.anchor])
-    return plan.direct or plan.function(args)
+    dispatch = dispatch_for(prim, args[prim.anchor])
+    return dispatch.direct or dispatch.function(args)
 
 
 def may_overwrite(op: Op, tensor: Tensor) -> bool:
@@ -238,7 +239,7 @@ def may_overwrite(op: Op, tensor: Tensor) -> bool:
 
     It is not where independent rows are asked for and no backend has them in place.
     """
-    return mode_of(current()) != "rows" or bool(plan_for(op.fwd, tensor).usable)
+    return mode_of(current()) != "rows" or bool(dispatch_for(op.fwd, tensor).usable)
 
 
 # --- the setting of "deterministic" in force ---

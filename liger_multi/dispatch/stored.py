@@ -84,7 +84,7 @@ class StoredWeight(FrozenTensor):
         raise NotImplementedError
 
     def sealed(self) -> StoredWeight:
-        """The same for one backward pass, which raises once what is stored has been written to.
+        """This weight for one backward pass; it raises if the stored tensors were written since.
 
         Autograd counts writes to the tensors that it saves, not to those inside of them.
         """

@@ -144,7 +144,7 @@ class Primitive:
             return resolve(self, args)(*args)
 
     def from_torch_ops(self, *args: Any) -> Any:
-        """The same for callers of ``torch.ops``: autograd does not look into the function.
+        """Run :meth:`call` for callers of ``torch.ops``: autograd does not look into the function.
 
         Neither direction has a gradient of its own. Exported programs call them after
         ``run_decompositions``, on parameters that require grad.

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_multi.dispatch.bitwise import MODES, RowAxes, as_tuple, promised, without_cache
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.resolve import plan_for
+from liger_multi.dispatch.resolve import dispatch_for
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.testing.checks import Order, call, grads, inputs, outputs
@@ -87,8 +87,8 @@ class Call:
     def promise(self, mode: str) -> frozenset[str]:
         """The properties that its backend promises; empty where no backend takes the call."""
         with self._under(mode), contextlib.suppress(BackendUnavailableError):
-            plan = plan_for(self.prim, self.args[self.prim.anchor])
-            return promised(plan.chosen(self.args).name, self.prim).under(mode)
+            dispatch = dispatch_for(self.prim, self.args[self.prim.anchor])
+            return promised(dispatch.chosen(self.args).name, self.prim).under(mode)
         return frozenset()
 
     def _under(self, mode: str) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.op import OPS, Op
 from liger_multi.dispatch.registry import operators
-from liger_multi.dispatch.resolve import plan_for
+from liger_multi.dispatch.resolve import dispatch_for
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
@@ -114,7 +114,7 @@ PINNED = {
 
 
 @pytest.mark.parametrize("case", PINNED)
-def test_a_pinned_backend_that_cannot_run_says_why(case, monkeypatch):
+def test_error_of_a_pinned_backend_has_the_reason(case, monkeypatch):
     dtype, reason, environment = PINNED[case]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, value in environment.items():
@@ -377,7 +377,7 @@ def test_functorch_transform_error():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_tangent_is_not_lost(trained):
+def test_forward_mode_derivatives_are_refused(trained):
     """Kernels have no forward-mode derivative; a missing tangent would read as zero."""
     x = torch.randn(3, 8).requires_grad_(trained)
     with forward_ad.dual_level():
@@ -400,8 +400,8 @@ def test_backends_get_resolved_negations(monkeypatch, profiled):
         return run(*args)
 
     for prim in op.primitives:
-        plan = plan_for(prim, x)
-        monkeypatch.setattr(plan, "direct", functools.partial(noted, plan.direct))
+        dispatch = dispatch_for(prim, x)
+        monkeypatch.setattr(dispatch, "direct", functools.partial(noted, dispatch.direct))
     with torch.profiler.profile() if profiled else contextlib.nullcontext():
         y = ops.rms_norm(x)
         z = torch.complex(torch.zeros_like(y), y).conj()

@@ -30,7 +30,7 @@ from liger_multi._torch_private import (
     replace_module_call,
 )
 from liger_multi.dispatch.config import current
-from liger_multi.dispatch.resolve import Dispatch, mode_of
+from liger_multi.dispatch.resolve import dispatch_for, mode_of
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.grouping import grouped
 
@@ -569,13 +569,7 @@ def _without_autocast() -> Iterator[None]:
 
 def backend_of(prim: Primitive, args: tuple[Any, ...]) -> str:
     """The backend that runs a call; empty where none accepts it."""
-    config, tensor = current(), args[prim.anchor]
-    mode = mode_of(config)
-    key = (prim, tensor.device, tensor.dtype, mode)
-    plan = config.plans.get(key)
-    if plan is None:
-        plan = config.plans[key] = Dispatch(prim, config, tensor.device, tensor.dtype, mode)
-    for candidate in plan.usable:
+    for candidate in dispatch_for(prim, args[prim.anchor]).usable:
         if candidate.supports is None or candidate.supports(args) is None:
             return str(candidate.name)
     return ""
