@@ -206,7 +206,7 @@ def of_pairs(angles: Tensor, rotated: Tensor, style: object) -> Tensor:
     """Give both channels of a pair one angle, as in a model: peers read only one half of them."""
     half = angles.shape[-1] // 2
     if angles.shape[-1] < rotated.shape[-1]:
-        return angles  # one value a pair
+        return angles  # one value per pair
     half_angles = angles[..., :half]
     return (
         half_angles.repeat_interleave(2, -1)

@@ -397,7 +397,7 @@ def _by_autograd(
     share: Tensor,
     function: RowLoss,
 ) -> Tensor:
-    """The same in a compiled graph, in a deterministic mode and of tensors that are no plain ones.
+    """The loss by autograd, for compiled graphs, deterministic modes and tensors of subclasses.
 
     Logits beyond :data:`LOGITS_AT_ONCE` are computed again in backward, a block of rows at a time.
     """

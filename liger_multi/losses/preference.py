@@ -81,7 +81,7 @@ def delta(p: Pairs) -> Tensor:
 
 
 def mean_delta(p: Pairs) -> Tensor:
-    """The same of scores a token."""
+    """The difference of scores per token."""
     return p.chosen_score / p.chosen_length - p.rejected_score / p.rejected_length
 
 

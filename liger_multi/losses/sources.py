@@ -515,7 +515,7 @@ def tokens(
 
 
 def detached(log_prob_output: LogProbOutput) -> LogProbOutput:
-    """The same numbers without gradients."""
+    """The statistics without their autograd history."""
 
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.detach()

@@ -289,7 +289,7 @@ def _delta_rule(args: Arguments) -> list[Tensor]:
 
 
 def _channel_delta_rule(args: Arguments) -> list[Tensor]:
-    """The same with gates of channels: rows of q and k by their gates, sums of gates in fp32."""
+    """Buffers of the delta rule with gates of channels: gated rows of q and k, sums of gates."""
     k, v = args["k"], args["v"]
     (batch, length, value_heads, value), (heads, dim) = v.shape, k.shape[2:]
     streams, chunks = batch * value_heads, -(-length // CHUNK)

@@ -446,7 +446,7 @@ class KLDivLoss(OperatorLoss):
         teacher_form: What the teacher's are.
         temperature: Logits are divided by it.
         ignore_index: Rows with this target cost nothing.
-        reduction: mean (over rows), sum or none (a number a row).
+        reduction: mean (over rows), sum or none (a number per row).
     """
 
     def __init__(
@@ -491,7 +491,7 @@ class JSDLoss(OperatorLoss):
         teacher_form: What the teacher's are; None: the same.
         temperature: Logits are divided by it.
         ignore_index: Rows with this target cost nothing.
-        reduction: mean (over rows), sum or none (a number a row).
+        reduction: mean (over rows), sum or none (a number per row).
     """
 
     def __init__(
@@ -538,7 +538,7 @@ class TVDLoss(OperatorLoss):
         teacher_form: What the teacher's are; None: the same.
         temperature: Logits are divided by it.
         ignore_index: Rows with this target cost nothing.
-        reduction: mean (over rows), sum or none (a number a row).
+        reduction: mean (over rows), sum or none (a number per row).
     """
 
     def __init__(
@@ -584,7 +584,7 @@ class FusedLinearKLDivLoss(OperatorLoss):
         square_temperature: Multiply the loss by its square.
         vocabulary: equal, or common to compare the first classes that both have.
         ignore_index: Rows with this target are dropped.
-        reduction: mean (over rows), sum or none (a number a row).
+        reduction: mean (over rows), sum or none (a number per row).
         chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
             and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
@@ -653,7 +653,7 @@ class FusedLinearJSDLoss(OperatorLoss):
         square_temperature: Multiply the loss by its square.
         vocabulary: equal, or common to compare the first classes that both have.
         ignore_index: Rows with this target are dropped.
-        reduction: mean (over rows), sum or none (a number a row).
+        reduction: mean (over rows), sum or none (a number per row).
         chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
             and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.
@@ -723,7 +723,7 @@ class FusedLinearTVDLoss(OperatorLoss):
         square_temperature: Multiply the loss by its square.
         vocabulary: equal, or common to compare the first classes that both have.
         ignore_index: Rows with this target are dropped.
-        reduction: mean (over rows), sum or none (a number a row).
+        reduction: mean (over rows), sum or none (a number per row).
         chunk: Rows of logits at a time, a byte budget such as "512MiB", auto, or lean: 128 MiB,
             and the gradient of the weight is summed in the dtype of the weight.
         accumulate: Dtype in which the gradient of the weight is summed.

@@ -52,7 +52,7 @@ class QuantizedWeight(StoredWeight):
         transposed: Whether the last two axes are exchanged: the weight is ``(..., K, N)``.
         float8: Whether linear layers and LoRA operators round the numbers to FP8 rows and multiply
             in FP8; grouped GEMMs do not.
-        whole: Members of the stack (or rows of the matrix) that these are some of.
+        all_rows: Members of the stack (or rows of the matrix) that these are some of.
         packing: Words of eight codes, which become bytes before they become numbers: ``gptq`` packs
             inputs, ``(K / 8, N)``; ``awq`` outputs, ``(K, N / 8)``, even ones first. None: bytes.
     """
@@ -65,7 +65,7 @@ class QuantizedWeight(StoredWeight):
     more: dict[str, Tensor]
     transposed: bool
     float8: bool
-    whole: int
+    all_rows: int
     packing: str | None
     _versions: tuple[tuple[int, int], ...] = ()
 
@@ -81,7 +81,7 @@ class QuantizedWeight(StoredWeight):
         divides: bool = False,
         transposed: bool = False,
         float8: bool = False,
-        whole: int | None = None,
+        all_rows: int | None = None,
         packing: str | None = None,
         **more: Tensor | None,
     ) -> QuantizedWeight:
@@ -108,7 +108,7 @@ class QuantizedWeight(StoredWeight):
         weight.group, weight.divides, weight.transposed = group, divides, transposed
         weight.float8, weight.packing = float8, packing
         weight.more = {name: t for name, t in more.items() if t is not None}
-        weight.whole = shape_of(codes, packing)[0] if whole is None else whole
+        weight.all_rows = shape_of(codes, packing)[0] if all_rows is None else all_rows
         return weight
 
     @torch.no_grad()
@@ -230,7 +230,7 @@ class QuantizedWeight(StoredWeight):
             "divides": self.divides,
             "transposed": self.transposed,
             "float8": self.float8,
-            "whole": self.whole,
+            "all_rows": self.all_rows,
             "packing": self.packing,
             **self.more,
             **values,
@@ -253,7 +253,7 @@ class QuantizedWeight(StoredWeight):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """What every rank gives to FSDP2: bytes of all its rows, as many as all others."""
-        rows = -(-self.whole // mesh.size())
+        rows = -(-self.all_rows // mesh.size())
         parts = [_bytes(t).flatten(1) for t in self._by_size().values()]
         width = sum(p.shape[1] for p in parts)
         # a single rank copies only the first of several tensors
@@ -267,7 +267,7 @@ class QuantizedWeight(StoredWeight):
         """The weight over what all ranks gave; once, for FSDP2 refills it in place."""
         if out is not None:
             return None
-        every, first, views = gathered[0][: self.whole], 0, {}
+        every, first, views = gathered[0][: self.all_rows], 0, {}
         for name, own in self._by_size().items():
             size = _bytes(own[:0]).flatten(1).shape[1]
             part = every[:, first : first + size].view(own.dtype)
@@ -288,7 +288,7 @@ class QuantizedWeight(StoredWeight):
         """The inner tensors and the other attributes, for compilers."""
         rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
         rest |= {"divides": self.divides, "transposed": self.transposed, "float8": self.float8}
-        rest |= {"whole": self.whole, "packing": self.packing}
+        rest |= {"all_rows": self.all_rows, "packing": self.packing}
         rest["more"] = tuple(self.more)
         for name, tensor in self.more.items():
             setattr(self, f"_{name}", tensor)

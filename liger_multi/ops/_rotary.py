@@ -72,8 +72,8 @@ def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> i
     if value != width and (value % 2 or value // 2 != width):  # 2 * width leaves int64 in graphs
         checks.refuse(
             name,
-            "rotary_dim must be the width of cos (one value a channel) or twice "
-            "that (one value a pair)",
+            "rotary_dim must be the width of cos (one value per channel) or twice "
+            "that (one value per pair)",
             f"{value} for {checks.describe(cos)}",
         )
     if value % 2 or not 0 < value <= q.shape[-1]:

@@ -203,8 +203,8 @@ def attention(
         probabilities to the dtype of v for the second GEMM. Out: that of q.
 
     Memory:
-        Kept for backward: q, k, v, y, 4 bytes a query and head (``lse``), 8 or 16 bytes a query for
-        masks other than ``causal``. Nothing of size L x S exists.
+        Kept for backward: q, k, v, y, 4 bytes per query and head (``lse``), 8 or 16 bytes per query
+        for masks other than ``causal``. Nothing of size L x S exists.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes differ.

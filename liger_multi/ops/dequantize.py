@@ -301,7 +301,7 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    """What a call reads and writes at least; y has 2 bytes an element."""
+    """What a call reads and writes at least; y has 2 bytes per element."""
     codes = math.prod(shapes["codes"])
     scales = math.prod(shapes["scales"]) * (4 if FORMATS[options["format"]].flat else 1)
     forward = codes + scales + 4 * codes

@@ -103,7 +103,7 @@ def fused_add_rms_norm(
         of x and residual, y what ``rms_norm`` of it has.
 
     Memory:
-        Kept for backward: new_residual, weight and 4 bytes a row (``rstd``); neither x nor
+        Kept for backward: new_residual, weight and 4 bytes per row (``rstd``); neither x nor
         residual.
 
     Raises:

@@ -352,7 +352,10 @@ def formula(
 work = head_work
 
 
-WHOLE = case(48, 32, 64) | {"hidden": T((48, 32), whole=True), "weight": T((64, 32), whole=True)}
+WHOLE = case(48, 32, 64) | {
+    "hidden": T((48, 32), integers=True),
+    "weight": T((64, 32), integers=True),
+}
 """Numbers that 8 bits hold."""
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}
 SAMPLES = (

@@ -74,7 +74,7 @@ def fused_scaled_add_rms_norm(
         of x and residual, y what ``rms_norm`` of it has.
 
     Memory:
-        Kept for backward: new_residual, weight and 4 bytes a row (``rstd``).
+        Kept for backward: new_residual, weight and 4 bytes per row (``rstd``).
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or a factor no number.

@@ -45,7 +45,7 @@ def group_norm(
     Math:
         For every sample, each of ``num_groups`` groups of C / num_groups neighboring channels has
         the mean and the variance of all its values, ``n = (x - mean) / sqrt(var + eps)``, and
-        ``y = weight * n + bias`` with one number a channel. The variance is that of what is left
+        ``y = weight * n + bias`` with one number per channel. The variance is that of what is left
         of x without its mean, never a difference of squares.
 
     Shapes:

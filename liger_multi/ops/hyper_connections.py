@@ -93,7 +93,7 @@ def hyper_connections(
         In: any floating dtypes. Inside and out: fp32 (fp64 for an x of fp64).
 
     Memory:
-        Kept for backward: x, the parameters, and N (N + 2) + 1 numbers a row. Sinkhorn's iterates
+        Kept for backward: x, the parameters, and N (N + 2) + 1 numbers per row. Sinkhorn's iterates
         are computed again.
 
     Raises:

@@ -115,17 +115,17 @@ def case(
     keys: int = 0,
     layout: str = "contiguous",
     weights: torch.dtype | None = torch.float32,
-    whole: float = 0.0,
+    largest: float = 0.0,
     **extra: T,
 ) -> dict[str, T]:
-    """Queries of a shape (B, L, H, D), as many keys, and weights; integers up to some ``whole``."""
+    """Queries of a shape (B, L, H, D), as many keys, and weights; ``largest``: of integers."""
     batch, length, heads, size = shape
     key_layout = layout if layout != "swapped" else "sliced"
-    exact: dict[str, Any] = {"scale": whole or 1.0, "whole": whole > 0}
+    exact: dict[str, Any] = {"scale": largest or 1.0, "integers": largest > 0}
     return {
         "q": T(shape, layout=layout, **exact),
         "k": T((batch, keys or length, size), layout=key_layout, **exact),
-        "w": T((batch, length, heads), weights, layout=key_layout, whole=whole > 0),
+        "w": T((batch, length, heads), weights, layout=key_layout, integers=largest > 0),
         **extra,
     }
 
@@ -176,7 +176,7 @@ SAMPLES = (
     # integers, because rounding may flip the sign of other products
     Sample(
         "8192x64x128-2048",
-        _case((1, 8192, 64, 128), 2048, absent_share=0.0, whole=8.0),
+        _case((1, 8192, 64, 128), 2048, absent_share=0.0, largest=8.0),
         size="bench",
     ),
 )

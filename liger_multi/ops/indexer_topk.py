@@ -239,7 +239,7 @@ SAMPLES = (
     # of integers, so that scores in every dtype have one order and select the same keys
     Sample(
         "8192x64x128-2048",
-        case((1, 8192, 64, 128), whole=8.0),
+        case((1, 8192, 64, 128), largest=8.0),
         _topk(2048, scale=0.125),
         size="bench",
     ),

@@ -50,7 +50,7 @@ def jsd(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Jensen-Shannon divergence of a student and a teacher, a number a row.
+    """Jensen-Shannon divergence of a student and a teacher, a number per row.
 
     Math:
         With q the student's and p the teacher's probabilities of a row and
@@ -67,7 +67,7 @@ def jsd(
 
     Shapes:
         student and teacher ``(..., V)`` with any strides, target ``(...)`` of ids, of which only
-        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number a row, never
+        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number per row, never
         one a class.
 
     Dtypes:

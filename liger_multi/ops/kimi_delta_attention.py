@@ -87,7 +87,7 @@ def kimi_delta_attention(
 
     Memory:
         Kept for backward: the arguments. Backward takes 2 K V numbers per 64 tokens of a value
-        head in kernels, beside 4 K numbers a token of either; the reference takes some heads and
+        head in kernels, beside 4 K numbers per token of either; the reference takes some heads and
         spans of chunks at a time.
 
     Raises:

@@ -48,7 +48,7 @@ def kl_div(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """KL divergence of a student from a teacher, a number a row.
+    """KL divergence of a student from a teacher, a number per row.
 
     Math:
         With q the student's and p the teacher's probabilities of a row:
@@ -62,7 +62,7 @@ def kl_div(
 
     Shapes:
         student and teacher ``(..., V)`` with any strides, target ``(...)`` of ids, of which only
-        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number a row, never
+        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number per row, never
         one a class.
 
     Dtypes:

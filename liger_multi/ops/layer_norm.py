@@ -71,7 +71,7 @@ def layer_norm(
         Out: that of x.
 
     Memory:
-        Kept for backward: x, weight and 8 bytes a row (``mean``, ``rstd``).
+        Kept for backward: x, weight and 8 bytes per row (``mean``, ``rstd``).
 
     Raises:
         TypeError: An argument is not a floating-point tensor.

@@ -84,7 +84,7 @@ def modulated_rms_norm(
         gradient of scale adds up.
 
     Memory:
-        Kept for backward: x, scale, weight and 4 bytes a row (``rstd``).
+        Kept for backward: x, scale, weight and 4 bytes per row (``rstd``).
 
     Raises:
         TypeError: An argument is not a floating-point tensor.

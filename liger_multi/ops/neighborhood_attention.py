@@ -49,7 +49,7 @@ def neighborhood_attention(
         In: one floating dtype. Inside: fp32 (fp64 for fp64). Out: that of q.
 
     Memory:
-        Kept for backward: q, k, v, y and 4 bytes a query and head. A dilation above 1 orders
+        Kept for backward: q, k, v, y and 4 bytes per query and head. A dilation above 1 orders
         copies of q, k and v anew, one after the other.
 
     Raises:

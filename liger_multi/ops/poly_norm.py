@@ -54,7 +54,7 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
         on. Out: the promotion of x and bias, as the plain formula has.
 
     Memory:
-        Kept for backward: x, weight and 12 bytes a row (``rstd`` of three powers).
+        Kept for backward: x, weight and 12 bytes per row (``rstd`` of three powers).
 
     Raises:
         TypeError: An argument is not a floating-point tensor.

@@ -77,7 +77,7 @@ def rms_norm(
         promotion of x and weight, as the Hugging Face class returns.
 
     Memory:
-        Kept for backward: x, weight and 4 bytes a row (``rstd``).
+        Kept for backward: x, weight and 4 bytes per row (``rstd``).
 
     Raises:
         TypeError: An argument is not a floating-point tensor.

@@ -96,8 +96,8 @@ def rms_norm_rope(
         rounds, as in ``rms_norm``, and ``rope_casting`` what the rotation returns, as in ``rope``.
         The reference rounds where both do; kernels round u to the dtype of the norm, and y.
 
-    Memory: Kept for backward: x, weight, cos, sin and 4 bytes a head, or a token (``rstd``). The
-        output of the norm and its gradient are never written to memory.
+    Memory: Kept for backward: x, weight, cos, sin and 4 bytes per head, or per token (``rstd``).
+        The output of the norm and its gradient are never written to memory.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or unsqueeze_dim no integer.

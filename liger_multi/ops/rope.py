@@ -82,7 +82,7 @@ def rope(
     Shapes:
         q ``(B, Hq, S, D)`` and k ``(B, Hk, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2,
         or ``(S, H, D)``; any strides. cos and sin ``(S, R)``, ``(1, S, R)`` or ``(B, S, R)``, with
-        one value a channel, or one value a pair where ``rotary_dim`` is twice their width. Outputs
+        one value per channel, or one per pair where ``rotary_dim`` is twice their width. Outputs
         and gradients are dense and keep the order of axes that their inputs have in memory (last
         axis innermost).
 

@@ -77,7 +77,7 @@ def rope_multimodal(
 
     Shapes:
         q and k as in ``rope``. cos and sin ``(G, S, R)``, ``(G, 1, S, R)`` or ``(G, B, S, R)``
-        with one value a channel, or one a pair where ``rotary_dim`` is twice their width;
+        with one value per channel, or one per pair where ``rotary_dim`` is twice their width;
         ``sections`` two or three numbers of pairs, R / 2 together.
 
     Dtypes:

@@ -65,7 +65,7 @@ def rope_sorted(
         on pass through. Backward is the transposed matrix.
 
     Shapes:
-        As ``rope``. cos and sin with one value a channel of the output, or one a pair where
+        As ``rope``. cos and sin with one value per channel of the output, or one per pair where
         ``rotary_dim`` is twice their width.
 
     Dtypes:

@@ -102,7 +102,7 @@ def sparse_attention(
         (fp64 for fp64).
 
     Memory:
-        Kept for backward: q, k, v, y, 4 bytes an index and 4 bytes a query and head (``lse``).
+        Kept for backward: q, k, v, y, 4 bytes per index and 4 bytes per query and head (``lse``).
         Backward of k and v takes fp32 sums of their size, and the gradients that some queries give
         to each listed key, up to 1 GiB. Nothing is of size L x S.
 

@@ -96,7 +96,9 @@ SAMPLES = (
     Sample("silu", pair(4, 64), PLAIN),
     Sample("large-values", {"gate": T((4, 64), scale=30.0), "up": T((4, 64), scale=30.0)}),
     Sample("fp32-up", FP32_UP, CLOSE),
-    Sample("at-the-bounds", {"gate": T((4, 64), whole=True), "up": T((4, 64), whole=True)}, CLOSE),
+    Sample(
+        "at-the-bounds", {"gate": T((4, 64), integers=True), "up": T((4, 64), integers=True)}, CLOSE
+    ),
     *each_frozen(pair(4, 64), "gate up", CLOSE),
     *bench(pair, "32768x2880"),
     Sample("8192x18432 silu", pair(8192, 18432), {**PLAIN, "limit": 10.0}, size="bench"),

@@ -46,7 +46,7 @@ def tvd(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Total variation distance of a student from a teacher, a number a row.
+    """Total variation distance of a student from a teacher, a number per row.
 
     Math:
         With q the student's and p the teacher's probabilities of a row:
@@ -59,7 +59,7 @@ def tvd(
 
     Shapes:
         student and teacher ``(..., V)`` with any strides, target ``(...)`` of ids, of which only
-        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number a row, never
+        ``ignore_index`` matters; loss scalar, or ``(...)`` for ``none``: a number per row, never
         one a class.
 
     Dtypes:

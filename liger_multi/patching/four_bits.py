@@ -316,7 +316,7 @@ _ASIDE = "_liger_multi_forward"
 
 
 class CompressedLinear(FourBitLinear):
-    """The same for compressed-tensors, which has no weight and a forward in the instance."""
+    """A patched layer of compressed-tensors: it has no weight, and a forward in the instance."""
 
     @property
     def weight(self) -> QuantizedWeight:

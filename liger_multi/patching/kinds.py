@@ -23,15 +23,15 @@ class NormKind:
         options: Keyword arguments of the operator.
         tensors: Arguments of the operator that are parameters of the module, if it has them.
         exact: Whether outputs must agree bit for bit in bf16.
-        plus: Number to add to the first tensor, if the operator has no option for that.
+        weight_offset: Number to add to the first tensor, if the operator has no option for that.
         one_dtype: Whether the original forward runs if input and weight have different dtypes.
         gated: Whether the second argument is a gate.
         grouped: Whether an attribute of the module may give groups of channels.
         axis: Axis of the channels.
         ndim: Number of axes of the input; 0 for any.
-        weight: Where weight and bias are applied: "inside" the operator; "after" it, to its rounded
-            result, where they may have an axis before the channels; or "before" it, to the input,
-            which is rounded then.
+        weight_applied: Where weight and bias are applied: "inside" the operator; "after" it, to its
+            rounded result, where they may have an axis before the channels; or "before" it, to the
+            input, which is rounded then.
         joined: Whether the input has an axis of heads before the channels, and the output joins
             both, with a weight of that size.
     """
@@ -41,13 +41,13 @@ class NormKind:
     options: tuple[tuple[str, Any], ...] = ()
     tensors: tuple[str, ...] = ("weight",)
     exact: bool = True
-    plus: float = 0.0
+    weight_offset: float = 0.0
     one_dtype: bool = False
     gated: bool = False
     grouped: bool = False
     axis: int = -1
     ndim: int = 0
-    weight: str = "inside"
+    weight_applied: str = "inside"
     joined: bool = False
 
     @property
@@ -60,13 +60,13 @@ def _cast(casting: str, offset: float = 0.0, **options: Any) -> tuple[tuple[str,
     return tuple(sorted({"casting": casting, "offset": offset, **options}.items()))
 
 
-def _layer_norm(name: str, plus: float = 0.0, axis: int = -1, ndim: int = 0) -> NormKind:
+def _layer_norm(name: str, offset: float = 0.0, axis: int = -1, ndim: int = 0) -> NormKind:
     tensors = ("weight", "bias")
-    return NormKind(name, "layer_norm", (), tensors, False, plus, True, axis=axis, ndim=ndim)
+    return NormKind(name, "layer_norm", (), tensors, False, offset, True, axis=axis, ndim=ndim)
 
 
 def _rounded_first(name: str, ndim: int = 0, joined: bool = False) -> NormKind:
-    return replace(_layer_norm(name, ndim=ndim), weight="after", joined=joined)
+    return replace(_layer_norm(name, ndim=ndim), weight_applied="after", joined=joined)
 
 
 def _gated(casting: str, activation: str, first: bool) -> NormKind:
@@ -84,12 +84,14 @@ NORM_KINDS = (
     NormKind("gemma", options=_cast("gemma")),
     NormKind("llama", options=_cast("llama"), one_dtype=True),
     NormKind("gemma", options=_cast("gemma"), one_dtype=True),
-    NormKind("gemma, rounded 1 + weight", options=_cast("gemma"), plus=1.0),
-    NormKind("scaled before it", options=_cast("llama"), plus=1.0, weight="before"),
+    NormKind("gemma, rounded 1 + weight", options=_cast("gemma"), weight_offset=1.0),
+    NormKind(
+        "scaled before it", options=_cast("llama"), weight_offset=1.0, weight_applied="before"
+    ),
     NormKind("factor", options=_cast("factor")),
     NormKind("gemma, groups", "gated_rms_norm", _cast("gemma", 1.0), grouped=True),
     _layer_norm("plain"),
-    _layer_norm("1 + weight", plus=1.0),
+    _layer_norm("1 + weight", offset=1.0),
     _layer_norm("channels second", axis=1, ndim=4),
     _layer_norm("channels second", axis=1, ndim=3),
     _rounded_first("rounded before the weight"),

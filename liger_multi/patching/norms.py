@@ -207,7 +207,7 @@ def _fits(weight: Tensor, x: Tensor, spec: NormKind) -> bool:
     """Whether a weight has the shape of the channels, without broadcasting."""
     if spec.joined:
         return weight.ndim == 1 and weight.shape[0] == x.shape[-2] * x.shape[-1]
-    if spec.weight == "after":
+    if spec.weight_applied == "after":
         return weight.shape == x.shape[-weight.ndim :]
     return x.ndim > 0 and weight.shape == (x.shape[spec.axis],)
 
@@ -217,14 +217,14 @@ def apply_norm(
 ) -> Tensor:
     """Run the operator on the tensors of :func:`operands`."""
     spec = settings.spec
-    if spec.plus and tensors[0] is not None:
-        tensors = [tensors[0] + spec.plus, *tensors[1:]]
-    elif tensors and spec.weight == "inside":
+    if spec.weight_offset and tensors[0] is not None:
+        tensors = [tensors[0] + spec.weight_offset, *tensors[1:]]
+    elif tensors and spec.weight_applied == "inside":
         tensors = [_saved_weight(tensors[0], settings, x, gate), *tensors[1:]]
-    if spec.weight == "before":
+    if spec.weight_applied == "before":
         scaled = x * tensors[0]
         return _run(module, scaled.to(x.dtype), None, [None], settings)
-    if spec.weight == "after":
+    if spec.weight_applied == "after":
         y = _run(module, x, gate, [None] * len(tensors), settings)
         return _weighted(y.flatten(-2) if spec.joined else y, *tensors)
     if spec.axis == -1:  # movedim would cost microseconds of host time
@@ -249,7 +249,7 @@ def _run(
     eps = [] if settings.eps is None else [getattr(module, settings.eps)]
     first = [x, gate] if spec.op == "gated_rms_norm" else [x]
     operator = getattr(ops, spec.op)
-    if spec.weight == "inside" and spec.axis == -1 and hands_out(spec.op):
+    if spec.weight_applied == "inside" and spec.axis == -1 and hands_out(spec.op):
         call = functools.partial(operator, *first, *tensors, *eps, **options)
         return handed_out(module, spec.op, call)
     return operator(*first, *tensors, *eps, **options)  # type: ignore[no-any-return]
@@ -584,7 +584,7 @@ def _copied(
 ) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
     """Pairs of dtypes for which backward accepts a write to the weight after forward."""
     spec, name = settings.spec, settings.tensors[0][1] if settings.tensors else None
-    if name is None or spec.plus or spec.weight != "inside":
+    if name is None or spec.weight_offset or spec.weight_applied != "inside":
         return ()
     pairs = []
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

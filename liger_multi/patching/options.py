@@ -198,12 +198,13 @@ class Request:
     Attributes:
         enabled: Options of the operators that are on.
         named: Operators that the call names, rather than those on by default.
-        whole: Whether ``strict`` expects an output embedding: the model is not a part of another.
+        expects_head: Whether ``strict`` wants an output embedding, as of a model that is no part of
+            another one.
     """
 
     enabled: Mapping[str, Any]
     named: frozenset[str]
-    whole: bool = True
+    expects_head: bool = True
 
     def get(self, op: str) -> Any:
         """Options of an operator; None when it is off."""

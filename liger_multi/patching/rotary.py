@@ -224,7 +224,7 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
 
 
 def _measure_all_branches(function: Callable[..., Any], code: Reached) -> Rotary | str:
-    """The same as :func:`_measure`, or the reason that a branch had one outcome only."""
+    """The verdict of :func:`_measure`, or the branch that had one outcome only."""
     outcomes = Outcomes(code.functions)
     with outcomes.watched():
         verdict = _measure(function)

@@ -99,7 +99,7 @@ class Copy(NamedTuple):
     Attributes:
         run: The copy.
         original: The forward that was copied.
-        holds: A test whether the rotary function is unchanged.
+        is_current: Tells whether the rotary function is unchanged.
         caches_get_cos: Whether it passes cos to a cache, which needs the tensor.
         updated: The name of the argument of a cache that it only updates, or None.
     """
@@ -159,7 +159,7 @@ class RotatedNorms(Patched):
 
 
 class SharedRotatedNorms(SharedInput, RotatedNorms):
-    """The same with projections that are computed at once."""
+    """Rotated norms of an attention module whose projections are computed at once."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the first base, around that of the second."""
@@ -346,7 +346,10 @@ def norm_of(norm: nn.Module | None) -> NormSettings | None:
     settings = cast(NormSettings, swap.settings)
     spec = settings.spec
     is_supported = (
-        spec.op == "rms_norm" and spec.weight == "inside" and not spec.plus and spec.axis == -1
+        spec.op == "rms_norm"
+        and spec.weight_applied == "inside"
+        and not spec.weight_offset
+        and spec.axis == -1
     )
     casting = dict(spec.options).get("casting")
     weighted = [name for _, name in settings.tensors] == ["weight"]

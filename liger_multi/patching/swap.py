@@ -216,7 +216,7 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 def unpatched_class(module: nn.Module) -> type[nn.Module]:
-    """The same, also if another library has put a class on top of the patched one."""
+    """The class without the patch, also below a class that another library put on top."""
     module_class = type(module)
     return (
         module_class._liger_multi_swap.stock if issubclass(module_class, Patched) else module_class

@@ -34,7 +34,7 @@ class Tensor:
         positive: Draw values in [0.5, 1.5) (class weights).
         negative: The negated magnitudes of the values (logarithms of decays).
         wide: Follow the test's dtype, but no narrower than fp32.
-        whole: Integers (sums without rounding, whose order every dtype agrees on).
+        integers: Whole numbers (sums without rounding, whose order every dtype agrees on).
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
             (last two axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows),
             ``expanded`` (stride 0 over rows) or ``sorted`` (along the last axis: ids of ranges).
@@ -50,7 +50,7 @@ class Tensor:
     ignore_index: int = -100
     positive: bool = False
     negative: bool = False
-    whole: bool = False
+    integers: bool = False
     wide: bool = False
     layout: str = "contiguous"
 
@@ -85,7 +85,7 @@ class Tensor:
     def formed(self, values: torch.Tensor) -> torch.Tensor:
         """Apply the sign and rounding of the spec to drawn values."""
         values = -values.abs() if self.negative else values
-        return values.round() if self.whole else values
+        return values.round() if self.integers else values
 
 
 def _sliced(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -155,7 +155,7 @@ class RowKernels(Protocol):
         objective: Objective,
         dloss: Tensor,
     ) -> None:
-        """Overwrite ``raw`` by its gradient; ``dloss`` has one value a row."""
+        """Overwrite ``raw`` by its gradient; ``dloss`` has one value per row."""
 
     def results(
         self,
@@ -289,7 +289,7 @@ def gradient_into(
 ) -> None:
     """Write the gradient of ``ce * scales[0] + zl * scales[1]`` by ``raw``; ``out`` may be ``raw``.
 
-    Scales are scalars or one value a row. Ignored rows and rows with an impossible target get zero.
+    Scales are scalars or one value per row. Ignored rows, and targets out of range, give zeros.
     """
     vocabulary, eps = raw.shape[-1], objective.label_smoothing
     for block in row_blocks(raw.shape[0], vocabulary * 8):

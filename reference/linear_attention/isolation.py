@@ -46,7 +46,7 @@ def spread(pairs: Tensor, rows: Tensor, visible: Tensor) -> Tensor:
 
 
 def spread_vector(pairs: Tensor, numbers: Tensor, visible: Tensor) -> Tensor:
-    """As :func:`spread`, of one number a token."""
+    """As :func:`spread`, of one number per token."""
     return spread(pairs, numbers.unsqueeze(-1), visible).squeeze(-1)
 
 

@@ -22,7 +22,7 @@ def grids(sections: str, chunked: bool, device: torch.device) -> Tensor:
 
 
 def merged(angle: Tensor, sections: str, chunked: bool, style: str) -> Tensor:
-    """``(grids, batch, tokens, width)`` to ``(batch, tokens, width)``, of a value a pair or two."""
+    """``(grids, batch, tokens, width)`` to ``(batch, tokens, width)``, a value per pair or two."""
     grid = grids(sections, chunked, angle.device)
     if angle.shape[-1] == 2 * grid.numel():
         grid = torch.cat((grid, grid)) if style == "half" else grid.repeat_interleave(2)

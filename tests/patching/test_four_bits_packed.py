@@ -59,7 +59,7 @@ def test_words(packing, monkeypatch):
     codes = tensors["qweight"]
     weight = QuantizedWeight(codes, scales, format="int4", zeros=zeros, packing=packing)
     assert weight.shape == numbers.shape
-    assert weight.whole == 48
+    assert weight.all_rows == 48
     assert same_bits(weight.dequantized(), numbers)
     assert same_bits(weight.mT.dequantized().contiguous(), numbers.mT.contiguous())
     assert same_bits(copy.deepcopy(weight)[8:24].dequantized(), numbers[8:24])

@@ -230,7 +230,7 @@ def test_nothing_is_timed_on_a_red_suite(tmp_path, capsys, passed, failed):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_result_says_what_the_suite_said(tmp_path):
+def test_bench_result_keeps_suite_outcome(tmp_path):
     assert bench.main([*QUICK, *SWIGLU, "--output", str(tmp_path)], suite_of(5, 0)) == 0
     (file,) = tmp_path.glob("*.json")
     assert json.loads(file.read_text())["suite"]["counts"]["passed"] == 5
@@ -376,7 +376,7 @@ def test_truth_of_experts_takes_few_rows_at_a_time():
 
 def test_inputs_follow_the_sample():
     """Decays that grow make every state infinite; rounded scores select other keys."""
-    specs = {"A": samples.Tensor((64,), negative=True), "q": samples.Tensor((64,), whole=True)}
+    specs = {"A": samples.Tensor((64,), negative=True), "q": samples.Tensor((64,), integers=True)}
     tensors = bench_cases.draw(samples.Sample("x", specs), torch.device("cpu"), torch.bfloat16)
     assert (tensors["A"] <= 0).all()
     assert torch.equal(tensors["q"], tensors["q"].round())

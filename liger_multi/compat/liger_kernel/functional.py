@@ -393,7 +393,7 @@ def liger_tvd(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """:func:`liger_multi.ops.tvd` of probabilities; ``none`` is a number an element, in fp32.
+    """:func:`liger_multi.ops.tvd` of probabilities; ``none`` is a number per element, in fp32.
 
     The teacher gets no gradient.
     """

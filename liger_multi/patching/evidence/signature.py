@@ -67,7 +67,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def is_watched_by_users(module: nn.Module) -> bool:
-    """The same without the hooks of libraries that gather parameters or measure memory.
+    """Whether :func:`is_watched` holds without hooks that gather parameters or measure memory.
 
     For modules without parameters, on which such hooks do nothing.
     """

@@ -149,7 +149,7 @@ def stacked(module: nn.Module, name: str) -> Any:
 
 
 def stack_declared(module: nn.Module, name: str) -> Any:
-    """The same without evaluating a parametrization."""
+    """A parameter, or its packed stack, without evaluating a parametrization."""
     stack = stack_of(module, name)
     return declared(module, name) if stack is None else stack
 

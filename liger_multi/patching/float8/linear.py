@@ -560,7 +560,7 @@ def bare_float8(layer: nn.Module | None) -> bool:
 
 
 def bare_frozen_float8(layer: nn.Module | None) -> bool:
-    """The same for a layer with a frozen weight in FP8."""
+    """Whether :func:`bare_float8` holds for a layer whose frozen weight is kept in FP8."""
     if layer is None or not bare_float8(layer):
         return False
     return float8_weight(layer) is not None and not layer.weight.requires_grad

@@ -43,13 +43,13 @@ class Float8Weight(FrozenTensor):
         codes: ``(N, K)``, or flat, E4M3.
         scale: ``(N,)``, fp32, powers of two.
         original: The original weight on the CPU, or None.
-        whole: Number of rows of the unsharded weight.
+        all_rows: Number of rows of the unsharded weight.
     """
 
     codes: Tensor
     scale: Tensor
     original: Tensor | None
-    whole: int
+    all_rows: int
 
     @staticmethod
     def __new__(
@@ -65,7 +65,7 @@ class Float8Weight(FrozenTensor):
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=False
         )
         weight.codes, weight.scale, weight.original = codes, scale, original
-        weight.whole = len(scale) if all_rows is None else all_rows
+        weight.all_rows = len(scale) if all_rows is None else all_rows
         return weight
 
     @classmethod
@@ -91,7 +91,7 @@ class Float8Weight(FrozenTensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
         """The tensors of this rank that FSDP2 gathers."""
-        return to_gather(self.codes, self.scale, self.whole, mesh)
+        return to_gather(self.codes, self.scale, self.all_rows, mesh)
 
     def fsdp_post_all_gather(
         self, gathered: Outputs, format: torch.dtype, dtype: torch.dtype, *, out: Any = None
@@ -99,7 +99,7 @@ class Float8Weight(FrozenTensor):
         """The weight of a layer, of what all ranks gave; once, for FSDP2 refills it in place."""
         if out is not None:
             return None
-        return gathered_weight(Float8Weight, gathered, self.whole, format, dtype)
+        return gathered_weight(Float8Weight, gathered, self.all_rows, format, dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and device, without values."""
@@ -107,7 +107,7 @@ class Float8Weight(FrozenTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The inner tensors and other attributes, for compilers."""
-        return ["codes", "scale"], (self.dtype, None, self.whole)
+        return ["codes", "scale"], (self.dtype, None, self.all_rows)
 
     @classmethod
     def __tensor_unflatten__(
@@ -133,7 +133,7 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _rebuilt(
     weight: Float8Weight, codes: Tensor, scale: Tensor, original: Tensor | None
 ) -> Float8Weight:
-    return type(weight)(codes, scale, weight.dtype, original, weight.whole)
+    return type(weight)(codes, scale, weight.dtype, original, weight.all_rows)
 
 
 def _with_tensors(weight: Float8Weight, change: Callable[[Tensor], Tensor]) -> Float8Weight:
@@ -164,7 +164,7 @@ def _convert(
     )
     as_dtype, original = dtype or weight.dtype, weight.original
     original = None if original is None else original.to(as_dtype, copy=True)
-    return type(weight)(result.codes, result.scale, as_dtype, original, weight.whole)
+    return type(weight)(result.codes, result.scale, as_dtype, original, weight.all_rows)
 
 
 def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> Float8Weight | None:
@@ -359,16 +359,16 @@ class TrainedShard(Tensor):
     It is a plain tensor for operations and checkpoints.
 
     Attributes:
-        whole: Number of rows of the unsharded weight.
+        all_rows: Number of rows of the unsharded weight.
     """
 
-    whole: int
+    all_rows: int
 
     @staticmethod
     def __new__(cls: type[TrainedShard], rows: Tensor, all_rows: int) -> TrainedShard:
         """The same rows with this class."""
         shard: TrainedShard = make_subclass(cls, rows)
-        shard.whole = all_rows
+        shard.all_rows = all_rows
         return shard
 
     __torch_function__ = no_torch_function
@@ -382,7 +382,7 @@ class TrainedShard(Tensor):
             output = func(*args, **(kwargs or {}))
         if func not in _KEPT_SHARDED or not isinstance(args[0], TrainedShard):
             return output
-        return cls(output, args[0].whole)
+        return cls(output, args[0].all_rows)
 
     def plain(self) -> Tensor:
         """The same memory as a plain tensor."""
@@ -395,13 +395,13 @@ class TrainedShard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainedShard:
         """Another shard."""
-        copied = memo[id(self)] = TrainedShard(self.plain().clone(), self.whole)
+        copied = memo[id(self)] = TrainedShard(self.plain().clone(), self.all_rows)
         return copied
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
         """The codes of this rank's rows, rounded now."""
         rows = rounded_rows(self.plain())
-        return to_gather(rows.codes, rows.scale, self.whole, mesh)
+        return to_gather(rows.codes, rows.scale, self.all_rows, mesh)
 
     def fsdp_post_all_gather(
         self, gathered: Outputs, format: torch.dtype, dtype: torch.dtype, *, out: Any = None
@@ -409,7 +409,7 @@ class TrainedShard(Tensor):
         """The weight of a layer, of what all ranks gave; once, for FSDP2 refills it in place."""
         if out is not None:
             return None
-        return gathered_weight(GatheredWeight, gathered, self.whole, format, dtype)
+        return gathered_weight(GatheredWeight, gathered, self.all_rows, format, dtype)
 
 
 _KEPT_SHARDED = {

@@ -548,7 +548,7 @@ class Guard(_Circumstances):
 
 
 class TracedGuard(_Circumstances):
-    """The same for logits of a compiled graph, which runs none of this Python code.
+    """Guards logits of a compiled graph, which runs none of this Python code.
 
     The autograd node of the hidden states has a sequence number, which dates the run. So optimizer
     steps are detected, other writes are not.

@@ -138,7 +138,7 @@ def _of_shards(
     chunk: int | str,
     z_loss: float,
 ) -> Tensor | None:
-    """The same for a head with a part of the classes; None for options that this loss lacks."""
+    """The loss of a head with a part of the classes; None for options that this loss lacks."""
     scale, cap = epilogue
     if call.weight is not None or z_loss or (call.label_smoothing and cap is not None):
         return None

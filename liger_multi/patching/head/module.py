@@ -87,7 +87,7 @@ class LazyHead(Patched):
         unfollow_weight(module)
 
     def __setstate__(self, state: Any) -> None:
-        """The same for copies."""
+        """Follow the weight of a copy too."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         follow_weight(self, output_dtype)
 
@@ -168,7 +168,7 @@ class LazyHead(Patched):
 
 
 class LazyAdaptedHead(LazyHead):
-    """The same for a linear layer with LoRA adapters, which every chunk of logits includes."""
+    """A lazy head with LoRA adapters, which every chunk of logits includes."""
 
     def lora_factors(self) -> tuple[Tensor, ...]:
         """Both matrices of every active adapter; none if PEFT must run them."""
@@ -569,7 +569,7 @@ def find_loss_head(model: ModelFacts, request: Request) -> Iterator[Change]:
         return
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing and (op in request.named or model.with_attribute("config")):
-        yield Skipped("", op, missing, strict=request.whole)
+        yield Skipped("", op, missing, strict=request.expects_head)
     conflict = next(
         (reason_of_loss for m in with_heads(model) if (reason_of_loss := loss_conflict(m))), None
     )

@@ -249,7 +249,7 @@ def _autocast_result(
     dtype: torch.dtype,
     autocast: torch.dtype,
 ) -> torch.dtype:
-    """The same from a run on one element: autocast's lists differ by device and release."""
+    """The dtype by a run on one element: autocast's lists differ by device and release."""
     with torch.no_grad():
         return function(torch.ones(1, device=device, dtype=dtype)).dtype
 

@@ -57,7 +57,7 @@ def arguments_of_functions(of_type: type) -> Iterator[Any]:
 
 
 def arguments_of_a_forward(frame: FrameType, of_type: type) -> list[Any]:
-    """The same of one frame, if that is the forward of an ``autograd.Function``.
+    """Such arguments of one frame, if that is the forward of an ``autograd.Function``.
 
     ``Function.apply`` has no frame since PyTorch 2.14, where C++ calls forward.
     """

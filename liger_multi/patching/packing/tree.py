@@ -136,7 +136,7 @@ class Tree:
         return self.tokens - sum(self.lengths)
 
     def padded(self, tokens: int) -> Tree:
-        """The same segments in a row of so many tokens."""
+        """The tree in a row of so many tokens."""
         if tokens == self.tokens:
             return self
         return self.cached(("padded", tokens), lambda: replace(self, tokens=tokens, _cache={}))

@@ -341,7 +341,7 @@ class Trial:
         return per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
     def _run_alone(self, arguments: Arguments, part: slice, offset: int) -> Tensor:
-        """The same for one sample without the other."""
+        """The outputs of one sample without the other."""
         unchanged = {n: v for n, v in arguments.items() if n not in _NEW} | self._rows(
             offset, offset
         )
