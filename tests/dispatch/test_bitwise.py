@@ -336,7 +336,7 @@ def test_kernel_rows_are_16_byte_aligned(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "gated_rms_norm", "softmax"])
-def test_a_row_alone_has_its_bits_in_every_layout(name):
+def test_bits_of_one_row_in_every_layout(name):
     """A row of one axis or more, with gaps or without, alone or in a batch."""
     x = torch.randn(257, 9, generator=torch.Generator().manual_seed(0))
     weight = x[:, 0].contiguous()

@@ -240,7 +240,7 @@ def test_any_text_as_plan(seed, tmp_path):
         assert plan.sequences >= 1
 
 
-def test_a_launch_table_that_says_something_twice(tmp_path, monkeypatch):
+def test_duplicate_entries_of_a_launch_table(tmp_path, monkeypatch):
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "a1.yaml").write_text("entries: {}\nentries: {}\n")
     monkeypatch.setitem(registry.packages(), "toy", "toy")

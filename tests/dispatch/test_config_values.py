@@ -225,7 +225,7 @@ def test_messages_are_short_and_never_fail():
     assert "500 known" in message
 
 
-# --- plans ---
+# --- dispatches ---
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ else:
         ("liger_multi.testing", "bisect", "liger_multi.testing.bisection.compare"),
     ],
 )
-def test_the_cause_of_a_failing_import_is_seen(module, name, broken):
+def test_import_errors_keep_their_cause(module, name, broken):
     python(BROKEN.format(module=module, name=name, broken=broken))
 
 

@@ -364,7 +364,7 @@ def test_entries_of_another_variant_are_not_forced(monkeypatch):
         ({2: -1.0, 4: 98.0}, None),  # the fastest is wrong
     ],
 )
-def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
+def test_measured_launch_entries(monkeypatch, us, entries):
     @dataclass(frozen=True)
     class Config:
         rows: int

@@ -138,7 +138,7 @@ def test_what_gathers_may_load_but_not_store_by_64_bits():
         assert len(failures(Row(case, "gfx942", Variant(large=True), code))) == wrong
 
 
-def test_rows_are_kept_as_they_come(tmp_path):
+def test_static_store_after_an_interrupted_write(tmp_path):
     """A run that was stopped, in the middle of a line even, goes on where it was."""
     path, facts = tmp_path / "cache" / "gfx942.jsonl", dataclasses.asdict(GOOD)
     Store(path).keep("one", facts)
@@ -478,7 +478,7 @@ def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
     assert len(visited) > 1
 
 
-def test_a_page_says_what_differs():
+def test_static_page_lists_differences():
     case = dataclasses.replace(CASE, kernel=next(iter(kernels().values())))
     other = dataclasses.replace(GOOD, registers=70, instructions=400, spills=4)
     rows = [Row(case, "gfx942", Variant(), GOOD), Row(case, "gfx942", Variant(False), other)]
@@ -675,7 +675,7 @@ def test_tiles_of_keys_follow_neither_the_mask_nor_the_queries(dim, item, arch):
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_decoded_token_is_normalized_and_rotated_by_the_kernel_of_a_sequence(width):
+def test_rms_norm_rope_launch_is_equal_for_one_token(width):
     """The sum over a head follows the tile, which a short sequence would not fill."""
     forward = rms_norm_rope.forward
     weight, more = torch.empty(width, device="meta"), (1e-6, 0.0, "llama", "llama", 1, "0213")

@@ -182,7 +182,7 @@ def test_rows_that_see_only_hidden_scores_have_no_probabilities(tiles, hidden):
 
 
 @pytest.mark.usefixtures("same_convolutions")
-def test_not_a_number_stays_in_its_row(tiles):
+def test_nan_does_not_reach_other_rows(tiles):
     scores, weight = pair_inputs((1, 1, 20, 20))
     scores[0, 0, 9, 4] = torch.nan
     _, p = kernels.forward(scores, weight, None, *shape())
@@ -837,7 +837,7 @@ def test_codes_of_one_gradient_and_the_other_itself(first):
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_gradient_that_is_not_finite_makes_its_row_nan_alone(bad):
+def test_non_finite_gradient_makes_one_row_nan(bad):
     dy, gate, up, columns, _ = gated_case(4, 2100, torch.bfloat16)
     dy[1, 2077] = bad
     _, codes, _ = coded_backward(dy, gate, up, columns, (False, False), False, CODES[0])
@@ -1076,7 +1076,7 @@ def test_a_row_is_the_same_in_every_batch(dtype):
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in the interpreter
 @by_dtype
-def test_what_is_not_finite_stays_in_its_row(dtype):
+def test_non_finite_values_do_not_reach_other_rows(dtype):
     a, b = random(70, 40, dtype=dtype), random(40, 24, dtype=dtype, seed=1)
     whole = product(a, b)
     a[3], a[69] = float("nan"), float("inf")

@@ -73,7 +73,7 @@ def plug(monkeypatch, name, wave, lds, cores):
     return name.partition(":")[0]
 
 
-def test_a_rocm_build_is_served_by_rocm_alone(card):
+def test_rocm_build_uses_rocm_backend_only(card):
     assert [record.name for record in registry.serving("cuda")] == ["rocm"]
     assert registry.unavailable("cuda") == "needs a CUDA build of PyTorch"
 
@@ -126,7 +126,7 @@ def test_triton_without_its_distribution(monkeypatch, present):
     assert triton.describe()["triton"] == ("3.5.1" if present else "not installed")
 
 
-def test_a_machine_without_a_card_says_so(monkeypatch):
+def test_rocm_without_a_card_has_a_reason(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert BACKEND.probe() == "needs a ROCm build of PyTorch"
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
@@ -234,7 +234,7 @@ def test_every_architecture_has_a_table():
 
 
 @pytest.mark.parametrize("arch", CARDS)
-def test_every_entry_says_where_its_numbers_come_from(arch):
+def test_launch_entries_name_their_source(arch):
     content = yaml.safe_load(TABLES[arch].read_text())
     _, wave, lds, _ = CARDS[arch]
     assert content["device"] == {"warp_size": wave, "shared_bytes": lds}
@@ -296,7 +296,7 @@ def test_an_unknown_word_in_a_table_is_named(monkeypatch, tmp_path):
         ("backends/cuda/x.py", "f = torch.cuda.get_device_capability()\n", ""),
     ],
 )
-def test_habits_that_other_cards_punish(tmp_path, path, source, said):
+def test_portable_rule_finds_unportable_code(tmp_path, path, source, said):
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(f'"""A file."""\n{source}')
     failures = [str(f) for f in layering.check(tmp_path) if f.rule == "portable"]
@@ -460,7 +460,7 @@ def test_experts(change, refusal):
 # --- levels ---
 
 
-def test_levels_follow_from_the_backend():
+def test_ascend_level_of_operators():
     """An operator without a kernel of its own has nothing that could be compiled."""
     assert levels.level("rms_norm") == levels.level("selective_scan") == levels.COMPILED
     assert levels.level("rms_norm_rope") == levels.SIMULATED  # by two other operators

@@ -256,7 +256,7 @@ RUNS = {name: functools.partial(ours_policy, options=o) for name, o in CASES.ite
 
 
 @pytest.mark.parametrize("run", [kto, sequence, *RUNS.values()], ids=["kto", "sequence", *RUNS])
-def test_default_dtype_has_no_say(run):
+def test_policy_loss_ignores_default_dtype(run):
     """Scripts set it to 16 bits for their models; lengths and factors would be rounded to it."""
     b = Batch()
     expected, expected_metrics = run(b)
@@ -324,7 +324,7 @@ def rows_of_logits(count, dtype=WIDE):
 @pytest.mark.parametrize(
     ("keep", "kept"), [("1MiB", 99), (rows_of_logits(12), 12), (rows_of_logits(2), 0), (0, 0)]
 )
-def test_logits_that_may_stay_are_computed_once(keep, kept):
+def test_kept_logits_are_computed_once(keep, kept):
     """For losses that look at more than a token; above the budget they are computed again."""
     b = Batch(5, 11, empty=False)
     expected, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, columns=("old",))
@@ -341,7 +341,7 @@ def test_logits_that_may_stay_are_computed_once(keep, kept):
 
 @pytest.mark.parametrize("kept", [99, 12])
 @pytest.mark.parametrize("dtype", [WIDE, HALF, torch.float16])
-def test_logits_that_stay_are_exact(dtype, kept):
+def test_kept_logits_are_exact(dtype, kept):
     b = Batch(6, 13, dtype=dtype)
     options = {"loss_type": "gspo", "beta": 0.1, "entropy_weight": 0.1}
     wide = b.wide()
@@ -384,7 +384,7 @@ def test_one_pass_twice_backward_scales_and_no_double_backward():
         once.sum().backward()
 
 
-def test_one_pass_in_fp16_falls_back_and_says_so():
+def test_one_pass_in_fp16_falls_back_with_a_message():
     b = Batch(dtype=torch.float16)
     with pytest.raises(ValueError, match="float16"):
         ours_policy(b, {"passes": "one"}, ("old",))

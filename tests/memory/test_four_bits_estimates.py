@@ -31,7 +31,7 @@ def model_of(name, format, rank=4):
     [("nf4", 4.5), ("fp4", 4.5), ("mxfp4", 4.25), ("nvfp4", 4.5), ("int4", 4.125)],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_bits_of_the_base(name, format, bits):
+def test_estimated_bytes_of_quantized_weights(name, format, bits):
     model = model_of(name, format)
     weights = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
     assert {p.device.type for p in model.parameters()} == {"meta"}

@@ -107,7 +107,7 @@ class WithTemporaries(torch.autograd.Function):
         return dy * 2
 
 
-def test_temporaries_of_a_backward_are_seen():
+def test_measure_sees_temporaries_of_backward():
     x = torch.ones(4 * KIB, requires_grad=True)
     with measure("cpu") as peak:
         WithTemporaries.apply(x).sum().backward()

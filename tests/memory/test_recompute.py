@@ -653,7 +653,7 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("keep", [offload_activations, compress_activations])
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_writes_to_what_stays_raise(keep, saved, asynchronous, monkeypatch):
+def test_writes_to_kept_tensors_raise(keep, saved, asynchronous, monkeypatch):
     """As without hooks: PyTorch does not compare versions of what hooks have packed."""
     model = nn.Sequential(nn.ModuleList(Overwriting(saved) for _ in range(2)))
     model.forward = lambda x: model[0][1](model[0][0](x))

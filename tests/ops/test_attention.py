@@ -48,7 +48,7 @@ def test_a_lengths_table_is_documents():
         torch.testing.assert_close(packed[:, :, part], alone)
 
 
-def test_ranges_say_all_that_options_say():
+def test_attention_ranges_equal_options():
     q, k, v = heads(20)
     options = {"causal": False, "window": (3, 2), "global_tokens": 2}
     ranges = key_ranges(

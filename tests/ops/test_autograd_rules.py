@@ -84,7 +84,7 @@ def derivative(value, x):
     "leaves",
     [pytest.param(True, id="leaves", marks=pytest.mark.slow), pytest.param(False, id="results")],
 )
-def test_a_second_derivative_raises_or_is_right(op, sample, leaves):
+def test_second_derivative(op, sample, leaves):
     """By any input and whatever the upstream gradient comes from, no number is silently wrong."""
     total, leaves_of = made_of(op, sample, functools.partial(samples.call, op), leaves=leaves)
     if not leaves_of or not isinstance(total, torch.Tensor):

@@ -59,7 +59,7 @@ def seq_idx(counts, device, ids=None):
 
 
 @both
-def test_ids_and_boundaries_say_the_same(device, run, parts):
+def test_seq_idx_equals_cu_seqlens(device, run, parts):
     """Ids only say where they change: they may come again, be negative, or fall."""
     counts = (3, 1, 1, 2, 9, 4)
     x, weight, bias = drawn(device, (1, sum(counts), 4 * parts), (4, 3), (4,))

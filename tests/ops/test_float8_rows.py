@@ -62,7 +62,7 @@ def test_rows_of_zeros_and_tiny_rows_have_an_inverse():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_reaches_its_row_alone(bad):
+def test_non_finite_input_reaches_one_row_only(bad):
     x, w = torch.randn(4, 32), torch.randn(16, 32)
     right = ops.linear_float8(x, w)
     x[1, 3] = bad
@@ -71,7 +71,7 @@ def test_what_is_not_finite_reaches_its_row_alone(bad):
     assert torch.equal(y[[0, 2, 3]], right[[0, 2, 3]])
 
 
-def test_a_weight_that_is_not_finite_reaches_its_output_alone():
+def test_non_finite_weight_reaches_one_output_only():
     x, w = torch.randn(4, 32, requires_grad=True), torch.randn(16, 32)
     w[5, 0] = math.inf
     y = ops.linear_float8(x, w)
@@ -423,7 +423,7 @@ def test_codes_are_those_of_the_rounded_result(name, dtype, format):
 
 
 @every_coded
-def test_codes_alone_are_the_same_codes(name):
+def test_codes_without_result_are_equal(name):
     x = torch.randn(3, 4, 32, dtype=torch.bfloat16)
     with kernels():
         both, alone = coded_of(name, x), coded_of(name, x, outputs=("quantized",))

@@ -205,7 +205,7 @@ def test_a_device_is_asked_for_its_formats(known, monkeypatch):
     assert head._gradient == gradient
 
 
-def test_a_device_that_cannot_says_why(monkeypatch):
+def test_reason_against_heads_in_8_bits(monkeypatch):
     weight = torch.zeros(401, 64, device="meta")
     assert float8.unsupported(weight.device, weight) is None
     cuda = torch.device("cuda")
@@ -343,7 +343,7 @@ def test_what_it_has_not_is_refused(options, said):
         run("pytorch", leaves(torch.float32), target, **options)
 
 
-def test_older_versions_say_so(monkeypatch):
+def test_reason_of_older_pytorch(monkeypatch):
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"has no torch\.nn\.functional\.linear"):
         run("pytorch", leaves(torch.float32), torch.randint(401, (96,)))
@@ -449,7 +449,7 @@ def test_who_has_places_without_a_wait():
     assert not fused_linear.has_static_nonzero("npu")  # unless its package brings a kernel
 
 
-def test_a_busy_device_goes_on_while_its_valid_rows_are_counted(device):
+def test_valid_rows_are_counted_without_a_sync(device):
     if device.type != "cuda":
         pytest.skip("needs a device that says who waits for it")
     hidden, weight, target = (x.detach().to(device) for x in head(rows=640))
@@ -524,7 +524,7 @@ def test_a_remembered_option_is_no_excuse_for_an_equal_one(right, wrong, error):
             function(hidden, weight, target, **wrong)
 
 
-def test_what_a_configuration_says_is_not_remembered(monkeypatch):
+def test_configuration_is_read_at_every_call(monkeypatch):
     hidden, weight, target = head()
     observed = []
     record = fused_linear.ChunkSpec.__init__

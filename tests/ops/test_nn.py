@@ -383,7 +383,7 @@ def test_signatures_of_torch_are_kept(stock):
 # --- every module ---
 
 
-def test_every_module_is_here():
+def test_every_module_of_nn_is_tested():
     assert {n.partition("-")[0] for n in MODULES} == set(nn.__all__)
 
 
@@ -510,7 +510,7 @@ def test_reset_makes_a_norm_that_only_normalizes(name):
         (nn.FusedLinearLogProb(temperature=2.0), "FusedLinearLogProb(temperature=2.0)"),
     ],
 )
-def test_repr_says_what_was_chosen(module, text):
+def test_repr_lists_chosen_options(module, text):
     assert repr(module) == text
 
 

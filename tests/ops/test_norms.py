@@ -126,7 +126,7 @@ def test_statistics_of_bf16_rows_are_fp32(place, op, shape, options):
         ("group_norm", (1, 2, 9000), (2,)),
     ],
 )
-def test_a_large_mean_leaves_the_variance_alone(place, op, shape, options):
+def test_variance_of_rows_with_a_large_mean(place, op, shape, options):
     """The mean of squares less the square of the mean would have no digit left here."""
     x = torch.randn(shape, dtype=torch.float64) + 3000
     ours = getattr(ops, op)(x.to(place, WIDE), *options).cpu().double()
@@ -433,7 +433,7 @@ def test_gradient_of_a_clamp_and_at_its_edge(place, limit):
     assert (dup == 0).tolist() == [True, zero_at_edge, False, zero_at_edge, True]
 
 
-def test_what_is_no_number_stays_none(place):
+def test_nan_rows_stay_nan(place):
     """A minimum or maximum would lose it."""
     x = torch.full((4, 8), float("nan")).to(place)
     assert ops.relu_squared(x).isnan().all()

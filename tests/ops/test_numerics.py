@@ -191,7 +191,7 @@ def test_the_host_waits_for_nothing(device, op, compact, monkeypatch):
     assert len(operations.reads()) == counts * compact, operations.reads()
 
 
-def test_the_chunk_comes_from_a_budget():
+def test_chunk_from_a_byte_budget():
     like = torch.empty(0, 64, dtype=torch.bfloat16)
     assert chunk_rows(5000, like, 32000, 7, 0) == 7
     assert chunk_rows(128, like, 32000, 0, 0) == 128, "no more than the accumulator would cost"

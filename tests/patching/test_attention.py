@@ -314,7 +314,7 @@ def test_the_check_holds_while_a_model_is_loaded(device):
         )
 
 
-def test_the_check_of_transformers_comes_back():
+def test_unregister_restores_the_check_of_transformers():
     unregister_attention()
     stock = PreTrainedModel.get_correct_attn_implementation
     assert not attention_support._original
@@ -533,7 +533,7 @@ def test_token_types_reach_a_compiled_model():
     ("is_causal", "attribute", "causal"),
     [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
 )
-def test_without_a_mask_the_layer_says_whether_it_is_causal(is_causal, attribute, causal):
+def test_causality_of_a_layer_without_mask(is_causal, attribute, causal):
     module = Causal()
     module.is_causal = attribute
     y = attention.forward(module, Q, Q, Q, None, is_causal=is_causal)[0].transpose(1, 2)

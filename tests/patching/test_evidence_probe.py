@@ -472,7 +472,7 @@ def test_a_patch_and_a_trial_leave_a_model_alone(model_type):
 
 
 @pytest.mark.parametrize("form", ["keyword", "positional", "wrapped", "unknown", "legacy"])
-def test_a_cache_is_never_tried_with(form):
+def test_packing_trial_gets_no_cache(form):
     """Caches are recognized under any name and in any place; unknown objects are not tried with."""
     model = build("llama").eval()
     liger_multi.patch(model)

@@ -391,7 +391,7 @@ def test_a_debugger_has_every_place_for_tools():
             sys.monitoring.free_tool_id(i)
 
 
-def test_a_trace_of_the_thread_comes_back():
+def test_probe_restores_the_trace_function_of_the_thread():
     def trace(frame, event, arg):
         return None
 

@@ -108,7 +108,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_attributes_are_seen(change):
+def test_changed_attributes_take_effect(change):
     assert_followed(Tuned(), "gated_mlp[silu]", CHANGES[change])
 
 

@@ -471,7 +471,7 @@ def mixtrals(patched=True):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_function_of_a_user_runs_itself(before, registered):
+def test_experts_function_of_a_user_runs(before, registered):
     unpatched, model = mixtrals(patched=not before)
     for one in (unpatched, model):
         one.set_experts_implementation(NAME)
@@ -506,7 +506,7 @@ def test_unregistered_name_raises_as_unpatched():
 
 
 @pytest.mark.slow
-def test_a_compiled_model_follows(registered):
+def test_compiled_model_after_set_experts_implementation(registered):
     unpatched, model = mixtrals()
     compiled = torch.compile(model, backend="eager")
     ids = torch.randint(3, 200, (2, 9))

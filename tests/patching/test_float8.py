@@ -122,7 +122,7 @@ def refusals(model, **options):
     return {s.path: s.reason for s in report.skipped if s.op == "linear_float8"}
 
 
-def test_small_layers_and_heads_stay_and_the_report_says_why():
+def test_small_layers_and_heads_are_skipped_with_reason():
     reasons = refusals(model())
     assert len(reasons) == 15
     assert "it is small" in reasons["model.layers.0.self_attn.q_proj"]
@@ -141,7 +141,7 @@ def test_other_layers_stay():
     assert "nn.MultiheadAttention" in reasons["1.out_proj"]
 
 
-def test_weights_written_past_the_version_counter_are_seen():
+def test_float8_detects_writes_without_version():
     """Optimizers in C and ``p.data`` write so; codes of a weight live no longer than a GEMM."""
     llama, fresh = model(float8=ALL), model(float8=ALL)
     step(llama)
@@ -397,7 +397,7 @@ def test_autocast_and_accumulation():
     assert_equal(grads[1], [2 * g for g in grads[0]])
 
 
-def test_a_block_ends_and_nothing_stays():
+def test_float8_block_restores_everything():
     llama = model(frozen=True)
     before = step(llama)
     weights = [m.weight.detach().clone() for m in linears(llama)]

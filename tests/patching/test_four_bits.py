@@ -556,7 +556,7 @@ def test_it_saves_what_it_loaded(folder, tmp_path):
     assert torch.equal(loss_of(loaded(tmp_path)), loss_of(loaded(folder)))
 
 
-def test_merging_back_says_the_error(folder):
+def test_merging_adapters_reports_the_error(folder):
     model = with_lora_on_experts(loaded(folder))
     wrapper = next(m for m in model.modules() if getattr(m, "parameter_name", "") == STACKS[0])
     weight = wrapper.get_base_layer()._parameters[STACKS[0]]

@@ -316,7 +316,7 @@ COMPARED = {
 @pytest.mark.parametrize(
     ("form", "twice"), [*((form, False) for form in COMPARED), ("float", True), ("shifted", True)]
 )
-def test_values_from_before_the_logits_are_theirs(form, twice, reduction, dtype, monkeypatch):
+def test_values_before_materialization_equal_logits(form, twice, reduction, dtype, monkeypatch):
     """Ranks of tokens and filters by the k-th largest compare values that differ by rounding."""
     monkeypatch.setattr(reductions, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     head = patched_head(24, VOCABULARY).to(dtype)
@@ -517,7 +517,7 @@ def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatc
 
 
 @pytest.mark.parametrize("swaps", [False, SWAPS])
-def test_gradients_come_back_through_an_autograd_function(models, swaps, monkeypatch):
+def test_logits_in_custom_autograd_function(models, swaps, monkeypatch):
     """Also where lazy logits stay what they are, as before PyTorch 2.11."""
     monkeypatch.setattr(storage, "SWAPS", swaps)
     assert_same_training(*models, lambda m: Square.apply(m(input_ids=IDS).logits).sum())

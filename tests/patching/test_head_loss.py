@@ -288,7 +288,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("reason", UNFIT)
-def test_unfit_heads_stay(reason):
+def test_unsupported_heads_are_skipped(reason):
     model = build()
     UNFIT[reason](model)
     module_class = type(model.lm_head)
@@ -349,7 +349,7 @@ def test_quantized_heads_keep_their_own_call():
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 
-def test_heads_in_eight_bits_say_so():
+def test_report_of_heads_in_8_bits():
     model = build("llama", tied=False)
     weight = model.lm_head.weight.detach().to(torch.float8_e4m3fn)
     model.lm_head.weight = nn.Parameter(weight, requires_grad=False)

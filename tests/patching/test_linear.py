@@ -507,7 +507,7 @@ def test_routers_are_served_and_restored():
 
 
 @in_rows
-def test_the_report_names_what_multiplies_by_itself():
+def test_report_names_modules_with_own_matmul():
     register_attention()
     report = patch(build("mixtral").eval(), fused_moe=False)
     paths = [s.path for s in report.skipped if s.op == "linear"]

@@ -490,7 +490,7 @@ def test_numbers_are_those_of_both_operators(model_type):
 
 
 @every_rotated
-def test_the_classes_come_back(model_type):
+def test_unpatch_restores_norm_classes(model_type):
     stock, ours, _ = rotated_pair(model_type)
     patched = [type(m) for m in attentions(ours)]
     patch(ours, **{KEY: False})

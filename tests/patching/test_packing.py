@@ -555,7 +555,7 @@ def test_it_can_be_turned_off():
         patch(model, packing="triton")
 
 
-def test_the_class_comes_back():
+def test_class_of_a_checked_model_and_its_copies():
     model = patched()
     assert isinstance(model, CheckedModel)
     assert isinstance(model, transformers.LlamaForCausalLM)

@@ -151,7 +151,7 @@ def test_replayed_routes_of_the_same_model_change_nothing(name, patched):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_other_routers_replay_the_choice_with_weights_of_today(name):
+def test_replay_of_routes_in_another_model(name):
     model = model_of(name)
     other, batch = moved(model), padded()
     recorded, today = recorded_by(model, batch), recorded_by(other, batch)

@@ -165,7 +165,7 @@ def test_report_is_data_and_a_table():
     assert "has no output embedding" in str(patch(build().model))
 
 
-def test_report_of_a_plain_module_has_no_operators_of_language_models():
+def test_report_of_module_without_config():
     report = patch(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), strict=True)
     assert [e.op for e in report.entries] == ["layer_norm"]
     assert not report.skipped

@@ -146,7 +146,7 @@ def test_what_a_run_does_not_repeat_breaks_a_promise(planted):
     assert "broken: rms_norm forward of planted promises 'repeat'" in str(report)
 
 
-def test_a_difference_that_does_not_come_back_is_told(planted):
+def test_bisect_reports_unrepeatable_differences(planted):
     planted("forward", lambda call, outs, *args: second(call if call < 4 else 1, outs))
     model, x = norms()
     first = bisect(model, None, x, b=PLANTED).first
@@ -176,7 +176,7 @@ def test_unequal_data_and_weights_come_first():
     assert bisect(model, other, x).first.ulps == 2 * 0x3F800000
 
 
-def test_code_between_operators_is_told_apart():
+def test_bisect_names_code_between_operators():
     class Between(Norms):
         def forward(self, x):
             return self.second(self.first(x) * (1 if self.training else 1 + 2**-20))
@@ -298,7 +298,7 @@ def one(tensor):
         torch.float8_e4m3fn,
     ],
 )
-def test_the_hash_sees_bits_and_places(dtype):
+def test_hash_depends_on_bits_and_positions(dtype):
     numbers = torch.arange(24).reshape(4, 6) % 7
     x, mixed = numbers.to(dtype), numbers.flatten().flip(0).reshape(4, 6).to(dtype)
     assert one(x).hash != one(mixed).hash

@@ -550,7 +550,7 @@ def test_a_name_on_the_hub_is_found_in_the_cache(capsys, hub):
     ("offline", "said"),
     [("1", "unset HF_HUB_OFFLINE to download it"), ("", "(Name or service not known)")],
 )
-def test_a_name_that_cannot_be_loaded_says_what_to_do(capsys, hub, offline, said):
+def test_error_of_a_model_name_without_files(capsys, hub, offline, said):
     def nobody(name):
         raise OSError("Name or service not known")
 
@@ -783,7 +783,7 @@ def test_merge_keys(tmp_path):
 
 
 @pytest.mark.parametrize("nothing", ["~", "null", ""])
-def test_a_key_without_a_value_says_nothing(tmp_path, nothing):
+def test_configuration_key_without_value_is_ignored(tmp_path, nothing):
     path = tmp_path / "a.yaml"
     path.write_text(f"default: {nothing}\nops:\n  rms_norm: {nothing}\n  swiglu: reference\n")
     layer = load(path)

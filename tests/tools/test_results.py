@@ -105,7 +105,7 @@ def run_on(device, part, failed=0, date="2026-05-01"):
     )
 
 
-def test_a_backend_that_nobody_ran_says_so(monkeypatch):
+def test_verification_page_marks_untested_backends(monkeypatch):
     stored = [run_on("cpu", "native"), run_on("npu:0", "npu"), run_on("cpu", "interpreted", 1)]
     monkeypatch.setattr(results, "kept", lambda: stored)
     page = docs_status.page()

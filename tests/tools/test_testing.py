@@ -66,7 +66,7 @@ def test_benchmark_times_the_formula():
     assert set(EAGER) < set(FORMULAS)
 
 
-def test_documents_and_the_places_where_they_begin_are_one_mask():
+def test_attention_formula_documents_equal_cu_seqlens():
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1]])
     by_ids = FORMULAS["attention"](q, k, v, causal=True, documents=ids)

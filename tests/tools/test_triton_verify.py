@@ -88,7 +88,7 @@ def test_faults_in_a_copy_of_our_kernels_are_found(copied, fault):
     assert verdicts == {"right"} if fault == "none" else "wrong" in verdicts
 
 
-def test_backward_is_checked_on_what_forward_kept_under_the_same_setting(monkeypatch):
+def test_verify_backward_uses_forward_of_same_setting(monkeypatch):
     """Logits that forward keeps have other bits where the vendor's product stands for ours."""
 
     def multiply(a, b, bias, out):

@@ -362,7 +362,7 @@ def test_a_file_of_another_form_is_left_alone(text, tmp_path):
     assert file.read_text() == text
 
 
-def test_a_quarantine_goes_before_defaults_and_not_before_names():
+def test_quarantine_precedence():
     text = {"ops": {"cpu/float32": {"tvd": "reference"}}}
     layer = parse({"quarantine": text}, "a file")
     auto, named = parse({"default": "auto"}, "x"), parse({"ops": {"tvd": "triton"}}, "y")
@@ -508,7 +508,7 @@ def test_what_libraries_print_is_no_answer(monkeypatch):
     child.close()
 
 
-def test_a_report_says_where_the_time_went(monkeypatch):
+def test_verify_report_has_times(monkeypatch):
     """Which process ran which operator when, and what it compiled."""
     answers = CHATTY.replace(
         '"verdict": "right"', '"verdict": "right", "seconds": 0.5, "compiled": 2'
