@@ -43,6 +43,9 @@ WRITTEN = (
 class QuantizedWeight(StoredWeight):
     """Codes and scales with the shape and dtype of the weight that they stand for.
 
+    Writes raise. Views of it are views of codes where they are a range of a stack or a transpose,
+    and copies of numbers elsewhere: writes to those do not reach the weight.
+
     Attributes:
         codes: uint8 ``(..., K / 2)``, as ``dequantize`` takes them; int32 where there is a
             ``packing``.
@@ -311,7 +314,7 @@ class QuantizedWeight(StoredWeight):
         """Raise here: of an operator's TypeError, ``+=`` would make a sum that nobody keeps."""
         raise TypeError(WRITTEN.format("an assignment", self))
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refuse_write
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refuse_write
 
     @property
     def data(self) -> Tensor:
@@ -337,10 +340,12 @@ class QuantizedWeight(StoredWeight):
             output = handler(*args, **kwargs)
             if output is not None:
                 return output
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, QuantizedWeight):
-                raise TypeError(WRITTEN.format(func, value))
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for one in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(one, QuantizedWeight):
+                        raise TypeError(WRITTEN.format(func, one))
         args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dequantized, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -394,6 +399,11 @@ def _transpose(weight: QuantizedWeight, first: int, second: int) -> QuantizedWei
 
 def _t(weight: QuantizedWeight) -> QuantizedWeight | None:
     return _transpose(weight, 0, 1)
+
+
+def _permute(weight: QuantizedWeight, axes: Any) -> QuantizedWeight | None:
+    """``.T`` of a matrix."""
+    return _t(weight) if [axis % weight.ndim for axis in axes] == [1, 0] else None
 
 
 def _detach(weight: QuantizedWeight) -> QuantizedWeight:
@@ -526,6 +536,7 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.select.int: _select,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
+    aten.permute.default: _permute,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.new_zeros.default: _zeros,
