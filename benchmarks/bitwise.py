@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_multi
-from benchmarks import harness, models, store
+from benchmarks import configs, harness, store
 from benchmarks.harness import added_bytes, device_of, milliseconds
 from liger_multi.bench import cases
 from liger_multi.bench.cases import Case, draw
@@ -152,7 +152,7 @@ def other_launches() -> list[str]:
 
 # --- whole steps ---
 
-WHOLE, TINY = models.Run("llama-3.2-1b", 2, 4096, False), models.Run("tiny", 2, 32, False)
+WHOLE, TINY = configs.Run("llama-3.2-1b", 2, 4096, False), configs.Run("tiny", 2, 32, False)
 
 WARM, STEPS = 2, 6
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -181,10 +181,10 @@ class Variant:
     row: Row = field(default_factory=dict)
 
 
-def patched(run: models.Run, device: torch.device) -> tuple[nn.Module, str]:
+def patched(run: configs.Run, device: torch.device) -> tuple[nn.Module, str]:
     """The model with all of our operators, and what it lacks."""
     register_attention()
-    model = models.build(run, device)
+    model = configs.build(run, device)
     model.set_attn_implementation("liger_multi")
     if "linear" in patch_options.BUILT_IN:
         liger_multi.patch(model, linear=True)
@@ -207,7 +207,7 @@ def torch_deterministic(fill: bool) -> Iterator[None]:
         flags.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
-def variants(run: models.Run, device: torch.device) -> Iterator[Variant]:
+def variants(run: configs.Run, device: torch.device) -> Iterator[Variant]:
     """Patched under each setting, unpatched, and unpatched under PyTorch's switch."""
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -218,7 +218,7 @@ def variants(run: models.Run, device: torch.device) -> Iterator[Variant]:
     settings: dict[str, bool | str] = {"default": False, "deterministic": True, "rows": "rows"}
     for name, value in settings.items():
         yield Variant(name, model, optimizer, partial(use, deterministic=value), note)
-    baseline = models.build(run, device)
+    baseline = configs.build(run, device)
     optimizer = optimizer_of(baseline)
     yield Variant("baseline", baseline, optimizer, contextlib.nullcontext)
     filled, unfilled = (partial(torch_deterministic, fill) for fill in (True, False))
@@ -231,9 +231,9 @@ def variants(run: models.Run, device: torch.device) -> Iterator[Variant]:
 class Steps:
     """Steps of several variants in turns, in one process."""
 
-    def __init__(self, run: models.Run, device: torch.device) -> None:
+    def __init__(self, run: configs.Run, device: torch.device) -> None:
         self.device = device
-        vocabulary = models.MODELS[run.model][1]["vocab_size"]
+        vocabulary = configs.MODELS[run.model][1]["vocab_size"]
         generator = torch.Generator(device).manual_seed(1)
         shape = (run.batch, run.tokens)
         self.ids = torch.randint(vocabulary, shape, generator=generator, device=device)

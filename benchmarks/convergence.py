@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness, store
-from liger_multi import pictures
+from liger_multi.files import pictures
 from liger_multi.memory.sizes import SIZES, config_of
 
 # --- the bounds, stated before any run ---
@@ -313,7 +313,7 @@ def text(case: Case) -> Tensor:
 
 def build(case: Case, device: torch.device, seed: int) -> Any:
     """The model with random weights, made on its device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if case.model in SIZES:
         config = config_of(case.model, case.tokens)
@@ -321,10 +321,7 @@ def build(case: Case, device: torch.device, seed: int) -> Any:
     else:
         sizes = {**TINY, "max_position_embeddings": max(64, case.tokens), **KINDS[case.model]}
         config = AutoConfig.for_model(case.model, **sizes)
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
-    return model.train()
+    return harness.causal(config, device, getattr(torch, case.dtype), seed)
 
 
 @torch.no_grad()

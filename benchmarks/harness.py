@@ -90,6 +90,27 @@ def liger(model: Any) -> Any:
     return model
 
 
+def causal(config: Any, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A causal model of a configuration with random weights, built on its device."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model.train()
+
+
+def shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
+    """FSDP2 around every layer and the rest; gradients are reduced in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
 def train_step(model: Any, ids: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """Train a step on tokens that are their own labels; returns the loss."""
     loss: Tensor = model(input_ids=ids, labels=ids).loss

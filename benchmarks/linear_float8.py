@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import liger_multi
-from benchmarks import models, store
+from benchmarks import configs, store
 from benchmarks.harness import Call, added_bytes, device_of, in_turns, train_step, wait
 from liger_multi import ops
 from liger_multi.patching.float8.weight import Float8Weight
@@ -233,9 +233,9 @@ SIZES: dict[str, tuple[str, int, int, bool]] = {
 
 
 def _built(place: Place, part: str) -> tuple[Any, Tensor]:
-    run = models.Run("tiny", 2, 32, SIZES[part][3]) if place.tiny else models.Run(*SIZES[part])
+    run = configs.Run("tiny", 2, 32, SIZES[part][3]) if place.tiny else configs.Run(*SIZES[part])
     torch.manual_seed(0)
-    model = models.build(run, place.device)
+    model = configs.build(run, place.device)
     vocabulary = model.config.vocab_size
     return model, torch.randint(vocabulary, (run.batch, run.tokens), device=place.device)
 

@@ -137,16 +137,6 @@ def empty(name: str, tiny: bool) -> Any:
     return model
 
 
-def shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
-    """FSDP2 around every layer and the rest."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
-    for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
 def fill(model: Any, device: torch.device, scale: float | None = None) -> None:
     """Random weights in this rank's shards, and buffers as a new model has them.
 
@@ -313,7 +303,7 @@ def correct(rank: Rank) -> None:
         for tensor in (*one.parameters(), *one.buffers()):
             torch.distributed.broadcast(tensor.detach(), 0)
         one.eval()
-        many = shard(copy.deepcopy(one), rank.mesh["sp"], None)
+        many = harness.shard(copy.deepcopy(one), rank.mesh["sp"], None)
         setting = Setting(many, "keep_attention", 512)
         try:
             shard_sequence(many, rank.mesh["sp"])
@@ -442,7 +432,7 @@ def built(rank: Rank, name: str) -> Any:
     states = rank.options.states or ("fp32" if fits else "bf16")
     half = None if rank.tiny else torch.bfloat16
     model.to(torch.float32 if states == "fp32" else torch.bfloat16)
-    shard(model, rank.mesh["sp"], half)
+    harness.shard(model, rank.mesh["sp"], half)
     fill(model, rank.device, 0.02)
     model.train()
     shard_sequence(model, rank.mesh["sp"], check=False)

@@ -40,7 +40,7 @@ from liger_multi.bench.measure import (
 )
 from liger_multi.bench.peers import TABLE
 from liger_multi.bench.providers import Provider
-from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.dispatch.config import Configuration, parse, using_configuration
 from liger_multi.memory.measure import format_bytes
 from liger_multi.ops import fused_linear_cross_entropy
 
@@ -101,7 +101,7 @@ def float8_nll(gemms: str) -> Loss:
     scope = Configuration((parse({"head_gemms": gemms}, __name__),))
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        with within(scope):
+        with using_configuration(scope):
             return nll(hidden, weight, target)
 
     return call
@@ -109,7 +109,7 @@ def float8_nll(gemms: str) -> Loss:
 
 def log_prob_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The same of every token's log-probability; backward computes the logits once more."""
-    loss = losses.tokens(_head(hidden, weight), target, ("log_prob",))
+    loss = losses.tokens(losses.Head(hidden, weight), target, ("log_prob",))
     assert loss.log_prob is not None
     return _mean(loss.log_prob, target)
 
@@ -118,13 +118,9 @@ def _mean(log_prob: Tensor, target: Tensor) -> Tensor:
     return -log_prob.sum() / (target >= 0).sum()
 
 
-def _head(hidden: Tensor, weight: Tensor, **options: Any) -> losses.Head:
-    return losses.Head(hidden, weight, **options)
-
-
 def dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor, **o: Any) -> Tensor:
     """DPO with log-probabilities of the reference from before."""
-    return losses.dpo_loss(_head(hidden, weight, **o), target, old)[0]
+    return losses.dpo_loss(losses.Head(hidden, weight, **o), target, old)[0]
 
 
 def dpo_reference(
@@ -132,7 +128,7 @@ def dpo_reference(
 ) -> Tensor:
     """DPO with a second model's head."""
     reference = losses.Head(other, other_weight)
-    return losses.dpo_loss(_head(hidden, weight, **o), target, reference)[0]
+    return losses.dpo_loss(losses.Head(hidden, weight, **o), target, reference)[0]
 
 
 def grpo(
@@ -141,7 +137,7 @@ def grpo(
     """GRPO of tokens, clipped, with the divergence from the old policy."""
     passes = o.pop("passes", "auto")
     return losses.policy_loss(
-        _head(hidden, weight, **o),
+        losses.Head(hidden, weight, **o),
         target,
         advantages,
         old=old,
@@ -157,7 +153,7 @@ def gspo(
 ) -> Tensor:
     """GSPO: ratios of whole answers."""
     return losses.policy_loss(
-        _head(hidden, weight, **o), target, advantages, old=old, loss_type="gspo", metrics=()
+        losses.Head(hidden, weight, **o), target, advantages, old=old, loss_type="gspo", metrics=()
     )[0]
 
 
@@ -166,12 +162,12 @@ def jsd(
 ) -> Tensor:
     """Distillation from a teacher's head."""
     teacher = losses.Head(other, other_weight)
-    return losses.distillation_loss(_head(hidden, weight, **o), teacher, target)[0]
+    return losses.distillation_loss(losses.Head(hidden, weight, **o), teacher, target)[0]
 
 
 def policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, **o: Any) -> Tensor:
     """A policy gradient with a bonus of entropy, of one call's statistics."""
-    tokens = losses.tokens(_head(hidden, weight, **o), target, ("log_prob", "entropy"))
+    tokens = losses.tokens(losses.Head(hidden, weight, **o), target, ("log_prob", "entropy"))
     assert tokens.log_prob is not None
     assert tokens.entropy is not None
     return _policy(tokens.log_prob, tokens.entropy, target, advantages)
@@ -304,11 +300,7 @@ def liger_nll(accumulate: torch.dtype | None = None) -> Loss:
     """Its fused cross entropy; the weight's gradient is summed in its own dtype by default."""
     home = importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy")
     loss = home.LigerFusedLinearCrossEntropyLoss(accum_dtype=accumulate)
-
-    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return loss(weight, hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
-
-    return call
+    return lambda hidden, weight, target: loss(weight, hidden.flatten(0, 1), target.flatten())
 
 
 def liger_policy() -> Loss:
@@ -327,15 +319,9 @@ def liger_policy() -> Loss:
 def liger_dpo() -> Loss:
     """Its DPO, which wants the reference's hidden states and weight."""
     loss = _peer("dpo_loss", "LigerFusedLinearDPOLoss")(compute_nll_loss=False)
-
-    def call(
-        hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
-    ) -> Tensor:
-        return loss(  # type: ignore[no-any-return]
-            weight, hidden, target, ref_input=other, ref_weight=other_weight
-        )[0]
-
-    return call
+    return lambda hidden, weight, target, other, other_weight: loss(
+        weight, hidden, target, ref_input=other, ref_weight=other_weight
+    )[0]
 
 
 def nobody(why: str = "its DPO wants the reference's head") -> Loss:
@@ -346,22 +332,7 @@ def nobody(why: str = "its DPO wants the reference's head") -> Loss:
 def liger_grpo() -> Loss:
     """Its GRPO, whose chunk is an answer."""
     loss = _peer("grpo_loss", "LigerFusedLinearGRPOLoss")(beta=0.04, loss_type="grpo")
-
-    def call(
-        hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
-    ) -> Tensor:
-        mask = (target >= 0).to(torch.float32)
-        return loss(  # type: ignore[no-any-return]
-            hidden,
-            weight,
-            target.clamp(min=0),
-            mask,
-            advantages,
-            ref_per_token_logps=old,
-            old_per_token_logps=old,
-        )[0]
-
-    return call
+    return _liger_policy(loss, "ref_per_token_logps", "old_per_token_logps")
 
 
 def liger_gspo() -> Loss:
@@ -369,35 +340,26 @@ def liger_gspo() -> Loss:
     loss = _peer("grpo_loss", "LigerFusedLinearGRPOLoss")(
         beta=0.0, loss_type="grpo", importance_sampling_level="sequence", use_ref_model=False
     )
+    return _liger_policy(loss, "old_per_token_logps")
 
-    def call(
-        hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
-    ) -> Tensor:
-        mask = (target >= 0).to(torch.float32)
-        return loss(  # type: ignore[no-any-return]
-            hidden, weight, target.clamp(min=0), mask, advantages, old_per_token_logps=old
-        )[0]
 
-    return call
+def _liger_policy(loss: Any, *olds: str) -> Loss:
+    return lambda hidden, weight, target, advantages, old: loss(
+        hidden,
+        weight,
+        target.clamp(min=0),
+        (target >= 0).to(torch.float32),
+        advantages,
+        **dict.fromkeys(olds, old),
+    )[0]
 
 
 def liger_jsd() -> Loss:
     """Its distillation, without labels."""
     loss = _peer("jsd_loss", "LigerFusedLinearJSDLoss")(weight_hard_loss=0.0, weight_soft_loss=1.0)
-
-    def call(
-        hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
-    ) -> Tensor:
-        rows = target.numel()
-        return loss(  # type: ignore[no-any-return]
-            hidden.reshape(rows, -1),
-            weight,
-            other.reshape(rows, -1),
-            other_weight,
-            target.reshape(rows),
-        )
-
-    return call
+    return lambda hidden, weight, target, other, other_weight: loss(
+        hidden.flatten(0, 1), weight, other.flatten(0, 1), other_weight, target.flatten()
+    )
 
 
 # --- TRL's chunked log-probabilities, of which its trainers make NLL and policy losses ---
@@ -434,11 +396,7 @@ def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]
 def trl_nll() -> Loss:
     """Its SFT loss ``nll``, which ``chunked_nll`` became another name of."""
     tokens = trl_tokens()
-
-    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return _mean(tokens(hidden, weight, target)[0], target)
-
-    return call
+    return lambda hidden, weight, target: _mean(tokens(hidden, weight, target)[0], target)
 
 
 def trl_policy() -> Loss:
@@ -535,7 +493,7 @@ def provider(case: Case, name: str) -> Provider:
         options = dict(VARIANTS[name])
         if name == "ours-two" and case.ours is grpo:
             options["passes"] = "two"
-        return Provider(name, _with(case.ours, options))
+        return Provider(name, functools.partial(case.ours, **options))
     if name == "products":
         return Provider(name, floor(case), floor=True)
     if name not in (*case.others, "torch"):
@@ -546,10 +504,6 @@ def provider(case: Case, name: str) -> Provider:
 def every(case: Case) -> tuple[str, ...]:
     """Who can be measured."""
     return ("products", *VARIANTS, "torch", *case.others)
-
-
-def _with(function: Loss, options: Mapping[str, Any]) -> Loss:
-    return lambda **tensors: function(**tensors, **options)
 
 
 def measured(
@@ -609,7 +563,7 @@ def _alone(
         row["loss"], row["right"] = float(loss), float(expected[0])
         dtype = runner.tensors["weight"].dtype
         row["error"] = max(error(g, expected[1][n], dtype)[0] for n, g in grads.items())
-        row["off"] = dict(zip(grads, _off([*grads.values()], [expected[1][n] for n in grads])))
+        row["off"] = {n: _off(grad, expected[1][n]) for n, grad in grads.items()}
     del loss, grads
     release(device)
     row["extra_bytes"], row["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
@@ -659,9 +613,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 
 
-def _off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    """Relative distance of the loss, and of each gradient by its norm."""
-    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
+def _off(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.float() - exact).norm() / exact.norm())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,15 @@ from typing import Any
 import torch
 
 from benchmarks import store
-from benchmarks.harness import adamw, child, device_of, limit_memory, timed_steps, tracked_peak
+from benchmarks.harness import (
+    adamw,
+    causal,
+    child,
+    device_of,
+    limit_memory,
+    timed_steps,
+    tracked_peak,
+)
 from liger_multi.memory import Estimate, compare, estimate, measure, profile
 from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
@@ -79,6 +87,23 @@ LARGE_MOE = {
 }
 
 
+def configuration(name: str, sequence: int) -> Any:
+    """The configuration of a model by name, without a network."""
+    import transformers
+
+    if name in SMALL:
+        family, extra = SMALL[name]
+        config = getattr(transformers, f"{family}Config")(**{**_BASE, **extra})
+    elif name == "moe-1b":
+        config = transformers.MixtralConfig(**LARGE_MOE)
+    else:
+        config = config_of(name, sequence)
+    config.use_cache = False
+    if not name.endswith("scan"):
+        config._attn_implementation = "sdpa"
+    return config
+
+
 @dataclass(frozen=True)
 class Case:
     """One step. ``model`` is one of :data:`SMALL`, ``"moe-1b"`` or a published size."""
@@ -103,30 +128,11 @@ class Case:
 
     def config(self) -> Any:
         """The configuration of its model."""
-        import transformers
-
-        if self.model in SMALL:
-            family, extra = SMALL[self.model]
-            config = getattr(transformers, f"{family}Config")(**{**_BASE, **extra})
-        elif self.model == "moe-1b":
-            config = transformers.MixtralConfig(**LARGE_MOE)
-        else:
-            config = config_of(self.model, self.sequence)
-        config.use_cache = False
-        if not self.model.endswith("scan"):
-            config._attn_implementation = "sdpa"
-        return config
+        return configuration(self.model, self.sequence)
 
     def build(self, device: torch.device | str) -> Any:
         """The model with random weights, adapted, patched and checkpointed as the case says."""
-        import transformers
-
-        torch.manual_seed(0)
-        with torch.device(device):
-            model: Any = transformers.AutoModelForCausalLM.from_config(
-                self.config(), dtype=DTYPES[self.dtype][0]
-            )
-        model.tie_weights()
+        model = causal(self.config(), device, DTYPES[self.dtype][0])
         if self.lora:
             import peft
 

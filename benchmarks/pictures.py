@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
-from liger_multi import pictures
+from liger_multi.files import pictures
 
 DOCS = store.ROOT / "docs"
 LONG_NAMES = {
@@ -228,7 +228,7 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
 
 def by_cards() -> Picture | None:
     """The longest rows that plans predict, by cards, and those that ran."""
-    from benchmarks.tables.measured import PUBLISHED
+    from benchmarks.tables.training import PUBLISHED
 
     planned: dict[str, dict[int, int]] = {}
     for _, row in store.rows("longest-by-cards"):

@@ -23,13 +23,14 @@ from torch import Tensor
 from benchmarks import harness, store
 from benchmarks.harness import (
     adamw,
+    causal,
     device_of,
     limit_memory,
     spread_percent,
     timed_steps,
     tracked_peak,
 )
-from benchmarks.memory import LARGE_MOE
+from benchmarks.memory import configuration
 from liger_multi.memory import Settings, Space, TrainingPlan, apply, plan
 from liger_multi.memory.planning import Candidate
 from liger_multi.memory.planning.cost import CARDS
@@ -56,14 +57,7 @@ class Case:
 
     def config(self) -> Any:
         """Its configuration, without a network."""
-        import transformers
-
-        if self.model == "moe-1b":
-            config = transformers.MixtralConfig(**LARGE_MOE)
-        else:
-            config = config_of(self.model, self.sequence)
-        config._attn_implementation, config.use_cache = "sdpa", False
-        return config
+        return configuration(self.model, self.sequence)
 
     def plan(self, card: str, device: str = "cuda") -> TrainingPlan:
         """What is planned for a card of so little memory; only what one process can do."""
@@ -88,17 +82,11 @@ class Case:
 
 def executed(case: Case, settings: Settings, steps: int, device: torch.device) -> dict[str, Any]:
     """Train some steps in this process, with no more memory than planned for."""
-    from transformers import AutoModelForCausalLM
-
     from liger_multi.dispatch.config import parse_bytes
 
     limit_memory(device, parse_bytes(case.memory, "memory"))
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if settings.precision in ("bf16", "fp8") else torch.float32
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
-    model.tie_weights()
-    model.train()
+    model = causal(case.config(), device, dtype)
     optimizer = adamw(model.parameters(), device)
     shape = (settings.micro_batch, settings.sequence)
     ids = torch.randint(model.config.vocab_size, shape, device=device)

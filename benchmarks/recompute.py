@@ -30,6 +30,7 @@ from torch import nn
 
 import liger_multi
 from benchmarks import harness, store
+from benchmarks.configs import MODELS, Run, build
 from benchmarks.harness import (
     adamw,
     device_of,
@@ -38,7 +39,6 @@ from benchmarks.harness import (
     timed_steps,
     train_step,
 )
-from benchmarks.models import MODELS, Run, build
 from liger_multi.bench.measure import release
 from liger_multi.memory import (
     POLICIES,

@@ -5,22 +5,3 @@ compiles every kernel for eight GPUs and keeps what it costs in ``baseline.txt``
 simulates Ascend, ``docker/`` has the images and ``constraints/`` the versions. What measures stands
 in :mod:`benchmarks`.
 """
-
-from __future__ import annotations
-
-import ast
-import functools
-
-
-@functools.cache
-def statements(source: str) -> str:
-    """What a compiler makes of a jitted function's source: the statements without their words.
-
-    A docstring, a comment or another line break changes no machine code, so it must not make a
-    table stale whose compilation takes an hour.
-    """
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)

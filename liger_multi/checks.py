@@ -62,29 +62,29 @@ _VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
 _MOST = 1024  # bounded, for programs that draw options anew at every call
 
 
-def remembered(check: Callable[Parameters, Checked]) -> Callable[Parameters, Checked]:
+def cached_check(check: Callable[Parameters, Checked]) -> Callable[Parameters, Checked]:
     """Cache the results of a check of values, not of tensors.
 
     Types are part of the key, because Python takes 1 for True and for 1.0. Refusals are not cached,
     nor are calls of a compiler: its integers may be symbols.
     """
-    known: dict[Any, Any] = {}
+    answers: dict[Any, Any] = {}
 
     @functools.wraps(check)
-    def run(*args: Parameters.args, **named: Parameters.kwargs) -> Checked:
-        values = (*args, *named.values())
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Checked:
+        values = (*args, *kwargs.values())
         types = tuple(map(type, values))
         if torch.compiler.is_compiling() or not _VALUES.issuperset(types):
-            return check(*args, **named)
-        question = (values, types, *named)
+            return check(*args, **kwargs)
+        question = (values, types, *kwargs)
         try:
-            answer = known.get(question)
+            answer = answers.get(question)
         except TypeError:  # a tuple that holds a list
-            return check(*args, **named)
+            return check(*args, **kwargs)
         if answer is None:
-            if len(known) >= _MOST:
-                known.clear()
-            answer = known[question] = check(*args, **named)
+            if len(answers) >= _MOST:
+                answers.clear()
+            answer = answers[question] = check(*args, **kwargs)
         return answer
 
     return run
@@ -162,8 +162,8 @@ def vector(op: str, name: str, x: Tensor | None, size: int, of: str) -> None:
 
 def same_shape(op: str, **tensors: Tensor) -> None:
     """All tensors have the same shape."""
-    (first, a), *others = tensors.items()
-    for name, b in others:
+    (first, a), *rest = tensors.items()
+    for name, b in rest:
         if not isinstance(b, Tensor):  # None passes for an optional tensor elsewhere
             raise TypeError(f"{op}: {name} must be a floating-point tensor, got {describe(b)}")
         if a.shape != b.shape:
@@ -189,10 +189,10 @@ def targets(
         )
 
 
-def one_of(op: str, name: str, value: object, known: Iterable[str]) -> None:
+def one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> None:
     """A word from a fixed set."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{op}: {unknown(name, value, known)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{op}: {unknown(name, value, allowed)}")
 
 
 def boolean(op: str, name: str, value: object) -> bool:
@@ -262,10 +262,10 @@ def constant(op: str, name: str, x: Tensor | None) -> None:
         raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
 
 
-def names(op: str, outputs: object, known: tuple[str, ...], name: str = "outputs") -> str:
+def names(op: str, outputs: object, allowed: tuple[str, ...], name: str = "outputs") -> str:
     """A tuple of names as one comma-joined word."""
     if isinstance(outputs, str) or not isinstance(outputs, (tuple, list, frozenset, set)):
         raise TypeError(f"{op}: {name} must be a tuple of names, got {describe(outputs)}")
     for word in outputs:
-        one_of(op, f"word in {name}", word, known)
-    return ",".join(word for word in known if word in outputs)
+        one_of(op, f"word in {name}", word, allowed)
+    return ",".join(word for word in allowed if word in outputs)

@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi._torch_private import outside_of_graphs
-from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
-from liger_multi.around import Around, is_compiled
 from liger_multi.errors import PackingError, PatchError
+from liger_multi.modules.arguments import by_name, fills_cache, has_cache, parameters_of
+from liger_multi.modules.forward_wrapper import ForwardWrapper, is_compiled
 from liger_multi.patching import register_attention, shards
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.storage import is_lazy, real_tensor
 from liger_multi.patching.mixers import FusedMixer, mixer_calls, unserved
 from liger_multi.patching.packing.hybrids import PackedModel
-from liger_multi.patching.packing.samples import rows_of, sample_ids, several
+from liger_multi.patching.packing.samples import has_samples, rows_of, sample_ids
 from liger_multi.patching.packing.tree import Tree, offered, running, spread_over
 from liger_multi.patching.swap import unpatched_class
 
@@ -128,12 +128,14 @@ def shard_sequence(
     base = _base(model)
     mixers = _mixers(base)
     sharded = _Sharded(ranks_of_call, shares)
-    before, after = (functools.partial(hook, sharded) for hook in (_before_model, _after_model))
+    pre_hook, post_hook = (
+        functools.partial(hook, sharded) for hook in (_before_model, _after_model)
+    )
     sharded.handles = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-        Around(base, functools.partial(_run_base, sharded, base)),
-        *(Around(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
+        model.register_forward_pre_hook(pre_hook, with_kwargs=True),
+        model.register_forward_hook(post_hook, with_kwargs=True),
+        ForwardWrapper(base, functools.partial(_run_base, sharded, base)),
+        *(ForwardWrapper(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
     ]
     torch.compiler.reset()  # no graph knows of ranks
     if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):
@@ -299,13 +301,14 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     if return_dict is None:
         return_dict = getattr(getattr(model, "config", None), "return_dict", True)
     sharded.as_tuple = not (return_dict or sharded.shares)
-    new = {"return_dict": True} if sharded.as_tuple else {}  # whose parts have names
-    new |= _targets_of_rank(sharded, arguments, rows, ranks)
+    changed_args = {"return_dict": True} if sharded.as_tuple else {}  # whose parts have names
+    changed_args |= _targets_of_rank(sharded, arguments, rows, ranks)
     names = parameters_of(_forward(model))
     args = tuple(
-        new.pop(name) if name in new else value for name, value in zip(names, args, strict=False)
+        changed_args.pop(name) if name in changed_args else value
+        for name, value in zip(names, args, strict=False)
     )
-    return args, {**kwargs, **new}
+    return args, {**kwargs, **changed_args}
 
 
 outside_of_graphs(_before_model, "rows are spread eagerly")
@@ -373,20 +376,20 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
         return None
     labeled = by_name(_forward(model), args, kwargs).get("shift_labels") is not None
     tree = offered(sharded.tokens, 1)
-    whole = not (tree.by_rank if tree is not None else labeled and model.training)
-    if whole and isinstance(getattr(output, "logits", None), Tensor):
+    needs_gather = not (tree.by_rank if tree is not None else labeled and model.training)
+    if needs_gather and isinstance(getattr(output, "logits", None), Tensor):
         output["logits"] = _whole_rows(output.logits, sharded.tokens, ranks)
     loss, balance = (getattr(output, name, None) for name in ("loss", "aux_loss"))
     if isinstance(getattr(output, "label_mask", None), Tensor):
         _gather_targets(sharded.targets, ranks, output)
     if isinstance(balance, Tensor) and tree is None:
-        output["aux_loss"] = shards.outside(balance, ranks)
+        output["aux_loss"] = shards.shared_input(balance, ranks)
     if isinstance(loss, Tensor):
         if isinstance(balance, Tensor):
             scale: Any = getattr(model, "router_aux_loss_coef", None)
             scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
-            once = scale * balance.detach() * (1 - 1 / ranks.size)
-            loss = loss - once.to(loss.device)
+            surplus = scale * balance.detach() * (1 - 1 / ranks.size)
+            loss = loss - surplus.to(loss.device)
         output["loss"] = shards.total(loss, ranks)
     return output.to_tuple() if sharded.as_tuple else output
 
@@ -433,7 +436,7 @@ def _run_base(
             "itself; call the patched model with its head"
         )
     tree = running(rows.shape[1], rows.shape[0])
-    if tree is None and not sharded.packed and several(arguments):
+    if tree is None and not sharded.packed and has_samples(arguments):
         raise PackingError(
             f"shard_sequence: {unpatched_class(base).__name__} takes no packed rows in one process "
             "either: pass one sample per row"
@@ -475,31 +478,31 @@ def _share(
         None if tree is None else tree.padded(length + padding),
         ranks,
     )
-    new = {**arguments, **_features_of_share(arguments, ranks, padding)}
+    shared_args = {**arguments, **_features_of_share(arguments, ranks, padding)}
     for name in ("input_ids", "inputs_embeds"):
-        if new.get(name) is not None:
+        if shared_args.get(name) is not None:
             # the last token again: some models divide by the size of a padding token's embedding
-            spare = new[name][:, -1:].expand(-1, padding, *new[name].shape[2:])
-            new[name] = ranks.share(torch.cat([new[name], spare], 1), 1)
+            spare = shared_args[name][:, -1:].expand(-1, padding, *shared_args[name].shape[2:])
+            shared_args[name] = ranks.share(torch.cat([shared_args[name], spare], 1), 1)
     if "position_ids" in names:
         if positions is None:
-            places = _places(base, arguments, padding)
+            positions_of_rank = _positions(base, arguments, padding)
         else:
-            places = _continued(positions, padding)
-        new["position_ids"] = ranks.share(places, -1)
+            positions_of_rank = _continued(positions, padding)
+        shared_args["position_ids"] = ranks.share(positions_of_rank, -1)
     if mask is not None:
-        new["attention_mask"] = ranks.share(F.pad(mask, (0, padding)), 1)
+        shared_args["attention_mask"] = ranks.share(F.pad(mask, (0, padding)), 1)
     elif plain and arguments.get("attention_mask") is None:
         # positions of a share must not look to transformers like those of a packed row
-        new["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
-    if isinstance(base, PackedModel) or "seq_idx" in new:
+        shared_args["attention_mask"] = rows.new_ones(rows.shape[0], row.share, dtype=torch.bool)
+    if isinstance(base, PackedModel) or "seq_idx" in shared_args:
         seq_idx = None if ids is None else _padded_ids(ids, padding).expand(rows.shape[0], -1)
         if row.tree is not None and not row.tree.is_path:  # nothing comes after one path's padding
             seq_idx = row.tree.ids(rows.device)
-        new = {**new, "seq_idx": seq_idx} if seq_idx is not None else new
-    if "use_cache" in names or "use_cache" in new:
-        new["use_cache"] = False
-    return row, new
+        shared_args = {**shared_args, "seq_idx": seq_idx} if seq_idx is not None else shared_args
+    if "use_cache" in names or "use_cache" in shared_args:
+        shared_args["use_cache"] = False
+    return row, shared_args
 
 
 def _features_of_share(
@@ -512,22 +515,22 @@ def _features_of_share(
         return {}
     numbers = visual.flatten().cumsum(0).view(visual.shape) - 1
     visual, numbers = (ranks.share(F.pad(x, (0, padding)), 1) for x in (visual, numbers))
-    own = [x[numbers[visual]] for x in features]
-    return {"visual_pos_masks": visual, "deepstack_visual_embeds": own}
+    local_features = [x[numbers[visual]] for x in features]
+    return {"visual_pos_masks": visual, "deepstack_visual_embeds": local_features}
 
 
-def _places(base: nn.Module, arguments: dict[str, Any], padding: int) -> Tensor:
+def _positions(base: nn.Module, arguments: dict[str, Any], padding: int) -> Tensor:
     """Positions of whole rows where the caller has none; RoBERTa counts tokens without padding."""
     rows = rows_of(arguments)
     assert rows is not None
-    places = torch.arange(rows.shape[1] + padding, device=rows.device)[None]
+    positions = torch.arange(rows.shape[1] + padding, device=rows.device)[None]
     name = "create_position_ids_from_input_ids"
     numbering: Any = next((m for m in base.modules() if hasattr(m, name)), None)
     if numbering is None:
-        return places
+        return positions
     first: int = numbering.padding_idx + 1
     if rows.ndim > 2:  # embeddings
-        return places + first
+        return positions + first
     spare = rows[:, -1:].expand(-1, padding)
     return cast(Tensor, getattr(numbering, name)(torch.cat([rows, spare], 1), first - 1))
 
@@ -548,14 +551,16 @@ def _given_share(
         raise ValueError(
             "shard_sequence(shares=True) takes rows without padding: no attention_mask"
         )
-    whole = shards.gather(positions, ranks)
-    tokens = whole.shape[1]
-    every = rows[:, :1].expand(-1, tokens, *rows.shape[2:])  # for its shape
-    row, new = _share(base, {**arguments, "input_ids": every, "position_ids": whole}, ranks)
-    kept = {name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}
+    all_positions = shards.gather(positions, ranks)
+    tokens = all_positions.shape[1]
+    expanded = rows[:, :1].expand(-1, tokens, *rows.shape[2:])  # for its shape
+    row, shared_args = _share(
+        base, {**arguments, "input_ids": expanded, "position_ids": all_positions}, ranks
+    )
+    caller_tokens = {name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}
     return replace(row, ranks=None), {
-        **new,
-        **{n: x for n, x in kept.items() if n in new},
+        **shared_args,
+        **{n: x for n, x in caller_tokens.items() if n in shared_args},
         "position_ids": positions,
     }
 
@@ -626,7 +631,7 @@ def _compare(model: Any, ranks: shards.Ranks) -> bool:
         with _evaluating(model):
             try:
                 with shards.suspended():
-                    whole = model(**call, **arguments)
+                    reference = model(**call, **arguments)
             except Exception as error:
                 if arguments and isinstance(error, PackingError | ValueError):
                     return False
@@ -643,7 +648,7 @@ def _compare(model: Any, ranks: shards.Ranks) -> bool:
                 failure = error
         worst = torch.full((), torch.inf, device=ids.device)
         if part is not None:
-            worst = _difference(part, whole, ranks)
+            worst = _difference(part, reference, ranks)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)  # all ranks fail, or none
         if failure is not None or worst.isinf():
             reason = f"{type(failure).__name__}: {failure}" if failure else "another rank says why"
@@ -662,9 +667,9 @@ def _compare(model: Any, ranks: shards.Ranks) -> bool:
     return True
 
 
-def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
+def _difference(part: Any, reference: Any, ranks: shards.Ranks) -> Tensor:
     """The larger relative difference of logits or hidden states, and of losses."""
-    expected, actual = _result(whole), _result(part)
+    expected, actual = _result(reference), _result(part)
     if expected.shape[:2] != (1, TRIAL_TOKENS):
         raise PatchError(
             f"shard_sequence: the model has no output of every token, got {tuple(expected.shape)} "
@@ -673,7 +678,7 @@ def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
     if actual.shape[1] != TRIAL_TOKENS:  # hidden states; logits are of whole rows
         actual = shards.gather(actual, ranks)[:, :TRIAL_TOKENS]
     difference: Tensor = (actual - expected).norm() / expected.norm()
-    losses: list[Any] = [getattr(output, "loss", None) for output in (part, whole)]
+    losses: list[Any] = [getattr(output, "loss", None) for output in (part, reference)]
     if all(isinstance(loss, Tensor) for loss in losses):
         by_loss = (losses[0] - losses[1]).abs() / losses[1].abs()
         difference = torch.maximum(difference, by_loss.float().to(difference.device))

@@ -137,7 +137,7 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def need(what: str, packages: Iterable[str], extras: str) -> None:
+def require_packages(what: str, packages: Iterable[str], extras: str) -> None:
     """Make sure that packages can be imported.
 
     Args:
@@ -170,13 +170,13 @@ def unknown(noun: str, name: object, known: Iterable[str], every: str = "") -> s
     names = sorted(known)
     text = name if isinstance(name, str) and len(name) < 200 else ""
     quoted = repr(text) if text else shown(name)
-    many = len(names) > MOST_NAMES
-    close = difflib.get_close_matches(text, names, n=5 if many else 1, cutoff=0.4)
+    is_long = len(names) > MOST_NAMES
+    close = difflib.get_close_matches(text, names, n=5 if is_long else 1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    if many:
-        listed = ", ".join(close) or "none has a similar name"
-        where = f" ({every} lists them)" if every else ""
-        return f"unknown {noun} {quoted}; {hint}nearest of {len(names)} known{where}: {listed}"
+    if is_long:
+        nearest = ", ".join(close) or "none has a similar name"
+        pointer = f" ({every} lists them)" if every else ""
+        return f"unknown {noun} {quoted}; {hint}nearest of {len(names)} known{pointer}: {nearest}"
     return f"unknown {noun} {quoted}; {hint}known: {', '.join(names)}"
 
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_multi import checks
-from liger_multi.arguments import by_name
 from liger_multi.errors import LigerMultiError
+from liger_multi.modules.arguments import by_name
 from liger_multi.patching import shards
 from liger_multi.patching.packing.samples import rows_of, visible_tokens
 from liger_multi.patching.packing.tree import offered
@@ -75,7 +75,7 @@ class Routes:
                 f"routes: indices must be integers (layers, tokens, k), got "
                 f"{checks.describe(indices)}"
             )
-        return cls([_signed(layer, number) for number, layer in enumerate(indices)])
+        return cls([_signed(layer, index) for index, layer in enumerate(indices)])
 
     @property
     def tokens(self) -> int:
@@ -84,10 +84,10 @@ class Routes:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, in the smallest integers that hold the indices."""
-        layers = [_signed(x, number) for number, x in enumerate(self.layers)]
-        most = max((int(x.max()) for x in layers if x.numel()), default=0)
+        layers = [_signed(x, index) for index, x in enumerate(self.layers)]
+        largest = max((int(x.max()) for x in layers if x.numel()), default=0)
         dtype = next(
-            d for d in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(d).max >= most
+            d for d in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(d).max >= largest
         )
         torch.save([x.to("cpu", dtype) for x in layers], path)
 
@@ -100,7 +100,7 @@ class Routes:
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch has no maximum of these
 
 
-def _signed(indices: Any, number: int) -> Tensor:
+def _signed(indices: Any, index: int) -> Tensor:
     """Indices of one layer in a dtype that can be computed with; RoutesError where they are none.
 
     To look at them waits for their device.
@@ -109,11 +109,11 @@ def _signed(indices: Any, number: int) -> Tensor:
     integers = isinstance(layer, Tensor) and not (layer.is_floating_point() or layer.is_complex())
     if not integers or layer.dtype == torch.bool or layer.ndim != 2:
         raise RoutesError(
-            f"routes: layer {number} must have integers (tokens, k), got {checks.describe(layer)}"
+            f"routes: layer {index} must have integers (tokens, k), got {checks.describe(layer)}"
         )
     layer = layer.to(torch.int64) if layer.dtype in _UNSIGNED else layer
     if layer.numel() and int(layer.min()) < 0:
-        raise RoutesError(f"routes: layer {number} has an expert {int(layer.min())}")
+        raise RoutesError(f"routes: layer {index} has an expert {int(layer.min())}")
     return layer
 
 
@@ -144,8 +144,10 @@ def _routers(model: nn.Module) -> list[_Router]:
         if experts < 2:
             continue
         names = path.split(".")
-        above = [".".join(names[:n]) for n in range(len(names), 0, -1)]
-        layer = (modules[p] for p in above if hasattr(type(modules[p]), "gradient_checkpointing"))
+        ancestors = [".".join(names[:n]) for n in range(len(names), 0, -1)]
+        layer = (
+            modules[p] for p in ancestors if hasattr(type(modules[p]), "gradient_checkpointing")
+        )
         routers.append(_Router(path, experts, next(layer, module)))
     if not routers:
         raise RoutesError(f"routes: {unpatched_class(model).__name__} has no module with experts")
@@ -214,19 +216,19 @@ class _Pass:
             )
         self.last[number] = axes
 
-    def _replayed(self, known: Tensor, today: Tensor) -> Tensor:
-        known, sources = known[self.first : self.first + len(self.sources)], self.sources
+    def _replayed(self, indices: Tensor, today: Tensor) -> Tensor:
+        indices, sources = indices[self.first : self.first + len(self.sources)], self.sources
         if self.row is not None:
-            known, sources = known[self._own[0]], self._own[1]
-        return today.index_copy(0, sources, known.to(today))
+            indices, sources = indices[self._local_rows[0]], self._local_rows[1]
+        return today.index_copy(0, sources, indices.to(today))
 
     @functools.cached_property
-    def _own(self) -> tuple[Tensor, Tensor]:
+    def _local_rows(self) -> tuple[Tensor, Tensor]:
         """Which tokens this rank has, and their rows in its routers."""
         row: Any = self.row
-        batch, place = self.sources // row.length, self.sources % row.length
-        own = (place // row.share == row.ranks.rank).nonzero()[:, 0]
-        return own, batch[own] * row.share + place[own] % row.share
+        batch, position = self.sources // row.length, self.sources % row.length
+        local = (position // row.share == row.ranks.rank).nonzero()[:, 0]
+        return local, batch[local] * row.share + position[local] % row.share
 
     def of_tokens(self, number: int) -> Tensor:
         """What a router chose for every token, ``(count, k)``, also of other ranks."""
@@ -246,8 +248,8 @@ def _sources(arguments: Mapping[str, Any]) -> Tensor:
     offer = offered(tokens, batch)
     if offer is not None:
         tree = offer.tree
-        places = [p for end in tree.ends if end >= 0 for p in tree.path(end)]
-        return torch.tensor(places, dtype=torch.int64, device=rows.device)
+        nodes = [p for end in tree.ends if end >= 0 for p in tree.path(end)]
+        return torch.tensor(nodes, dtype=torch.int64, device=rows.device)
     visible = visible_tokens(arguments.get("attention_mask"), tokens)
     if visible is None:
         return torch.arange(batch * tokens, device=rows.device)
@@ -318,16 +320,16 @@ class _Following:
 
     def _check_sizes(self) -> None:
         """Refuse routes whose layers have other tokens than each other, or unknown experts."""
-        for number, (layer, router) in enumerate(zip(self.routes.layers, self.routers)):
-            most = int(layer.max()) if layer.numel() else 0
+        for index, (layer, router) in enumerate(zip(self.routes.layers, self.routers)):
+            largest = int(layer.max()) if layer.numel() else 0
             if len(layer) != self.routes.tokens:
                 raise RoutesError(
-                    f"routes: layer 0 has {self.routes.tokens} tokens, layer {number} {len(layer)}"
+                    f"routes: layer 0 has {self.routes.tokens} tokens, layer {index} {len(layer)}"
                 )
-            if most >= router.experts:
+            if largest >= router.experts:
                 raise RoutesError(
                     f"routes: {router.path} has {router.experts} experts, and the routes of layer "
-                    f"{number} name expert {most}"
+                    f"{index} name expert {largest}"
                 )
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -340,8 +342,8 @@ class _Following:
             raise RoutesError(
                 f"routes: {self.name} got {last} tokens, and the routes have {self.routes.tokens}"
             )
-        known = None if self.recording else self.routes.layers
-        self.forward = _Pass(self.count, sources, known)
+        routes = None if self.recording else self.routes.layers
+        self.forward = _Pass(self.count, sources, routes)
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
         """After a forward: keep what the routers chose."""
@@ -354,9 +356,9 @@ class _Following:
         self.count += len(forward.sources)
         if not self.recording:
             return
-        for number in range(len(self.routers)):
-            before, rows = self.routes.layers[number], forward.of_tokens(number).to(torch.int16)
-            self.routes.layers[number] = torch.cat([before, rows]) if before.numel() else rows
+        for index in range(len(self.routers)):
+            earlier, rows = self.routes.layers[index], forward.of_tokens(index).to(torch.int16)
+            self.routes.layers[index] = torch.cat([earlier, rows]) if earlier.numel() else rows
 
     def pass_of(self, number: int, args: Any, kwargs: Any) -> _Pass | None:
         """The pass that a layer runs in, or runs again for: a checkpoint keeps its input."""
@@ -405,30 +407,30 @@ class _Following:
         layer: Any = self.routers[number].around
         table = vars(layer)
         names = [n for n in ("forward", CHECKPOINT) if hasattr(layer, n)]
-        before = {n: table[n] for n in names if n in table}
+        saved = {n: table[n] for n in names if n in table}
         inner = {n: getattr(layer, n) for n in names}
         if not self.recording and getattr(inner["forward"], _REPLAYS, False):
             raise RoutesError(f"routes: {self.name} replays routes already; end that block before")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            known = self.pass_of(number, args, kwargs)
-            return self.within(number, inner["forward"], known)(*args, **kwargs)
+            pass_of_layer = self.pass_of(number, args, kwargs)
+            return self.within(number, inner["forward"], pass_of_layer)(*args, **kwargs)
 
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            known = self.within(number, function, self.forward)
-            return inner[CHECKPOINT](known, *args, **kwargs)
+            checkpointed = self.within(number, function, self.forward)
+            return inner[CHECKPOINT](checkpointed, *args, **kwargs)
 
-        ours = {"forward": functools.wraps(inner["forward"])(forward), CHECKPOINT: checkpoint}
-        vars(ours["forward"]).update({} if self.recording else {_REPLAYS: True})
-        table.update({n: ours[n] for n in names})
+        wrappers = {"forward": functools.wraps(inner["forward"])(forward), CHECKPOINT: checkpoint}
+        vars(wrappers["forward"]).update({} if self.recording else {_REPLAYS: True})
+        table.update({n: wrappers[n] for n in names})
 
-        def leave() -> None:
+        def uninstall() -> None:
             for name in names:
-                if table.get(name) is ours[name]:  # checkpointing may be turned on meanwhile
+                if table.get(name) is wrappers[name]:  # checkpointing may be turned on meanwhile
                     del table[name]
-                    table.update({name: before[name]} if name in before else {})
+                    table.update({name: saved[name]} if name in saved else {})
 
-        return leave
+        return uninstall
 
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -436,13 +438,13 @@ CHECKPOINT = "_gradient_checkpointing_func"
 
 
 @contextlib.contextmanager
-def _following(model: nn.Module, routes: Routes, *, recording: bool) -> Iterator[Routes]:
-    following = _Following(model, routes, recording=recording)
+def _installed(model: nn.Module, routes: Routes, *, recording: bool) -> Iterator[Routes]:
+    follower = _Following(model, routes, recording=recording)
     with contextlib.ExitStack() as stack:
-        for number in range(len(following.routers)):
-            stack.callback(following.install(number))
-        stack.callback(model.register_forward_pre_hook(following.begin, with_kwargs=True).remove)
-        stack.callback(model.register_forward_hook(following.end).remove)
+        for index in range(len(follower.routers)):
+            stack.callback(follower.install(index))
+        stack.callback(model.register_forward_pre_hook(follower.begin, with_kwargs=True).remove)
+        stack.callback(model.register_forward_hook(follower.end).remove)
         yield routes
 
 
@@ -463,7 +465,7 @@ def record(model: nn.Module) -> contextlib.AbstractContextManager[Routes]:
         RoutesError: A router does not choose by one ``topk`` over its experts; the model has no
             experts.
     """
-    return _following(model, Routes(), recording=True)
+    return _installed(model, Routes(), recording=True)
 
 
 def replay(model: nn.Module, routes: Routes) -> contextlib.AbstractContextManager[Routes]:
@@ -483,4 +485,4 @@ def replay(model: nn.Module, routes: Routes) -> contextlib.AbstractContextManage
         RoutesError: As :func:`record`; the routes have another number of layers, experts of a token
             or fewer tokens, or name experts that the model does not have; a block within another.
     """
-    return _following(model, routes, recording=False)
+    return _installed(model, routes, recording=False)

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from liger_multi import checks
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
-from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Offer, Tree, offer, planted
+from liger_multi.patching.packing.tree import (
+    MOST_RANGES,
+    Branch,
+    Node,
+    Offer,
+    Tree,
+    announce_tree,
+    tree_of_roots,
+)
 
 __all__ = ["Batch", "Scores", "from_batch", "log_probs", "pack", "scores", "shared"]
 
@@ -79,17 +87,17 @@ class Batch:
         return counts
 
     def _nodes(self) -> Iterator[tuple[Node, bool]]:
-        before = -1
+        last_root = -1
         for node in self.nodes:
-            yield node, node.root != before
-            before = node.root
+            yield node, node.root != last_root
+            last_root = node.root
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Numbers of the N predicted tokens, as a tensor for each branch of each tree."""
         self._check(values)
         counts = self.counts
-        parts = iter(values.split([n for each in counts for n in each]))
-        return [list(itertools.islice(parts, len(each))) for each in counts]
+        parts = iter(values.split([n for branch_counts in counts for n in branch_counts]))
+        return [list(itertools.islice(parts, len(branch_counts))) for branch_counts in counts]
 
     def _check(self, values: Tensor) -> None:
         if values.shape[:1] != self.sources.shape:
@@ -125,29 +133,29 @@ class Batch:
         return padded, mask
 
 
-class _Grown(NamedTuple):
+class _Branch(NamedTuple):
     """A branch as its tokens, what follows, and the row of a batch that ends here, if any."""
 
     tokens: list[int]
-    children: list[_Grown]
+    children: list[_Branch]
     row: int = -1
 
     @property
     def lengths(self) -> Branch:
         return len(self.tokens), [child.lengths for child in self.children]
 
-    def each(self) -> Iterator[_Grown]:
+    def each(self) -> Iterator[_Branch]:
         """The branch and all below it, depth first."""
         yield self
         for child in self.children:
             yield from child.each()
 
 
-def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None) -> Batch:
+def _batch(roots: list[_Branch], pad_to: int | None, device: torch.device | None) -> Batch:
     """The row of some trees."""
     if not roots:
         raise ValueError("trees: a batch needs at least one tree, got none")
-    tree, nodes = planted([root.lengths for root in roots])
+    tree, nodes = tree_of_roots([root.lengths for root in roots])
     count, total = tree.tokens, tree.tokens
     if pad_to is not None:
         total = -(-count // _positive("pad_to", pad_to)) * pad_to
@@ -161,17 +169,17 @@ def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None)
         )
     tokens = [token for root in roots for part in root.each() for token in part.tokens]
     ids = torch.tensor([*tokens, *[0] * (total - count)], device=device)
-    places = []
+    sources_of_nodes = []
     targets = []
-    for before, node in itertools.pairwise(nodes):
-        if not node.length or before.root != node.root:
+    for parent, node in itertools.pairwise(nodes):
+        if not node.length or parent.root != node.root:
             continue
         end = node.start + node.length
         if node.before >= 0:
-            places.append(torch.tensor([node.before]))
-        places.append(torch.arange(node.start, end - 1))
+            sources_of_nodes.append(torch.tensor([node.before]))
+        sources_of_nodes.append(torch.arange(node.start, end - 1))
         targets.append(ids[node.start + (node.before < 0) : end])
-    sources = torch.cat([torch.zeros(0, dtype=torch.int64), *places]).to(ids.device)
+    sources = torch.cat([torch.zeros(0, dtype=torch.int64), *sources_of_nodes]).to(ids.device)
     inputs = {
         "input_ids": ids[None],
         "position_ids": tree.positions(ids.device),
@@ -182,10 +190,10 @@ def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None)
 
 
 def _positive(name: str, value: object) -> int:
-    number = checks.integer("trees", name, value)
-    if number < 1:
-        raise ValueError(f"trees: {name} must be at least 1, got {number}")
-    return number
+    size = checks.integer("trees", name, value)
+    if size < 1:
+        raise ValueError(f"trees: {name} must be at least 1, got {size}")
+    return size
 
 
 # --- from prompts and answers ---
@@ -198,19 +206,19 @@ def _tokens(value: object, what: str) -> list[int]:
     if isinstance(value, Tensor):
         if value.ndim != 1 or not _is_integral(value):
             raise TypeError(f"trees: {what} must be ids of one axis, got {checks.describe(value)}")
-        return _known(value.tolist(), what)
+        return _valid_ids(value.tolist(), what)
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"trees: {what} must be a list or a tensor of ids, got {value!r:.80}")
     if any(isinstance(token, bool) or not hasattr(token, "__index__") for token in value):
         raise TypeError(f"trees: {what} must be ids, got {value!r:.80}")
-    return _known([int(token) for token in value], what)
+    return _valid_ids([int(token) for token in value], what)
 
 
 def _is_integral(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
-def _known(ids: list[int], what: str) -> list[int]:
+def _valid_ids(ids: list[int], what: str) -> list[int]:
     """The ids, if a vocabulary may have them: labels have others, such as -100."""
     if min(ids, default=0) < 0:
         raise ValueError(f"trees: {what} has the id {min(ids)}")
@@ -220,7 +228,7 @@ def _known(ids: list[int], what: str) -> list[int]:
 MOST_LEVELS = 256
 
 
-def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
+def _grown(answer: object, what: str, depth: int = 0) -> _Branch:
     """An answer and what follows it."""
     if depth > MOST_LEVELS:
         raise ValueError(
@@ -236,8 +244,8 @@ def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
             )
         answer, children = answer
     what_follows = what if what.startswith("an answer") else f"an answer to {what}"
-    below = [_grown(child, what_follows, depth + 1) for child in children]
-    return _Grown(_tokens(answer, what), below)
+    branches = [_grown(child, what_follows, depth + 1) for child in children]
+    return _Branch(_tokens(answer, what), branches)
 
 
 @overload
@@ -283,22 +291,22 @@ def pack(
             the first answers to an answer do not).
     """
     grown = [_grown(group, "a prompt") for group in groups]
-    where = None if device is None else torch.device(device)
+    target_device = None if device is None else torch.device(device)
     if max_tokens is None:
-        return _batch(grown, pad_to, where)
-    most = _positive("max_tokens", max_tokens)
-    parts: list[list[_Grown]] = []
+        return _batch(grown, pad_to, target_device)
+    limit = _positive("max_tokens", max_tokens)
+    parts: list[list[_Branch]] = []
     room = 0
-    for number, tree in enumerate(grown):
+    for index, tree in enumerate(grown):
         tokens = sum(len(part.tokens) for part in tree.each())
-        if tokens > most:
-            raise ValueError(f"trees: tree {number} has {tokens} tokens, max_tokens is {most}")
+        if tokens > limit:
+            raise ValueError(f"trees: tree {index} has {tokens} tokens, max_tokens is {limit}")
         if not parts or tokens > room:
             parts.append([])
-            room = most
+            room = limit
         parts[-1].append(tree)
         room -= tokens
-    return [_batch(part, pad_to, where) for part in parts]
+    return [_batch(part, pad_to, target_device) for part in parts]
 
 
 # --- from rows ---
@@ -348,13 +356,14 @@ def from_batch(
     _positive("depth", depth)
     columns = [row.nonzero()[:, 0].tolist() for row in mask.cpu() != 0]
     rows = [
-        _known([row[c] for c in at], "a row") for row, at in zip(ids.tolist(), columns, strict=True)
+        _valid_ids([row[c] for c in row_columns], "a row")
+        for row, row_columns in zip(ids.tolist(), columns, strict=True)
     ]
     numbers = list(range(len(rows)))
     if prompt_lengths is None:
         roots = [
-            node if node.children else _Grown([], [node])
-            for node in _joined(rows, numbers, shortest, depth)
+            node if node.children else _Branch([], [node])
+            for node in _merged(rows, numbers, shortest, depth)
         ]
     else:
         prompts: dict[tuple[int, ...], list[int]] = {}
@@ -364,15 +373,15 @@ def from_batch(
             raise ValueError(
                 f"from_batch: prompt_lengths must be within the rows' {sizes}, got {lengths}"
             )
-        for number, n in enumerate(lengths):
-            prompts.setdefault(tuple(rows[number][:n]), []).append(number)
+        for index, n in enumerate(lengths):
+            prompts.setdefault(tuple(rows[index][:n]), []).append(index)
         answers = [row[n:] for row, n in zip(rows, lengths, strict=True)]
         roots = [
-            _Grown(list(prompt), _joined(answers, members, shortest, depth - 1))
+            _Branch(list(prompt), _merged(answers, members, shortest, depth - 1))
             for prompt, members in prompts.items()
         ]
     batch = _batch(roots, pad_to, ids.device)
-    return replace(batch, rows=_places(batch, roots, columns, ids))
+    return replace(batch, rows=_target_numbers(batch, roots, columns, ids))
 
 
 def _lengths(values: object) -> list[int]:
@@ -386,7 +395,7 @@ def _lengths(values: object) -> list[int]:
         ) from None
 
 
-def _joined(rows: list[list[int]], numbers: list[int], shortest: int, depth: int) -> list[_Grown]:
+def _merged(rows: list[list[int]], numbers: list[int], shortest: int, depth: int) -> list[_Branch]:
     """Branches of some rows, which share what they have in common at their beginning."""
     ordered = sorted(numbers, key=lambda n: rows[n])
     groups: list[list[int]] = []
@@ -399,24 +408,28 @@ def _joined(rows: list[list[int]], numbers: list[int], shortest: int, depth: int
     for group in groups:
         first = rows[group[0]]
         if len(group) == 1:
-            branches.append(_Grown(first, [], group[0]))
+            branches.append(_Branch(first, [], group[0]))
             continue
         length = _common(first, rows[group[-1]])
-        rest = {n: rows[n][length:] for n in group}
-        below = _joined([rest.get(n, []) for n in range(len(rows))], group, shortest, depth - 1)
-        branches.append(_Grown(first[:length], below))
+        suffixes = {n: rows[n][length:] for n in group}
+        branches_after = _merged(
+            [suffixes.get(n, []) for n in range(len(rows))], group, shortest, depth - 1
+        )
+        branches.append(_Branch(first[:length], branches_after))
     return branches
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def _common(ids: list[int], other_ids: list[int]) -> int:
     """How many tokens two rows have in common at their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(ids, other_ids, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other_ids)))
 
 
-def _places(batch: Batch, roots: list[_Grown], columns: list[list[int]], ids: Tensor) -> Tensor:
+def _target_numbers(
+    batch: Batch, roots: list[_Branch], columns: list[list[int]], ids: Tensor
+) -> Tensor:
     """The number among the predicted tokens of every token of the rows; -1 where it has none."""
-    places = torch.full(ids.shape, -1)
+    numbers = torch.full(ids.shape, -1)
     paths: dict[int, list[int]] = {-1: []}  # by last place, of predicted tokens; -1 for others
     count = 0
     parts = [part for root in roots for part in root.each()]
@@ -424,12 +437,12 @@ def _places(batch: Batch, roots: list[_Grown], columns: list[list[int]], ids: Te
         path = paths[node.before]
         if node.length:
             unpredicted = node.length if is_root else int(node.before < 0)
-            following = range(count, count + node.length - unpredicted)
-            paths[node.last] = path = [*path, *[-1] * unpredicted, *following]
-            count += len(following)
+            targets = range(count, count + node.length - unpredicted)
+            paths[node.last] = path = [*path, *[-1] * unpredicted, *targets]
+            count += len(targets)
         if part.row >= 0:
-            places[part.row, columns[part.row]] = torch.tensor(path, dtype=torch.int64)
-    return places.to(ids.device)
+            numbers[part.row, columns[part.row]] = torch.tensor(path, dtype=torch.int64)
+    return numbers.to(ids.device)
 
 
 # --- models ---
@@ -459,7 +472,7 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
 @contextlib.contextmanager
 def _announced(batch: Batch, router_counts: str, by_rank: bool = False) -> Iterator[Offer]:
     checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
-    with offer(batch.tree, once=router_counts == "once", by_rank=by_rank) as announced:
+    with announce_tree(batch.tree, once=router_counts == "once", by_rank=by_rank) as announced:
         yield announced
     if announced.taken_by is None:
         raise PackingError(
@@ -493,8 +506,8 @@ class Share(NamedTuple):
         if ranks is None:
             return cls(sources, targets, None, len(sources), None)
         tokens = -(-batch.tree.tokens // ranks.size)
-        own = (sources // tokens == ranks.rank).nonzero()[:, 0]
-        return cls(sources[own] - ranks.rank * tokens, targets[own], own, len(sources), ranks)
+        local = (sources // tokens == ranks.rank).nonzero()[:, 0]
+        return cls(sources[local] - ranks.rank * tokens, targets[local], local, len(sources), ranks)
 
     def whole(self, values: Tensor) -> Tensor:
         """Numbers ``(n,)`` of every rank's tokens as those of all N, on all ranks."""
@@ -532,13 +545,13 @@ def scores(
 
     ``model`` may also be the forward of a patched model.
     """
-    by = checks.number("trees", "temperature", temperature, 0, above=True)
+    scale = checks.number("trees", "temperature", temperature, 0, above=True)
     with _announced(batch, router_counts, by_rank=True) as announced:
         output = model(**batch.inputs, **arguments)
     share = Share.of(batch, announced.ranks)  # every rank computes the head of its own tokens
     logits = output.logits[:, share.sources]
-    if by != 1:
-        logits = logits / by
+    if scale != 1:
+        logits = logits / scale
     log_p = logits.log_softmax(-1, dtype=torch.float32)
     log_prob = share.whole(log_p.gather(-1, share.targets[None, :, None])[0, :, 0])
     own_entropy = -(log_p.exp() * log_p).sum(-1)[0] if entropy else None

@@ -47,17 +47,19 @@ MODULE = r"Kernel Module(?: for \S+)?\s+([\d.]+)"  # the open module names a mac
 def _describe() -> dict[str, str]:
     facts = {"CUDA of PyTorch": torch.version.cuda or "none"}
     if DRIVER.exists():
-        facts["driver"] = _number(MODULE, DRIVER.read_text(encoding="utf-8"))
+        facts["driver"] = _first_group(MODULE, DRIVER.read_text(encoding="utf-8"))
     spec = importlib.util.find_spec("triton")
     for folder in spec.submodule_search_locations or () if spec else ():
         tool = Path(folder) / "backends" / "nvidia" / "bin" / "ptxas"
         if tool.exists():
-            said = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
-            facts["ptxas"] = _number(r"V([\d.]+)", said)
+            version_text = subprocess.run(
+                [tool, "--version"], capture_output=True, text=True
+            ).stdout
+            facts["ptxas"] = _first_group(r"V([\d.]+)", version_text)
     return facts
 
 
-def _number(pattern: str, text: str) -> str:
+def _first_group(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     return match[1] if match else "unknown"
 

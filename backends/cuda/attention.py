@@ -99,13 +99,13 @@ def _recurs(q: Tensor, k: Tensor) -> bool:
     return q.shape[2] % RECURRING == 0 and k.shape[2] % RECURRING == 0
 
 
-def _forward_block(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward_block(q: Tensor, k: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     """Forward of one block of a tree; Triton's kernels for sizes that may not recur."""
-    return (forward if _recurs(q, k) else kernels.forward)(q, k, *rest)
+    return (forward if _recurs(q, k) else kernels.forward)(q, k, *operands)
 
 
-def _backward_block(dy: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
-    return (backward if _recurs(q, k) else kernels.backward)(dy, q, k, *rest)
+def _backward_block(dy: Tensor, q: Tensor, k: Tensor, *operands: Any) -> Any:
+    return (backward if _recurs(q, k) else kernels.backward)(dy, q, k, *operands)
 
 
 def _with_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -141,12 +141,12 @@ def forward(
     parts = None if len(q) != 1 else blocks_of(ranges)
     if parts is not None:
         return blocks.forward(_forward_block, q, k, v, sinks, parts, scale, softcap)
-    by = route(q, k, v, ranges, causal, softcap)
+    library = route(q, k, v, ranges, causal, softcap)
     ranges, causal = unless_causal(ranges, causal)
-    if by == "triton":
+    if library == "triton":
         return kernels.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     q, k, v = _dense(q), _dense(k), _dense(v)
-    if by == "cudnn":
+    if library == "cudnn":
         outputs: Any = cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     else:
         outputs = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -187,9 +187,9 @@ def backward(
             options=(scale, softcap),
             needs=(needs_q, needs_k, needs_v, needs_sinks),
         )
-    by = route(q, k, v, ranges, causal, softcap, backward=True)
+    library = route(q, k, v, ranges, causal, softcap, backward=True)
     ranges, causal = unless_causal(ranges, causal)
-    if by == "triton":
+    if library == "triton":
         return kernels.backward(
             dy,
             q,
@@ -208,10 +208,12 @@ def backward(
             needs_sinks=needs_sinks,
         )
     dense = (_dense(dy), _dense(q), _dense(k), _dense(v), _dense(y), lse.contiguous())
-    gradients = _cudnn(*dense, causal, scale) if by == "cudnn" else _flash(*dense, causal, scale)
+    gradients = (
+        _cudnn(*dense, causal, scale) if library == "cudnn" else _flash(*dense, causal, scale)
+    )
     grads = [
-        _ordered(x) if needed else q.new_empty(0)
-        for x, needed in zip(gradients, (needs_q, needs_k, needs_v), strict=True)
+        _ordered(x) if is_needed else q.new_empty(0)
+        for x, is_needed in zip(gradients, (needs_q, needs_k, needs_v), strict=True)
     ]
     dsinks = q.new_empty(0)
     if sinks is not None and needs_sinks:

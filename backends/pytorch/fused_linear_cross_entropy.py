@@ -31,7 +31,7 @@ def supports(
     """Why a call is refused, or None."""
     if not hasattr(F, "linear_cross_entropy"):
         return f"PyTorch {torch.__version__} has no torch.nn.functional.linear_cross_entropy"
-    asked = {
+    options = {
         "label_smoothing in chunks": label_smoothing != 0.0,
         "z_loss_weight": z_loss_weight != 0.0,
         "softcap": softcap is not None,
@@ -40,7 +40,7 @@ def supports(
         "compute_dtype": compute_dtype is not None,
         f"outputs {outputs!r}": bool(outputs),
     }
-    refused = [name for name, there in asked.items() if there]
+    refused = [name for name, is_set in options.items() if is_set]
     return f"torch's linear_cross_entropy has no {', no '.join(refused)}" if refused else None
 
 
@@ -78,8 +78,8 @@ def forward(
     needs = (needs_hidden, needs_weight, needs_bias)
     with torch.enable_grad():
         leaves = [
-            None if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip((hidden, opened(weight), bias), needs, strict=True)
+            None if t is None else t.detach().requires_grad_(is_needed)
+            for t, is_needed in zip((hidden, opened(weight), bias), needs, strict=True)
         ]
         total = native.linear_cross_entropy(
             leaves[0],
@@ -93,18 +93,20 @@ def forward(
                 batch_chunk_size=chunk or None, acc_dtype=sums
             ),
         )
-    asked = [t for t in leaves if t is not None and t.requires_grad]
-    grads = list(torch.autograd.grad(total, asked)) if asked else []
+    differentiable = [t for t in leaves if t is not None and t.requires_grad]
+    grads = list(torch.autograd.grad(total, differentiable)) if differentiable else []
     (rows, width), vocabulary = hidden.shape, weight.shape[0]
-    whole = is_whole(rows, width, vocabulary, hidden.element_size(), chunk, budget)
-    of_weight = weight_gradient_dtype(hidden.dtype, weight.dtype, accumulate, whole)
+    one_chunk = is_whole(rows, width, vocabulary, hidden.element_size(), chunk, budget)
+    of_weight = weight_gradient_dtype(hidden.dtype, weight.dtype, accumulate, one_chunk)
     empty = (target == ignore_index).all()
     gradients = [
-        grads.pop(0).to(to).masked_fill_(empty, 0) if needed else hidden.new_empty(0, dtype=to)
-        for needed, to in zip(needs, (hidden.dtype, of_weight, acc_dtype), strict=True)
+        grads.pop(0).to(dtype).masked_fill_(empty, 0)
+        if is_needed
+        else hidden.new_empty(0, dtype=dtype)
+        for is_needed, dtype in zip(needs, (hidden.dtype, of_weight, acc_dtype), strict=True)
     ]
     none = hidden.new_empty(0, dtype=acc_dtype)
     lse = hidden.new_full(target.shape, float("nan"), dtype=acc_dtype)
     loss = total.detach().to(acc_dtype).masked_fill(empty, 0)
-    rest = (none, none, none.to(torch.int64), none, none, lse, none)
-    return (loss, *rest, *gradients, none.new_ones(2))
+    other_outputs = (none, none, none.to(torch.int64), none, none, lse, none)
+    return (loss, *other_outputs, *gradients, none.new_ones(2))

@@ -32,8 +32,8 @@ def _describe() -> dict[str, str]:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # PyTorch for ROCm brings it by another name
-        present = importlib.util.find_spec("triton")
-        version = importlib.import_module("triton").__version__ if present else "not installed"
+        spec = importlib.util.find_spec("triton")
+        version = importlib.import_module("triton").__version__ if spec else "not installed"
     return {"triton": version} | (
         {"TRITON_INTERPRET": "1 (kernels are interpreted)"} if interpreted else {}
     )

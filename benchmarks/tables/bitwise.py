@@ -7,7 +7,7 @@ of the same run.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
@@ -195,3 +195,6 @@ def trained() -> list[str]:
 def costs() -> list[str]:
     """All tables of the page."""
     return [*families(), *steps(), *checked(), *trained()]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {"bitwise-costs": costs}

@@ -1,4 +1,4 @@
-"""The tables of ``docs/fp8.md``, of the newest runs of both FP8 benchmarks."""
+"""FP8: training curves, speed and traces of layers, and heads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks import store
 from benchmarks.linear_float8 import KERNELS
 from benchmarks.tables import table
+from benchmarks.tables.provenance import GIB, measured
 
 PARTS = {
     "linear": "one layer, weight {name}",
@@ -134,8 +135,42 @@ def traces() -> str:
     return "\n\n".join(parts)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
+HEADS = {
+    "exact": "none",
+    "float8_logits": "logits (`float8_logits`)",
+    "float8": "logits and gradient of hidden (`float8`)",
+}
+
+
+def heads() -> list[str]:
+    """Time, peak and errors of the loss on an LM head, by the GEMMs that run in FP8."""
+    run = store.read("float8")[-1]
+    heads = ["rows x width x classes", "GEMMs in FP8", "ms", "time / exact", "peak, GiB"]
+    heads += ["loss off by, %", "gradient of hidden, %", "gradient of weight, %"]
+    lines, parts = [], []
+    for row in run["rows"]:
+        shape, exact = "x".join(map(str, row["shape"])), row["exact"]["seconds"]
+        for who, title in HEADS.items():
+            one = row[who]
+            cells = [shape, title, f"{1e3 * one['seconds']:.1f}", f"{one['seconds'] / exact:.2f}"]
+            errors = (one["error"][name] for name in ("loss", "hidden_gradient", "weight_gradient"))
+            cells += [f"{one['peak_bytes'] / GIB:.1f}", *(f"{100 * x:.2g}" for x in errors)]
+            lines.append(cells)
+        spent = row["parts"]
+        ratios = (
+            spent[f"{gemm} in 8 bits"] / spent[f"{gemm} exact"] for gemm in ("logits", "gradient")
+        )
+        rounding = f"{1e3 * spent['round gradient of logits']:.2f}"
+        parts.append([shape, *(f"{ratio:.2f}" for ratio in ratios), rounding])
+    heads_of_parts = ["parts of the loss", "GEMM of logits, FP8 / exact"]
+    heads_of_parts += ["GEMM of the gradient, FP8 / exact", "rounding the gradient of logits, ms"]
+    tables = [*table(heads, lines), "", *table(heads_of_parts, parts)]
+    return [measured(run), "", *tables]
+
+
+TABLES: dict[str, Callable[[], str | list[str]]] = {
     "float8-curves": curves,
     "float8-speed": speed,
     "float8-traces": traces,
+    "float8-heads": heads,
 }

@@ -45,7 +45,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ci import statements
+from ci.sources import text_of
 
 # --- launches, and their lowering ---
 
@@ -65,23 +65,6 @@ CHIPS = {
     "Ascend910_9589": Chip("Ascend910_9589", 64, 253952, True),
 }
 LARGEST_GRID = 65535
-
-
-@functools.cache
-def source_of(kernel: Any) -> str:
-    """The statements of a kernel and of the functions, and the constants, that it names."""
-    parts: dict[str, str] = {}
-    left = [kernel]
-    while left:
-        function = left.pop()
-        parts[function.__name__] = statements(function.src)
-        for used in re.findall(r"\b[A-Za-z_]\w*", parts[function.__name__]):
-            other = function.fn.__globals__.get(used)
-            if isinstance(other, JITFunction) and other.__name__ not in parts:
-                left.append(other)
-            elif hasattr(other, "value"):  # a constexpr of the module
-                parts[used] = repr(other.value)
-    return repr(sorted(parts.items()))
 
 
 @dataclass(frozen=True)
@@ -104,7 +87,7 @@ class Launch:
     def key(self) -> str:
         """A hash of the source, with all that it calls, and of the arguments that are compiled."""
         text = f"{self.name} {self.signature} {self.constants} {self.attributes.hash()}"
-        return hashlib.sha256((text + source_of(self.kernel)).encode()).hexdigest()
+        return hashlib.sha256((text + text_of(self.kernel)).encode()).hexdigest()
 
 
 class Driver:

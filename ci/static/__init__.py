@@ -2,8 +2,9 @@
 
 Triton carries the code generators of both vendors, so this needs no driver. It says that code fits
 the hardware and what it costs there, not that it is right or fast. :mod:`ci.static.code` reads the
-machine code, :mod:`ci.static.table` compiles what is asked for once, judges and prints,
-``python -m ci.static`` runs it.
+machine code, :mod:`ci.static.selection` says which launches are compiled, :mod:`ci.static.rows`
+compiles them, :mod:`ci.static.judge` says what is wrong, and :mod:`ci.static.baseline` keeps what
+they cost. ``python -m ci.static`` runs all of it.
 
 The launches are those of the real launchers: each case of :mod:`ci.static.cases` calls an operator
 on meta tensors under :func:`liger_multi.dispatch.launch.simulate`, and the launches are recorded
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -286,17 +288,14 @@ def missing(target: Target) -> str | None:
 
 
 @functools.cache
-def kernels() -> dict[str, Any]:
-    """Every jitted ``_*_kernel`` of the shared Triton backend, by name."""
-    import importlib
-
-    by_name: dict[str, Any] = {}
-    for path in sorted((Path(__file__).parents[2] / "backends" / "triton").glob("*/*.py")):
-        family, name = path.parent.name, path.stem
-        module = importlib.import_module(f"liger_multi.backends.triton.{family}.{name}")
-        for name, value in vars(module).items():
+def kernels(backend: str = "triton") -> dict[str, Any]:
+    """Every jitted ``_*_kernel`` of a backend, by name."""
+    by_kernel: dict[str, Any] = {}
+    for path in sorted((Path(__file__).parents[2] / "backends" / backend).glob("*/*.py")):
+        package = f"liger_multi.backends.{backend}.{path.parent.name}"
+        for name, value in vars(importlib.import_module(f"{package}.{path.stem}")).items():
             if not isinstance(value, JITFunction) or not re.fullmatch(r"_\w+_kernel", name):
                 continue
-            if by_name.setdefault(name, value) is not value:
+            if by_kernel.setdefault(name, value) is not value:
                 raise RuntimeError(f"two kernels are called {name}")
-    return by_name
+    return by_kernel

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ci.static import TARGETS, StaticCase, kernels, static_cases
 from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.dispatch import launch
-from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.dispatch.config import Configuration, parse, using_configuration
 from liger_multi.dispatch.registry import OPS, module, operators
 from liger_multi.reference.adapters import low_rank
 from liger_multi.reference.common import strict
@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def _by_rows() -> Iterator[None]:
     token = launch.any_rows.set(True)
     try:
-        with strict.within("rows", gemm_by_rows):
+        with strict.in_mode("rows", gemm_by_rows):
             yield
     finally:
         launch.any_rows.reset(token)
@@ -59,7 +59,7 @@ FLOAT8_HEAD = Configuration((parse({"head_gemms": "float8"}, __name__),))
 SETTINGS = {
     "": Setting("", contextlib.nullcontext),
     "by rows": Setting("linear", _by_rows),
-    "float8 head": Setting("fused_linear_cross_entropy", lambda: within(FLOAT8_HEAD)),
+    "float8 head": Setting("fused_linear_cross_entropy", lambda: using_configuration(FLOAT8_HEAD)),
 }
 """Settings by what a label says of them."""
 
@@ -121,7 +121,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-def _as_on_devices() -> contextlib.ExitStack:
+def as_on_devices() -> contextlib.ExitStack:
     """What GPUs have and the meta device of an older PyTorch may lack."""
     stack = contextlib.ExitStack()
     # of targets whose values nobody knows, none is ignored
@@ -134,12 +134,12 @@ def _as_on_devices() -> contextlib.ExitStack:
 
 def start(op: str, sample: Sample, dtype: torch.dtype) -> None:
     """Start the kernels of a sample, under :func:`ci.static.recorded`."""
-    with _as_on_devices():
+    with as_on_devices():
         launch_all(directions(op, sample, dtype))
 
 
 def _start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
-    with _as_on_devices():
+    with as_on_devices():
         calls = _recorded(op, name, dtype, setting)
         with SETTINGS[setting].within():
             launch_all(calls)

@@ -25,8 +25,9 @@ from typing import Any
 
 import yaml
 
-from ci.static import TARGETS, StaticCase, static_cases
+from ci.static import TARGETS, StaticCase, cases, static_cases
 from ci.static.code import CORES, Code
+from ci.static.rows import facts_of
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.launch import forced
@@ -220,6 +221,12 @@ def write(info: DeviceInfo, tables: Mapping[str, list[dict[str, Any]]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(out), encoding="utf-8")
     return path
+
+
+def write_model(arch: str) -> Path:
+    """Write the launch table of one architecture from the static model."""
+    chosen = {label: call for label, call in cases.calls().items() if "float32" not in label}
+    return write(TARGETS[arch].info, entries(arch, chosen, facts_of)).relative_to(ROOT)
 
 
 def _flow(value: Any) -> str:

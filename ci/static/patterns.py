@@ -23,21 +23,19 @@ What was read is remembered by the source of the kernel.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import triton
-
+from ci.sources import text_of
 from ci.static import TARGETS, StaticCase, lower
-from ci.static.table import CACHE, formulas, launches, text_of
+from ci.static.selection import launches
+from ci.static.store import key_of, store
 
 VALUE = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 RESULTS = re.compile(r"^\s*(%[\w$.\-]+)(?::\d+)?\s*=\s*\"?([\w.]+)\"?(.*)$")
@@ -215,22 +213,6 @@ def problems(case: StaticCase, arch: str, patterns: dict[str, list[Any]]) -> lis
     return wrong
 
 
-@functools.cache
-def _reader() -> str:
-    tree = ast.dump(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    return f"{triton.__version__} {tree}"
-
-
-def _key(case: StaticCase) -> str:
-    parts = (_reader(), text_of(case.kernel), *formulas(case), case.identity)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _known(file: Path) -> dict[str, Any]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return dict(map(json.loads, filter(None, lines)))
-
-
 def _may_overwrite(text: str) -> bool:
     """Whether a name of a pointer is loaded from and stored to, perhaps in different functions."""
     loaded, stored = (re.findall(rf"tl\.{do}\(\s*(\w+)", text) for do in ("load", "store"))
@@ -239,8 +221,7 @@ def _may_overwrite(text: str) -> bool:
 
 def problems_of(vendor: str) -> list[str]:
     """The problems of all launches of all targets of a vendor, as Triton calls its backend."""
-    file = CACHE / f"patterns-{vendor}.jsonl"
-    known, wrong = _known(file), []
+    known, wrong = store(f"patterns-{vendor}"), []
 
     @functools.cache
     def to_read(kernel: Any) -> bool:
@@ -251,12 +232,9 @@ def problems_of(vendor: str) -> list[str]:
         for case in launches(arch):
             if not to_read(case.kernel):
                 continue
-            key = _key(case)
+            key = key_of(case, (sys.modules[__name__],))
             if key not in known:
-                known[key] = read(lower(case, TARGETS[arch]))
-                CACHE.mkdir(parents=True, exist_ok=True)
-                with file.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps([key, known[key]]) + "\n")
+                known.keep(key, read(lower(case, TARGETS[arch])))
             texts = problems(case, arch, known[key])
             wrong += [f"{case.name} on {arch}, {case.label}: {text}" for text in texts]
     return wrong

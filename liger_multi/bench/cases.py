@@ -24,7 +24,7 @@ from liger_multi.testing.samples import Sample, call, public
 # --- the peak ---
 
 
-def least(op: str, shapes: Shapes, size: int, options: Mapping[str, Any]) -> Work:
+def work_of(op: str, shapes: Shapes, size: int, options: Mapping[str, Any]) -> Work:
     """The work of a call, as the contract of its operator says."""
     estimate: Estimate = samples.declared(op, "work")
     return estimate(shapes, size, options)
@@ -48,8 +48,8 @@ class Ceilings:
         if work is None:
             return {}
         forward = self.floor_ms(work.forward_bytes, work.forward_operations)
-        both = self.floor_ms(work.both_bytes, work.both_operations)
-        return {"forward": 100 * forward / forward_ms, "both": 100 * both / both_ms}
+        total = self.floor_ms(work.both_bytes, work.both_operations)
+        return {"forward": 100 * forward / forward_ms, "both": 100 * total / both_ms}
 
 
 CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
@@ -94,7 +94,7 @@ class Case:
 
     def work(self, dtype: torch.dtype) -> Work:
         """Minimal work."""
-        return least(self.op, self.shapes, dtype.itemsize, self.sample.options)
+        return work_of(self.op, self.shapes, dtype.itemsize, self.sample.options)
 
 
 def _row_tensors(sample: Sample) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operation
     while True:
         small = _divide(sample, divisors)
         shapes = {n: t.shape for n, t in small.tensors.items()}
-        work = least(op, shapes, itemsize, sample.options)
+        work = work_of(op, shapes, itemsize, sample.options)
         rows = next(iter(shapes.values()))[0]
         classes = max(t.classes for t in small.tensors.values())
         fits = small.elements * itemsize <= limit_bytes and work.both_operations <= operations
@@ -138,17 +138,17 @@ def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operation
         divisors = {**divisors, key: divisors.get(key, 1) * 2}
 
 
-def select(noun: str, pattern: str, known: Sequence[str]) -> list[str]:
+def select(noun: str, pattern: str, names_known: Sequence[str]) -> list[str]:
     """The names that a comma-joined list of globs means; ValueError names the nearest."""
     names: list[str] = []
     for part in filter(None, (p.strip() for p in pattern.split(","))):
-        hits = [name for name in known if fnmatch.fnmatchcase(name, part)]
+        hits = [name for name in names_known if fnmatch.fnmatchcase(name, part)]
         if not hits:
-            raise ValueError(unknown(noun, part, known))
+            raise ValueError(unknown(noun, part, names_known))
         names += hits
     if not names:
-        raise ValueError(f"no {noun} named by {pattern!r}: '*' means all {len(known)}")
-    return [name for name in known if name in names]
+        raise ValueError(f"no {noun} named by {pattern!r}: '*' means all {len(names_known)}")
+    return [name for name in names_known if name in names]
 
 
 def cases(
@@ -159,12 +159,12 @@ def cases(
         op: [s for s in samples.of(op) if s.size == "bench"]
         for op in select("operator", ops, operators())
     }
-    known = list(dict.fromkeys(s.name for each in bench.values() for s in each))
-    selected = select("sample", names, known)
+    sample_names = list(dict.fromkeys(s.name for op_samples in bench.values() for s in op_samples))
+    selected = select("sample", names, sample_names)
     return [
         scaled(op, s, dtype.itemsize, *limits) if limits else Case(op, s, {})
-        for op, each in bench.items()
-        for s in each
+        for op, op_samples in bench.items()
+        for s in op_samples
         if s.name in selected
     ]
 
@@ -202,13 +202,17 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
     return tensors
 
 
-def of_pairs(angles: Tensor, turned: Tensor, style: object) -> Tensor:
+def of_pairs(angles: Tensor, rotated: Tensor, style: object) -> Tensor:
     """Give both channels of a pair one angle, as in a model: peers read only one half of them."""
     half = angles.shape[-1] // 2
-    if angles.shape[-1] < turned.shape[-1]:
+    if angles.shape[-1] < rotated.shape[-1]:
         return angles  # one value a pair
-    one = angles[..., :half]
-    return one.repeat_interleave(2, -1) if style == "interleaved" else torch.cat((one, one), -1)
+    half_angles = angles[..., :half]
+    return (
+        half_angles.repeat_interleave(2, -1)
+        if style == "interleaved"
+        else torch.cat((half_angles, half_angles), -1)
+    )
 
 
 def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -299,12 +303,14 @@ def truth(
             else:
                 grads[name][0] += grad
         parts.append(tuple(r.detach() for r in results))
-    joined = {n: torch.cat(each) if len(each) > 1 else each[0] for n, each in grads.items()}
+    joined_grads = {
+        n: torch.cat(chunks) if len(chunks) > 1 else chunks[0] for n, chunks in grads.items()
+    }
     totals = tuple(
-        torch.cat(each) if each[0].ndim else torch.stack(each).sum()
-        for each in zip(*parts, strict=True)
+        torch.cat(chunks) if chunks[0].ndim else torch.stack(chunks).sum()
+        for chunks in zip(*parts, strict=True)
     )
-    return Truth(totals, joined, "fp64" if dtype == torch.float64 else "fp32")
+    return Truth(totals, joined_grads, "fp64" if dtype == torch.float64 else "fp32")
 
 
 def _widest(case: Case) -> int:
@@ -336,28 +342,30 @@ def _share(case: Case, tensors: Mapping[str, Tensor], part: slice) -> float:
     return float(valid[part].sum()) / max(1.0, float(valid.sum()))
 
 
-def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def error(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Largest error in units of the tolerance (1 passes), and relative error in the 2-norm."""
-    if got.shape != exact.shape:
+    if actual.shape != exact.shape:
         return math.inf, math.inf
-    acc_dtype = max(dtype, got.dtype, key=lambda d: torch.finfo(d).eps)
+    acc_dtype = max(dtype, actual.dtype, key=lambda d: torch.finfo(d).eps)
     finite = torch.where(exact.isfinite(), exact.abs(), 0)
     largest = finite.max().reshape(1) if exact.numel() else exact.new_zeros(1)
     del finite
     worst, squares, norms = 0.0, 0.0, 0.0
-    for ours, right in _pieces(got, exact):
+    for piece, right in _pieces(actual, exact):
         # The tolerance refers to the largest value of the whole tensor: hand it to every piece.
-        ours, right = torch.cat([ours.to(right), largest]), torch.cat([right, largest])
-        worst = max(worst, tolerance.excess(ours, right, acc_dtype))
-        wrong = torch.where(ours == right, 0, ours - right)  # equal infinities differ by nothing
-        squares += float(wrong.double().square().sum())
+        piece, right = torch.cat([piece.to(right), largest]), torch.cat([right, largest])
+        worst = max(worst, tolerance.excess(piece, right, acc_dtype))
+        difference = torch.where(
+            piece == right, 0, piece - right
+        )  # equal infinities differ by nothing
+        squares += float(difference.double().square().sum())
         norms += float(right[:-1][right[:-1].isfinite()].double().square().sum())
     relative = math.sqrt(squares / norms) if norms else math.sqrt(squares)
     return worst, relative if math.isfinite(relative) else math.inf
 
 
-def _pieces(got: Tensor, exact: Tensor, size: int = 2**26) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(actual: Tensor, exact: Tensor, size: int = 2**26) -> Iterator[tuple[Tensor, Tensor]]:
     """Both tensors flat and in pieces, so that fp64 copies stay small."""
-    flat, right = got.detach().reshape(-1), exact.reshape(-1)
+    flat, right = actual.detach().reshape(-1), exact.reshape(-1)
     for start in range(0, right.numel(), size):
         yield flat[start : start + size], right[start : start + size]

@@ -10,7 +10,7 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.registry import usable_device
-from liger_multi.errors import ConfigurationError, LigerMultiError, check_name, need
+from liger_multi.errors import ConfigurationError, LigerMultiError, check_name, require_packages
 
 if TYPE_CHECKING:
     from liger_multi.bench.runner import BenchConfig
@@ -78,30 +78,30 @@ def plan(
 
     try:
         device = usable_device(None if options.device == "auto" else options.device)
-    except ConfigurationError as wrong:
-        raise ConfigurationError(f"--device {options.device}: {wrong}") from wrong
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--device {options.device}: {error}") from error
     usual = dtype or ("fp32" if device.type == "cpu" else "bf16")
     name = usual if options.dtype is None else options.dtype
     check_name(ValueError, "dtype", name, DTYPES)
     if options.seconds is not None and not (options.seconds > 0 and math.isfinite(options.seconds)):
         raise ValueError(f"--seconds must be positive, got {options.seconds:g}")
     text = whom if options.providers is None else options.providers
-    named = providers.default() if text is None else _names(text, providers.known())
+    provider_names = providers.default() if text is None else _names(text, providers.known_names())
     shrink = QUICK_SHRINK if options.quick else 1
     limits = (CPU_BYTES / shrink, CPU_OPERATIONS / shrink) if device.type == "cpu" else None
     selected = cases(options.ops, options.samples, DTYPES[name], limits)
     if not selected:
         raise ValueError(f"no sample of {options.ops!r} is named {options.samples!r}")
     seconds = options.seconds or (0.2 if options.quick else 5.0)
-    return BenchConfig(selected, named, device, DTYPES[name], seconds, options.quick)
+    return BenchConfig(selected, provider_names, device, DTYPES[name], seconds, options.quick)
 
 
-def _names(text: str, known: list[str]) -> list[str]:
+def _names(text: str, allowed: list[str]) -> list[str]:
     names = [n.strip() for n in text.split(",") if n.strip()]
     for name in names:
-        check_name(ValueError, "provider", name, known)
+        check_name(ValueError, "provider", name, allowed)
     if not names:
-        raise ValueError(f"--providers names nobody; such as: {', '.join(known[:5])}")
+        raise ValueError(f"--providers names nobody; such as: {', '.join(allowed[:5])}")
     return list(dict.fromkeys(names))
 
 
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         LigerMultiError: A name that is not known, or a package that is missing.
     """
-    need("bench", ["rich", *(["matplotlib"] if arguments.output else [])], "cli")
+    require_packages("bench", ["rich", *(["matplotlib"] if arguments.output else [])], "cli")
     from rich.console import Console
 
     from liger_multi.bench import report
@@ -119,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         config = plan(arguments, PROVIDERS)
-    except ValueError as wrong:
-        raise LigerMultiError(str(wrong)) from wrong
+    except ValueError as error:
+        raise LigerMultiError(str(error)) from error
     if arguments.output:
         checking.folder("--output", arguments.output)
     console = Console(stderr=arguments.json)
@@ -138,5 +138,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def failed(rows: list[dict[str, object]]) -> int:
     """The exit code: 1 when a call of ours was wrong or failed."""
-    ours = [row["status"] for row in rows if row["provider"] == "ours"]
-    return int(any(status in ("wrong", "failed") for status in ours))
+    statuses = [row["status"] for row in rows if row["provider"] == "ours"]
+    return int(any(status in ("wrong", "failed") for status in statuses))

@@ -70,8 +70,8 @@ class Runner:
         """A runner on shared inputs, or on its own copies of them."""
         if not provider.overwrites:
             return cls(provider, tensors, douts)
-        own = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
-        return cls(provider, own, tuple(d.clone() for d in douts), (tensors, douts))
+        copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
+        return cls(provider, copies, tuple(d.clone() for d in douts), (tensors, douts))
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -111,10 +111,10 @@ class Runner:
 
     def check(self, right: Truth, dtype: torch.dtype) -> tuple[float, float]:
         """Largest error over results and gradients, in tolerances and in the 2-norm."""
-        before = [_sum(t) for t in self.tensors.values()]
+        sums = [_sum(t) for t in self.tensors.values()]
         results, grads = self.both()
         # the gradient of an overwritten input may be stored in the input itself
-        if not self.provider.overwrites and before != [_sum(t) for t in self.tensors.values()]:
+        if not self.provider.overwrites and sums != [_sum(t) for t in self.tensors.values()]:
             raise AssertionError("overwrote its inputs")
         errors = [error(*pair, dtype) for pair in zip(results, right.results, strict=True)]
         errors += [error(grad, right.grads[name], dtype) for name, grad in grads.items()]
@@ -181,15 +181,15 @@ class Clock:
 def call_ms(runner: Runner, clock: Clock, flushes: int) -> tuple[float, float]:
     """One call: milliseconds forward, and forward with backward."""
     arguments = runner.prepare()
-    kept: list[Any] = []
-    forward, both = clock.marks(
+    output: list[Any] = []
+    forward, total = clock.marks(
         [
-            lambda: kept.append(runner.forward(arguments)),
-            lambda: kept.append(runner.backward(kept[0])),
+            lambda: output.append(runner.forward(arguments)),
+            lambda: output.append(runner.backward(output[0])),
         ],
         flushes,
     )
-    return forward, both
+    return forward, total
 
 
 def host_us(runner: Runner, clock: Clock, calls: int) -> tuple[float, float]:
@@ -221,9 +221,9 @@ def memory_bytes(runner: Runner, accumulator: int, device: torch.device) -> tupl
         arguments = runner.prepare()
         known = [*runner.tensors.values(), *runner.douts]
         with measure(device, known=known) as peak:
-            kept = runner.forward(arguments)
-            grads = runner.backward(kept)
-        del kept, grads
+            output = runner.forward(arguments)
+            grads = runner.backward(output)
+        del output, grads
     inputs = sum(t.numel() * t.element_size() for t in runner.tensors.values())
     gradients = sum(t.numel() * t.element_size() for t in runner.leaves.values())
     return peak.added_bytes - gradients - accumulator, peak.added_bytes + inputs
@@ -251,8 +251,8 @@ class Times:
 
 
 def _spread(values: list[float]) -> float:
-    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
-    return (high - low) / 2
+    lower, _, upper = statistics.quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
+    return (upper - lower) / 2
 
 
 def interleave(
@@ -275,9 +275,9 @@ def interleave(
             runner, flushes = runners[name]
             with runner.provider.scope():
                 for _ in range(repeats):
-                    forward, both = call_ms(runner, clock, flushes)
+                    forward, total = call_ms(runner, clock, flushes)
                     times[name].forward_ms.append(forward)
-                    times[name].both_ms.append(both)
+                    times[name].both_ms.append(total)
         rounds += 1
     return times
 

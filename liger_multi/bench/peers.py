@@ -87,8 +87,8 @@ def _linear_log_prob(
 def _selective(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
     """The same."""
     log_p = torch.log_softmax(logits.float() / temperature, -1)
-    places = index if index.ndim == logits.ndim else index.unsqueeze(-1)
-    return log_p.gather(-1, places).view(index.shape)
+    classes = index if index.ndim == logits.ndim else index.unsqueeze(-1)
+    return log_p.gather(-1, classes).view(index.shape)
 
 
 def _sparsemax(x: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def _neighborhood(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1
 ) -> Tensor:
     """Masked scores of L x L; the formula gathers the few keys and keeps fp64 small."""
-    place = torch.arange(q.shape[2], device=q.device)
-    apart = place[:, None] - place
-    visible = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
+    position = torch.arange(q.shape[2], device=q.device)
+    distance = position[:, None] - position
+    visible = (distance.abs() <= kernel_size // 2 * dilation) & (distance % dilation == 0)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
@@ -135,8 +135,8 @@ def _grouped_moe(
     experts, top_k = gate_up_weight.shape[0], index.shape[-1]
     flat = index.view(-1)
     ids, order = torch.sort(flat)
-    every = torch.arange(experts, device=x.device, dtype=ids.dtype)
-    offsets = torch.searchsorted(ids, every, right=True, out_int32=True)
+    expert_ids = torch.arange(experts, device=x.device, dtype=ids.dtype)
+    offsets = torch.searchsorted(ids, expert_ids, right=True, out_int32=True)
     gate, up = grouped_mm(x[order // top_k], gate_up_weight.mT, offs=offsets).chunk(2, -1)
     rows = grouped_mm(F.silu(gate) * up, down_weight.mT, offs=offsets)
     rows = rows * routing.view(-1)[order].unsqueeze(-1)
@@ -200,7 +200,7 @@ def _fused(
     )
 
 
-def _by(kernel: str) -> Formula:
+def _sdpa_of(kernel: str) -> Formula:
     """PyTorch's attention by one of its kernels, or an error."""
 
     def formula(
@@ -229,12 +229,12 @@ def _block_mask(
     left, right = _sides(window, causal)
 
     def visible(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        inside = (j >= i - left if left >= 0 else j >= 0) & (
+        is_visible = (j >= i - left if left >= 0 else j >= 0) & (
             j <= i + right if right >= 0 else j >= 0
         )
         if window is not None and global_tokens:
-            inside = inside | (j < global_tokens) | (i < global_tokens)
-        return inside & (j <= i) if causal else inside
+            is_visible = is_visible | (j < global_tokens) | (i < global_tokens)
+        return is_visible & (j <= i) if causal else is_visible
 
     module = importlib.import_module("torch.nn.attention.flex_attention")
     return module.create_block_mask(visible, None, None, queries, keys, device=device)
@@ -291,9 +291,9 @@ def _neighborhood_flex(
 ATTENTION_PEERS: dict[str, dict[str, Formula]] = {
     "attention": {
         "aten": _fused,
-        "cudnn": _by("CUDNN_ATTENTION"),
-        "flash": _by("FLASH_ATTENTION"),
-        "efficient": _by("EFFICIENT_ATTENTION"),
+        "cudnn": _sdpa_of("CUDNN_ATTENTION"),
+        "flash": _sdpa_of("FLASH_ATTENTION"),
+        "efficient": _sdpa_of("EFFICIENT_ATTENTION"),
         "flex": _flex,
     },
     "neighborhood_attention": {"flex": _neighborhood_flex},
@@ -329,8 +329,8 @@ def _linear_log_prob_aten(
 
 def _selective_aten(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
     z = logits.float() / temperature
-    places = index if index.ndim == logits.ndim else index.unsqueeze(-1)
-    return (z.gather(-1, places) - z.logsumexp(-1, keepdim=True)).view(index.shape)
+    classes = index if index.ndim == logits.ndim else index.unsqueeze(-1)
+    return (z.gather(-1, classes) - z.logsumexp(-1, keepdim=True)).view(index.shape)
 
 
 def _kl_aten(
@@ -342,26 +342,26 @@ def _kl_aten(
 
 
 @functools.cache
-def _experts_module(by: str, experts: int, hidden: int, inner: int) -> Any:
+def _experts_module(implementation: str, experts: int, hidden: int, inner: int) -> Any:
     """Stacked experts of transformers, without weights."""
     transformers = importlib.import_module("transformers")
     module = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     config = transformers.Qwen3MoeConfig(
         num_experts=experts, hidden_size=hidden, moe_intermediate_size=inner
     )
-    config._experts_implementation = by
+    config._experts_implementation = implementation
     with torch.device("meta"):
         return module.Qwen3MoeExperts(config)
 
 
-def _transformers_moe(by: str) -> Formula:
+def _transformers_moe(implementation: str) -> Formula:
     """The experts of transformers by one of its implementations."""
 
     def call(
         x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
     ) -> Tensor:
         experts, hidden, inner = down_weight.shape
-        module = _experts_module(by, experts, hidden, inner)
+        module = _experts_module(implementation, experts, hidden, inner)
         weights = {"gate_up_proj": gate_up_weight, "down_proj": down_weight}
         return torch.func.functional_call(module, weights, (x, index, routing))  # type: ignore[no-any-return]
 
@@ -395,13 +395,13 @@ def _delta_rule(op: str, fla: str) -> dict[str, Formula]:
     def of_transformers(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, qk_l2norm: bool = False
     ) -> Tensor:
-        many = v.shape[2] // q.shape[2]
-        q, k = (x if many == 1 else x.repeat_interleave(many, 2) for x in (q, k))
-        by = _modeling(*_SCANNED_BY[op])
-        return by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]  # type: ignore[no-any-return]
+        group = v.shape[2] // q.shape[2]
+        q, k = (x if group == 1 else x.repeat_interleave(group, 2) for x in (q, k))
+        function = _modeling(*_SCANNED_BY[op])
+        return function(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]  # type: ignore[no-any-return]
 
     return {
-        "fla": lambda q, k, v, g, beta, *, qk_l2norm=False: _of("fla.ops", fla)(
+        "fla": lambda q, k, v, g, beta, *, qk_l2norm=False: _function_of("fla.ops", fla)(
             q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm
         )[0],
         "transformers": of_transformers,
@@ -417,7 +417,7 @@ _SCANNED_BY = {
 """Modeling files and their functions."""
 
 
-def _of(package: str, name: str) -> Any:
+def _function_of(package: str, name: str) -> Any:
     """A function of another package, by its module and name."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(f"{package}.{module}"), function)
@@ -430,7 +430,7 @@ class _QuackLayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """The result, with what backward reads kept."""
         wide = weight.float()
-        call = _of("quack", "rmsnorm:layernorm_fwd")
+        call = _function_of("quack", "rmsnorm:layernorm_fwd")
         y, rstd, mean = call(x, wide, bias.float(), eps, return_rstd=True, return_mean=True)
         ctx.save_for_backward(x, wide, rstd, mean)
         ctx.dtypes = weight.dtype, bias.dtype
@@ -440,12 +440,12 @@ class _QuackLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Gradients of x, weight and bias."""
         x, wide, rstd, mean = ctx.saved_tensors
-        dx, dweight, dbias = _of("quack", "rmsnorm:layernorm_bwd")(x, wide, dy, rstd, mean)
+        dx, dweight, dbias = _function_of("quack", "rmsnorm:layernorm_bwd")(x, wide, dy, rstd, mean)
         return dx, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None
 
 
 def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    call = _of("quack", "linear_cross_entropy:chunked_linear_cross_entropy")
+    call = _function_of("quack", "linear_cross_entropy:chunked_linear_cross_entropy")
     # 0.6.5 refuses GEMMs with as many rows as columns, which its 4096 rows make of 4096 channels
     rows = {"chunk_size": 8192} if hidden.shape[-1] == 4096 else {}
     return call(hidden, weight, target, **rows)  # type: ignore[no-any-return]
@@ -511,14 +511,14 @@ _PEERS: dict[str, dict[str, Formula]] = {
             "aten": lambda logits, target, *, ignore_index=-100, reduction="mean": F.cross_entropy(
                 logits, target, ignore_index=ignore_index, reduction=reduction
             ),
-            "quack": lambda logits, target, inplace=inplace: _of(
+            "quack": lambda logits, target, inplace=inplace: _function_of(
                 "quack", "cross_entropy:cross_entropy"
             )(logits, target, inplace_backward=inplace),
         }
         for op, inplace in _INPLACE.items()
     },
     "causal_conv1d": {
-        "fla": lambda x, weight, *, activation=None: _of(
+        "fla": lambda x, weight, *, activation=None: _function_of(
             "fla.modules", "causal_conv1d:causal_conv1d"
         )(x, weight, activation=activation)[0]
     },
@@ -527,9 +527,9 @@ _PEERS: dict[str, dict[str, Formula]] = {
             F.rms_norm(total := x + residual, x.shape[-1:], weight, eps),
             total,
         ),
-        "quack": lambda x, residual, weight=None, eps=1e-6: _of("quack", "rmsnorm:rmsnorm")(
-            x, weight, residual=residual, eps=eps, prenorm=True
-        ),
+        "quack": lambda x, residual, weight=None, eps=1e-6: _function_of(
+            "quack", "rmsnorm:rmsnorm"
+        )(x, weight, residual=residual, eps=eps, prenorm=True),
     },
     "fused_linear_cross_entropy": {
         "ours-512MiB": lambda hidden, weight, target: ops.fused_linear_cross_entropy(
@@ -577,9 +577,9 @@ _PEERS: dict[str, dict[str, Formula]] = {
     },
     "rms_norm": {
         "aten": lambda x, weight=None, eps=1e-6: F.rms_norm(x, x.shape[-1:], weight, eps),
-        "quack": lambda x, weight=None, eps=1e-6, *, offset=0.0: _of("quack", "rmsnorm:rmsnorm")(
-            x, weight, eps=eps, weight_offset=offset
-        ),
+        "quack": lambda x, weight=None, eps=1e-6, *, offset=0.0: _function_of(
+            "quack", "rmsnorm:rmsnorm"
+        )(x, weight, eps=eps, weight_offset=offset),
     },
     "selective_log_softmax": {"aten": _selective_aten},
     "selective_scan": {
@@ -593,7 +593,7 @@ _PEERS: dict[str, dict[str, Formula]] = {
             ).mT
         )
     },
-    "softmax": {"quack": lambda x: _of("quack", "softmax:softmax")(x)},
+    "softmax": {"quack": lambda x: _function_of("quack", "softmax:softmax")(x)},
     "ssd_scan": {
         "transformers": lambda x, dt, A, B, C, *, D, dt_bias, dt_softplus=False: _modeling(
             *_SCANNED_BY["ssd_scan"]

@@ -260,21 +260,21 @@ class Provider:
 # --- look-up ---
 
 
-def known() -> list[str]:
+def known_names() -> list[str]:
     """Every name that ``--providers`` takes, in the order of the tables."""
-    formulas = dict.fromkeys(name for each in TABLE.values() for name in each)
+    formulas = dict.fromkeys(name for peers_of_op in TABLE.values() for name in peers_of_op)
     return list(dict.fromkeys(["ours", "reference", *packages(), *formulas, "compile", *LIGERS]))
 
 
 def default() -> list[str]:
     """What runs when nothing is named: no vendor twice, ``ours`` stands for it."""
-    return [n for n in known() if n in ("ours", "reference", "triton") or n not in packages()]
+    return [n for n in known_names() if n in ("ours", "reference", "triton") or n not in packages()]
 
 
 def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
     """The provider of a case, or why there is none."""
     if name == "ours" or name in packages():
-        return _own(name, case, device, dtype)
+        return _internal(name, case, device, dtype)
     if name in LIGERS:
         return _liger(name, case, device)
     formula = TABLE.get(case.op, {}).get("torch" if name == "compile" else name)
@@ -293,10 +293,10 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     if isinstance(options, str):
         return options
     inplace = bool(case.sample.options.get("inplace")) and name in PACKAGES
-    return Provider(name, _with(formula, options), overwrites=inplace, floor=name in FLOORS)
+    return Provider(name, _with_options(formula, options), overwrites=inplace, floor=name in FLOORS)
 
 
-def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
+def _internal(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
     public = samples.function(case.op, case.sample.options)
     if name != "ours":
         for direction in OPS[case.op].primitives:
@@ -339,7 +339,7 @@ def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:
     options = _options(provider, case, formula)
     if isinstance(options, str):
         return options
-    return Provider(provider, _with(formula, options), overwrites=True)
+    return Provider(provider, _with_options(formula, options), overwrites=True)
 
 
 def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:
@@ -352,10 +352,10 @@ def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:
     return options
 
 
-def _accepting(formula: Formula, like: Formula) -> Formula:
-    formula.accepts = like  # type: ignore[attr-defined]
+def _accepting(formula: Formula, accepts: Formula) -> Formula:
+    formula.accepts = accepts  # type: ignore[attr-defined]
     return formula
 
 
-def _with(formula: Formula, options: Mapping[str, Any]) -> Formula:
+def _with_options(formula: Formula, options: Mapping[str, Any]) -> Formula:
     return lambda **tensors: formula(**tensors, **options)

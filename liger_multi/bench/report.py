@@ -18,10 +18,10 @@ from rich.table import Table
 
 from liger_multi._version import __version__
 from liger_multi.dispatch.registry import backends, unavailable
-from liger_multi.documents import plain, write_whole
+from liger_multi.files.documents import plain, write_whole
+from liger_multi.files.pictures import ALARM, INK, OURS, STOCK, figure
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
-from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
 NOISY_PERCENT = 3
 PACKAGES = (
@@ -114,11 +114,13 @@ def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
         name = f"ours ({row['backend']})"
     cells = [row["sample"] if first else "", name]
     errors = row.get("error")
-    shown = [f"{errors['relative']:.1e}", f"{errors['tolerances']:.2g}"] if errors else ["-", "-"]
+    error_cells = (
+        [f"{errors['relative']:.1e}", f"{errors['tolerances']:.2g}"] if errors else ["-", "-"]
+    )
     if row["status"] != "ok":
-        return [*cells, f"[red]{row['status']}[/red]", "", "", "", "", "", *shown, ""]
-    ours = compared is not None and compared["provider"] == "ours"
-    ratio = f"{row['both_ms'] / compared['both_ms']:.2f}" if compared and ours else "-"
+        return [*cells, f"[red]{row['status']}[/red]", "", "", "", "", "", *error_cells, ""]
+    is_ours = compared is not None and compared["provider"] == "ours"
+    ratio = f"{row['both_ms'] / compared['both_ms']:.2f}" if compared and is_ours else "-"
     percent, extra, host = row["percent_of_peak"].get("both"), row["extra_bytes"], row["host_us"]
     return [
         *cells,
@@ -128,7 +130,7 @@ def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
         "-" if percent is None else f"{percent:.0f}",
         "-" if extra is None else format_bytes(extra),
         "-" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
-        *shown,
+        *error_cells,
         "-" if host is None else f"{host['forward']:.0f}",
     ]
 
@@ -176,24 +178,24 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
     device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
     stem = f"{device}-{result['date'][:10]}"
     ops = list(dict.fromkeys(r["op"] for r in result["rows"]))
-    number, unique = 1, stem
+    suffix, unique = 1, stem
     while any(
         (folder / f"{unique}{end}").exists() for end in (".json", *(f"-{o}.png" for o in ops))
     ):
-        number += 1
-        unique = f"{stem}-{number}"
-    written = []
+        suffix += 1
+        unique = f"{stem}-{suffix}"
+    charts = []
     for op in ops:
         rows = [r for r in result["rows"] if r["op"] == op]
         if base(rows) is None:
             continue
         path = folder / f"{unique}-{op}.png"
         chart(f"{op}, {result['device']['name']}, {result['dtype']}", rows, path)
-        written.append(path)
+        charts.append(path)
     path = folder / f"{unique}.json"
     text = json.dumps(plain(result), indent=1, allow_nan=False)
     write_whole(path, f"{text}\n".encode())
-    return [path, *written]
+    return [path, *charts]
 
 
 def chart(title: str, rows: Sequence[Row], path: Path) -> None:

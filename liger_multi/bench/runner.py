@@ -167,10 +167,10 @@ class Bench:
             except Exception as failure:
                 _failed(row, failure)
             if row["status"] != "ok":  # a provider that failed may have written into the inputs
-                again = draw(case.sample, self.plan.device, self.plan.dtype)
+                redrawn = draw(case.sample, self.plan.device, self.plan.dtype)
                 with torch.no_grad():
                     for name, tensor in tensors.items():
-                        tensor.copy_(again[name])
+                        tensor.copy_(redrawn[name])
 
     def _measure(
         self,
@@ -208,9 +208,9 @@ class Bench:
         """What is measured of one provider alone: memory, and the time of the host."""
         row, runner = rows[provider.name], Runner.make(provider, tensors, douts)
         row["extra_bytes"], row["peak_bytes"] = self._memory(case, runner)
-        forward, both = host_us(runner, self.clock, 3 if self.clock.cpu else HOST_CALLS)
-        row["host_us"] = None if self.clock.cpu else {"forward": forward, "both": both}
-        return runner, self.clock.flushes(both)
+        forward, total = host_us(runner, self.clock, 3 if self.clock.cpu else HOST_CALLS)
+        row["host_us"] = None if self.clock.cpu else {"forward": forward, "both": total}
+        return runner, self.clock.flushes(total)
 
     def _memory(self, case: Case, runner: Runner) -> tuple[int | None, int | None]:
         """Extra and raw peak; what compiled code allocates on a CPU cannot be seen."""

@@ -16,7 +16,7 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.cli.plan import progress
-from liger_multi.errors import LigerMultiError, need, shown, shown_path, summary
+from liger_multi.errors import LigerMultiError, require_packages, shown, shown_path, summary
 from liger_multi.testing import Bisection, bisect
 
 TINY = "tiny-llama"
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what differs; 0 when nothing does, 1 when something does."""
     if arguments.picture:
-        need("bisect --picture", ["matplotlib"], "cli")
+        require_packages("bisect --picture", ["matplotlib"], "cli")
         checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
     settings_of_side = {side: settings(side, getattr(arguments, side)) for side in ("a", "b")}
     if arguments.model != TINY and arguments.device:
@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with contextlib.redirect_stdout(sys.stderr), progress("bisect") as said:
         if arguments.model == TINY:
-            need("bisect", ["transformers"], "transformers")
+            require_packages("bisect", ["transformers"], "transformers")
             settings_of_side = {
                 side: {"patch": True, **chosen} for side, chosen in settings_of_side.items()
             }
-            models, batch = tiny(checking.device("bisect", arguments.device))
+            models, batch = tiny_model(checking.device("bisect", arguments.device))
         else:
             models, batch = _from_file(Path(arguments.model))
         report = _compared(models, batch, settings_of_side, not arguments.forward_only, said)
@@ -90,10 +90,12 @@ def settings(side: str, text: str) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for part in text.split(",") if text.strip() else ():
-        key, equals, value = (each.strip() for each in part.partition("="))
+        key, equals, value = (text_part.strip() for text_part in part.partition("="))
         if not key or (equals and not value) or key in options:
-            wrong = "is given twice" if key and key in options else "must be KEY or KEY=VALUE"
-            raise LigerMultiError(f"--{side}: {shown(part)} {wrong}, {EXAMPLE}; got {shown(text)}")
+            problem = "is given twice" if key and key in options else "must be KEY or KEY=VALUE"
+            raise LigerMultiError(
+                f"--{side}: {shown(part)} {problem}, {EXAMPLE}; got {shown(text)}"
+            )
         options[key] = _value(value) if equals else True
     return options
 
@@ -128,7 +130,7 @@ def _compared(
 # --- models ---
 
 
-def tiny(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
+def tiny_model(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
     """A Llama of two layers with random weights, and four sequences."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -166,9 +168,9 @@ def _from_file(path: Path) -> tuple[tuple[Any, Any], Any]:
             with _one_line(f"{name}() of {shown_path(path)}", path):
                 batch[name] = function()
         elif name != "model_b" or function is not None:
-            got = "nothing of this name" if function is None else shown(function)
+            value_text = "nothing of this name" if function is None else shown(function)
             raise LigerMultiError(
-                f"bisect: {shown_path(path)} must define a function {name}(), got {got}"
+                f"bisect: {shown_path(path)} must define a function {name}(), got {value_text}"
             )
     return (batch["model"], batch.get("model_b")), batch["batch"]
 
@@ -186,7 +188,7 @@ def _loaded(path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _one_line(what: str, path: Path | None = None) -> Iterator[None]:
+def _one_line(action: str, path: Path | None = None) -> Iterator[None]:
     """One line for an exception of others, with the line of the file that raised it."""
     try:
         yield
@@ -196,5 +198,5 @@ def _one_line(what: str, path: Path | None = None) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         file = str(path.resolve()) if path else frames[-1].filename if frames else ""
         lines = [frame.lineno for frame in frames if frame.filename == file]
-        at = f" ({file}:{lines[-1]})" if lines else ""
-        raise LigerMultiError(f"bisect: {what} failed{at}: {summary(error)}") from error
+        location = f" ({file}:{lines[-1]})" if lines else ""
+        raise LigerMultiError(f"bisect: {action} failed{location}: {summary(error)}") from error

@@ -39,8 +39,10 @@ class Help(argparse.HelpFormatter):
             return text
         if default is None or default is False or default == argparse.SUPPRESS:
             return text
-        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
-        return f"{text} (default: {str(shown).replace('%', '%%')})"
+        text_of_default = (
+            " ".join(map(str, default)) if isinstance(default, list | tuple) else default
+        )
+        return f"{text} (default: {str(text_of_default).replace('%', '%%')})"
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,31 +82,31 @@ def name(text: str) -> str:
     return text
 
 
-def _number(text: str, least: int, most: int) -> int:
+def _integer_between(text: str, smallest: int, largest: int) -> int:
     try:
         value = int(text)
     except ValueError:  # not a number, or one with thousands of digits
-        value = least - 1
-    if not least <= value <= most:
+        value = smallest - 1
+    if not smallest <= value <= largest:
         raise argparse.ArgumentTypeError(
-            f"must be an integer from {least} to {most}, got {shown(text)}"
+            f"must be an integer from {smallest} to {largest}, got {shown(text)}"
         )
     return value
 
 
 def seed(text: str) -> int:
     """A seed as an argument, as NumPy takes it."""
-    return _number(text, 0, 2**32 - 1)
+    return _integer_between(text, 0, 2**32 - 1)
 
 
 def processes(text: str) -> int:
     """A number of processes as an argument."""
-    return _number(text, 1, 256)
+    return _integer_between(text, 1, 256)
 
 
 def steps(text: str) -> int:
     """A number of steps as an argument."""
-    return _number(text, 1, 2**31 - 1)
+    return _integer_between(text, 1, 2**31 - 1)
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
@@ -165,56 +167,56 @@ def known_device(name: str) -> torch.device:
         raise LigerMultiError(f"--device {name}: {error}") from error
 
 
-def folder(option: str, place: Path, names: Sequence[str] = (), overwrite: bool = False) -> None:
+def folder(option: str, path: Path, names: Sequence[str] = (), overwrite: bool = False) -> None:
     """Make sure that files can be written into a folder, which is there or can be made.
 
     Args:
         option: That named it.
-        place: The folder; only its last part may be missing.
+        path: The folder; only its last part may be missing.
         names: Files that will be written.
         overwrite: Whether they may exist.
 
     Raises:
         LigerMultiError: The folder cannot be used, or holds one of the files.
     """
-    if place.exists() and not place.is_dir():
-        raise LigerMultiError(f"{option} {shown_path(place)} is not a folder")
-    parent = place if place.is_dir() else place.parent
+    if path.exists() and not path.is_dir():
+        raise LigerMultiError(f"{option} {shown_path(path)} is not a folder")
+    parent = path if path.is_dir() else path.parent
     if not parent.is_dir():
         raise LigerMultiError(
-            f"{option} {shown_path(place)} cannot be made: there is no folder {shown_path(parent)}"
+            f"{option} {shown_path(path)} cannot be made: there is no folder {shown_path(parent)}"
         )
     _writable(option, parent)
-    _absent([place / name for name in names], overwrite)
+    _refuse_existing([path / name for name in names], overwrite)
 
 
-def file(option: str, place: Path, suffix: str, overwrite: bool = False) -> None:
+def file(option: str, path: Path, suffix: str, overwrite: bool = False) -> None:
     """Make sure that a file can be written.
 
     Raises:
         LigerMultiError: It has another suffix, cannot be written or exists.
     """
-    if place.suffix.lower() != suffix:
-        raise LigerMultiError(f"{option} must end with {suffix}, got {shown_path(place)}")
-    if place.is_dir() or not place.parent.is_dir():
-        said = "is a folder" if place.is_dir() else "cannot be written: there is no such folder"
-        raise LigerMultiError(f"{option} {shown_path(place)} {said}")
-    _writable(option, place.parent)
-    _absent([place], overwrite)
+    if path.suffix.lower() != suffix:
+        raise LigerMultiError(f"{option} must end with {suffix}, got {shown_path(path)}")
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder" if path.is_dir() else "cannot be written: there is no such folder"
+        raise LigerMultiError(f"{option} {shown_path(path)} {problem}")
+    _writable(option, path.parent)
+    _refuse_existing([path], overwrite)
 
 
-def _writable(option: str, place: Path) -> None:
+def _writable(option: str, directory: Path) -> None:
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise LigerMultiError(
-            f"{option} cannot write into {shown_path(place)}: {error.strerror or error}"
+            f"{option} cannot write into {shown_path(directory)}: {error.strerror or error}"
         ) from error
 
 
-def _absent(files: Sequence[Path], overwrite: bool) -> None:
-    missing = [str(one) for one in files if os.path.lexists(one)]
+def _refuse_existing(files: Sequence[Path], overwrite: bool) -> None:
+    missing = [str(path) for path in files if os.path.lexists(path)]
     if missing and not overwrite:
         raise LigerMultiError(
             f"{', '.join(missing)} would be overwritten; "

@@ -24,9 +24,9 @@ from liger_multi.cli import checking
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current, in_quarantine
 from liger_multi.dispatch.launch import device_info, proved_with
+from liger_multi.files.page import Page
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
-from liger_multi.page import Page
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 
@@ -53,13 +53,13 @@ class Probes:
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
 
-    def ask(self, what: str, probe: Callable[[], Any], default: Any) -> Any:
-        """The answer of ``probe``, or ``default`` and the failure under the name ``what``."""
+    def ask(self, topic: str, probe: Callable[[], Any], default: Any) -> Any:
+        """The answer of ``probe``, or ``default`` and the failure under the name ``topic``."""
         try:
             return probe()
         except Exception as error:
             lines = str(error).strip().splitlines()
-            self.failures[what] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            self.failures[topic] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
             return default
 
 
@@ -179,10 +179,10 @@ def backends(probes: Probes) -> dict[str, dict[str, str]]:
 
 def configuration() -> list[dict[str, Any]]:
     """The layers in force, the strongest first."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
     records: list[dict[str, Any]] = []
     for layer in current().layers:
-        origin = f" (named by {ENVIRONMENT_VARIABLE})" if layer.source == named else ""
+        origin = f" (named by {ENVIRONMENT_VARIABLE})" if layer.source == path else ""
         entry: dict[str, Any] = {"source": f"{layer.source}{origin}"}
         for device, order in layer.default.items():
             entry[f"default{f' on {device}' if device else ''}"] = ", ".join(order)
@@ -211,12 +211,12 @@ def unproved(facts: dict[str, Any]) -> list[str]:
         if device.type == "cpu" or not triton[:1].isdigit():
             continue
         info = device_info(device)
-        known = proved_with(info).get("triton", ())
-        if not any(f"{triton}.".startswith(f"{version}.") for version in known):
-            others = f" (with {', '.join(known)})" if known else ""
+        versions = proved_with(info).get("triton", ())
+        if not any(f"{triton}.".startswith(f"{version}.") for version in versions):
+            versions_text = f" (with {', '.join(versions)})" if versions else ""
             sentences.append(
-                f"launch numbers of {info.arch} were not proved with Triton {triton}{others}: "
-                "run `liger-multi verify`"
+                f"launch numbers of {info.arch} were not proved with Triton "
+                f"{triton}{versions_text}: run `liger-multi verify`"
             )
     return list(dict.fromkeys(sentences))
 
@@ -229,7 +229,7 @@ def _explained() -> list[dict[str, Any]]:
 
 def _switched_off() -> list[str]:
     """What does not work because this PyTorch lacks a private symbol."""
-    return [str(symbol) for symbol in _torch_private.absent() if symbol.lost]
+    return [str(symbol) for symbol in _torch_private.missing_symbols() if symbol.lost]
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -243,7 +243,7 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
             *([sign.tool] if shutil.which(sign.tool) else []),
         ]
         if usable and not available:
-            why = (
+            reason = (
                 f"this PyTorch ({torch.__version__}) is built for CPUs only: "
                 "install a build for the device"
                 if built_for is None
@@ -251,7 +251,10 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
                 "driver absent or too old, or the devices are hidden by an environment variable"
             )
             problems.append(
-                ("problem", f"there are signs of {sign.hardware} ({', '.join(usable)}), but {why}")
+                (
+                    "problem",
+                    f"there are signs of {sign.hardware} ({', '.join(usable)}), but {reason}",
+                )
             )
     if os.environ.get("TRITON_INTERPRET") == "1":
         problems.append(
@@ -285,14 +288,14 @@ def failing(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         key = (row["device"], row["op"], row["direction"])
         won[key] = won.get(key, False) or row["chosen"]
-    lost = grouped((key[:2], key[2]) for key, runs in won.items() if not runs)
-    by = grouped(
-        ((device, " and ".join(directions)), op) for (device, op), directions in lost.items()
+    failed = grouped((key[:2], key[2]) for key, runs in won.items() if not runs)
+    by_device = grouped(
+        ((device, " and ".join(directions)), op) for (device, op), directions in failed.items()
     )
     return [
         f"no backend may run {', '.join(ops[:3])}{f' and {len(ops) - 3} others' * (len(ops) > 3)} "
         f"{directions} on {device}"
-        for (device, directions), ops in by.items()
+        for (device, directions), ops in by_device.items()
     ]
 
 
@@ -315,14 +318,16 @@ def page(facts: dict[str, Any], verbose: bool = False) -> Page:
     result.add("Findings", [[f["kind"], f["text"]] for f in facts["findings"] or [nothing]])
     result.add("Versions", list(facts["versions"].items()))
     keys = ("device", "name", "memory", "arch", "backend", "cores", "threads")
-    used = [k for k in keys if any(k in entry for entry in facts["devices"])]
+    columns = [k for k in keys if any(k in entry for entry in facts["devices"])]
     result.add(
-        "Devices that PyTorch sees", [[e.get(k, "") for k in used] for e in facts["devices"]], used
+        "Devices that PyTorch sees",
+        [[e.get(k, "") for k in columns] for e in facts["devices"]],
+        columns,
     )
     rows = []
     for name, entry in facts["backends"].items():
-        own = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("state", "serves"))
-        rows.append([name, entry["state"], entry["serves"], own])
+        details = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("state", "serves"))
+        rows.append([name, entry["state"], entry["serves"], details])
     result.add("Backends", rows, ("backend", "state", "serves", "facts"))
     rows = [
         [e["source"], "; ".join(f"{k}: {v}" for k, v in e.items() if k != "source")]
@@ -332,7 +337,7 @@ def page(facts: dict[str, Any], verbose: bool = False) -> Page:
     if verbose:
         operators(result, facts["operators"])
     else:
-        rows = [row for places in _shared(facts["operators"]) for row in _chosen_on(*places)]
+        rows = [row for group in _shared(facts["operators"]) for row in _chosen_on(*group)]
         result.add("Operators", rows, ("device", "backend", "operators (--verbose: and why)"))
     return result
 
@@ -350,23 +355,36 @@ def _shared(rows: Sequence[dict[str, Any]]) -> list[tuple[list[str], dict[str, s
             op: " and ".join(filter(None, dict.fromkeys(names))) or "none"
             for op, names in serving.items()
         }
-        places = next((places for places, known in groups if known == backends_of), None)
-        if places is None:
+        devices_of_group = next(
+            (
+                devices_of_group
+                for devices_of_group, backends_of_group in groups
+                if backends_of_group == backends_of
+            ),
+            None,
+        )
+        if devices_of_group is None:
             groups.append(([device], backends_of))
         else:
-            places.append(device)
+            devices_of_group.append(device)
     return groups
 
 
 def _chosen_on(devices: Sequence[str], serving: dict[str, str]) -> list[list[str]]:
     """A row per backend; operators of the one that serves most are counted, not named."""
-    by = grouped((backend, op) for op, backend in serving.items())
-    ordered = sorted(by, key=lambda backend: -len(by[backend]))
+    by_backend = grouped((backend, op) for op, backend in serving.items())
+    ordered = sorted(by_backend, key=lambda backend: -len(by_backend[backend]))
     table = []
     for backend in ordered:
-        few = "all" if len(ordered) == 1 else f"{len(by[backend])}" if backend == ordered[0] else ""
-        place = ", ".join(devices) if backend == ordered[0] else ""
-        table.append([place, backend, few or ", ".join(by[backend])])
+        count_text = (
+            "all"
+            if len(ordered) == 1
+            else f"{len(by_backend[backend])}"
+            if backend == ordered[0]
+            else ""
+        )
+        devices_text = ", ".join(devices) if backend == ordered[0] else ""
+        table.append([devices_text, backend, count_text or ", ".join(by_backend[backend])])
     return table
 
 
@@ -375,8 +393,8 @@ def operators(result: Page, rows: Sequence[dict[str, Any]]) -> None:
     tables: list[tuple[list[str], list[list[str]]]] = []
     for device in dict.fromkeys(row["device"] for row in rows):
         table = _operators_on(device, rows)
-        for devices, known in tables:
-            if table == known:
+        for devices, known_table in tables:
+            if table == known_table:
                 devices.append(device)
                 break
         else:
@@ -397,10 +415,10 @@ def _operators_on(device: str, rows: Sequence[dict[str, Any]]) -> list[list[str]
         if r["device"] == device
     )
     table: list[list[str]] = []
-    before = None
+    previous = None
     for (op, backend, chosen, because), directions in merged.items():
         direction = "both" if len(directions) > 1 else directions[0]
-        named = op if op != before else ""
-        table.append([named, direction, backend, "chosen" if chosen else "-", because])
-        before = op
+        shown_name = op if op != previous else ""
+        table.append([shown_name, direction, backend, "chosen" if chosen else "-", because])
+        previous = op
     return table

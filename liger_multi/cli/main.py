@@ -18,7 +18,7 @@ from liger_multi.cli import bisect, checking, doctor, plan, verify
 from liger_multi.demo import command as demo
 from liger_multi.dtypes import long_name
 from liger_multi.errors import LigerMultiError
-from liger_multi.page import Page
+from liger_multi.files.page import Page
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 Declare = Callable[[argparse.ArgumentParser], None]
@@ -158,10 +158,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from liger_multi.dispatch.config import Configuration, load, within
+    from liger_multi.dispatch.config import Configuration, load, using_configuration
     from liger_multi.dispatch.explain import explain
 
-    with within(Configuration((load(arguments.file),))):
+    with using_configuration(Configuration((load(arguments.file),))):
         fails = doctor.failing([asdict(row) for row in explain().rows])
     if arguments.json:
         checking.write_json({"file": str(arguments.file), "fine": True, "fails_here": fails})

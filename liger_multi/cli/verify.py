@@ -19,8 +19,8 @@ from liger_multi.cli import checking, doctor
 from liger_multi.dispatch.config import Quarantine
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
-from liger_multi.documents import write_whole
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
+from liger_multi.files.documents import write_whole
 from liger_multi.grouping import grouped
 from liger_multi.testing import samples
 from liger_multi.testing.verify import cases, quarantine, run as verdicts
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     level = "quick" if arguments.quick else "full" if arguments.full else "default"
     arguments.ops = ",".join(glob.strip() for glob in arguments.ops.split(","))
     for glob in arguments.ops.split(","):
-        if not cases.named(glob):
+        if not cases.matching_operators(glob):
             raise LigerMultiError(unknown("operator", glob, operators(), "liger-multi explain"))
     if arguments.report:
         checking.file("--report", arguments.report, ".json", overwrite=True)
@@ -100,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
         names = [target.backend for target in cases.targets(device)]
         raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, names))
     results = verify(device, chosen, arguments.ops, level, arguments.limit, arguments.jobs)
-    known = facts(device)
+    details = facts(device)
     data = verdicts.as_data(
-        known,
+        details,
         results,
         level=level,
         seconds=time.monotonic() - began,
@@ -111,20 +111,20 @@ def run(arguments: argparse.Namespace) -> int:
         label=arguments.label or "",
         lifted=quarantine.lifted(results, device),
     )
-    with contextlib.ExitStack() as after:  # what was found is shown even if the disk is full
+    with contextlib.ExitStack() as stack:  # what was found is shown even if the disk is full
         if arguments.report:
-            written = json.dumps(data, indent=1, allow_nan=False) + "\n"
-            after.callback(write_whole, arguments.report, written.encode())
+            text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+            stack.callback(write_whole, arguments.report, text.encode())
         if arguments.json:
             checking.write_json(data)
         else:
             verdicts.page(data).show()
-    wrong = bool(verdicts.findings(results))
+    has_findings = bool(verdicts.findings(results))
     if arguments.quarantine:
         _quarantine(arguments, device, results, data, old)
-    elif wrong:
+    elif has_findings:
         sys.stderr.write("to train without what failed: --quarantine liger-multi.yaml\n")
-    return int(wrong)
+    return int(has_findings)
 
 
 def verify(
@@ -137,12 +137,12 @@ def verify(
 ) -> list[Result]:
     """Run the cases of a level, then those of launch entries that the first ones can reach."""
     with _runner(device, limit, jobs) as runner:
-        runner.start(chosen[0], GROUPS * len(cases.named(pattern)))
+        runner.start(chosen[0], GROUPS * len(cases.matching_operators(pattern)))
         groups = [
             (target, group)
             for target in chosen
-            for several in cases.cases(target, pattern, level).values()
-            for group in cases.groups(several)
+            for cases_of_op in cases.cases(target, pattern, level).values()
+            for group in cases.groups(cases_of_op)
         ]
         groups.sort(key=lambda group: cases.weight(group[1]))
         with _progress(sum(len(group) for _, group in groups)) as (runner.begun, runner.heard):
@@ -152,8 +152,8 @@ def verify(
 
 def _runner(device: torch.device, limit: float | None, jobs: int | None) -> Runner:
     """Cases of a device, with a process for every core."""
-    most = MOST_JOBS if device.type != "cpu" else CORES
-    return Runner(limit or LIMITS.get(device.type, LIMIT), jobs or min(most, CORES))
+    limit_of_jobs = MOST_JOBS if device.type != "cpu" else CORES
+    return Runner(limit or LIMITS.get(device.type, LIMIT), jobs or min(limit_of_jobs, CORES))
 
 
 def _entries(
@@ -166,24 +166,24 @@ def _entries(
         able.sort(key=lambda r: (r.case.check != "result", r.case.dtype != "bfloat16", -_size(r)))
         chosen += [(r.target, dataclasses.replace(r.case, entry=entry)) for r in able[:1]]
     by_target = grouped(((target, case.op), case) for target, case in chosen)
-    return [(target, several) for (target, _), several in by_target.items()]
+    return [(target, entry_cases) for (target, _), entry_cases in by_target.items()]
 
 
 def _size(result: Result) -> int:
     """Elements of a case: one without rows starts no kernel."""
-    named = (s for s in samples.of(result.case.op) if s.name == result.case.sample)
-    return next(named).elements
+    matching = (s for s in samples.of(result.case.op) if s.name == result.case.sample)
+    return next(matching).elements
 
 
 def facts(device: torch.device) -> dict[str, Any]:
     """The device, its driver and the versions that decide results; nothing of the user."""
-    known = doctor.versions()
-    versions = {k: known[k].split()[0] for k in ("torch", "triton", "python")}
+    all_versions = doctor.versions()
+    versions = {k: all_versions[k].split()[0] for k in ("torch", "triton", "python")}
     for record in (*serving(device.type), backends()["triton"]):
         with contextlib.suppress(Exception):  # a driver that gives no answer is not a finding
             versions |= {k: v for k, v in record.describe().items() if k in ("driver", "ptxas")}
-    named = [d for d in doctor.devices(doctor.Probes()) if d["device"].startswith(device.type)]
-    entry = named[device.index or 0] if named else {}
+    entries = [d for d in doctor.devices(doctor.Probes()) if d["device"].startswith(device.type)]
+    entry = entries[device.index or 0] if entries else {}
     about = {"type": device.type, "name": entry.get("name", device.type)}
     with contextlib.suppress(ConfigurationError):
         about["arch"] = entry.get("arch") or device_info(device).arch
@@ -220,16 +220,16 @@ def _quarantine(
 ) -> None:
     """Write overrides for what failed, each to the first backend that is right."""
     path: Path = arguments.quarantine
-    sections = quarantine.kept(path, {r.case.op for r in results}, device)
+    sections = quarantine.unchecked(path, {r.case.op for r in results}, device)
     with _runner(device, arguments.limit, arguments.jobs) as runner:
         replaced = quarantine.replaced(results, device, runner.run)
-    for section, named in replaced.items():
-        sections[section] = {**sections.get(section, {}), **named}
+    for section, replacements in replaced.items():
+        sections[section] = {**sections.get(section, {}), **replacements}
     since = old.since if old and sections else data["date"]
     text = quarantine.block(sections, since or data["date"], verdicts.made_with(data))
     changed = quarantine.write(path, text)
     count = sum(map(len, sections.values()))
-    said = f"{count} overrides" if count else "nothing to keep away"
-    note = f"{path}: {said}{'' if changed else ' (unchanged)'}"
+    summary = f"{count} overrides" if count else "nothing to keep away"
+    note = f"{path}: {summary}{'' if changed else ' (unchanged)'}"
     use = f"; put it in force with LIGER_MULTI_CONFIG={path}" if count else ""
     sys.stderr.write(f"quarantine {note}{use}\n")

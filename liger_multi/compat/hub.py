@@ -52,8 +52,8 @@ def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
 
 def _rotary(module: nn.Module) -> Any:
     stock = functools.partial(type(module).forward, module)
-    known = isinstance(recognized(stock), Rotary)
-    return served_function("apply_rotary_pos_emb", stock, _DEFAULT) if known else None
+    is_rotary = isinstance(recognized(stock), Rotary)
+    return served_function("apply_rotary_pos_emb", stock, _DEFAULT) if is_rotary else None
 
 
 def _experts(module: Any) -> bool:
@@ -68,18 +68,18 @@ def _experts(module: Any) -> bool:
     return True
 
 
-def _settled(module: nn.Module, probe: Any) -> Any:
+def _cached_verdict(module: nn.Module, probe: Any) -> Any:
     """What a probe says of an instance; a compiler that comes first sees the original forward."""
     result = getattr(module, _KEY, _ABSENT)
     if result is _ABSENT:
         if torch.compiler.is_compiling():
             return None
-        ours = vars(module).pop("forward", None)  # a probe asks the forward of the class
+        own_forward = vars(module).pop("forward", None)  # a probe asks the forward of the class
         try:
             result = probe(module)
         finally:
-            if ours is not None:
-                vars(module)["forward"] = ours
+            if own_forward is not None:
+                vars(module)["forward"] = own_forward
         setattr(module, _KEY, result)
     return result
 
@@ -95,11 +95,11 @@ class _Layer(nn.Module):
 
 def _normed(module: nn.Module, x: Tensor, *gate: Tensor | None) -> Tensor:
     """The operator, or what the class of a norm does by itself."""
-    settings, behind = _settled(module, _norm), gate[0] if gate else None
-    operands = norms.operands(module, x, behind, settings) if settings else None
+    settings, gate_tensor = _cached_verdict(module, _norm), gate[0] if gate else None
+    operands = norms.operands(module, x, gate_tensor, settings) if settings else None
     if operands is None:
         return type(module).forward(module, x, *gate)  # type: ignore[no-any-return]
-    return norms.apply_norm(module, x, behind, operands, settings)
+    return norms.apply_norm(module, x, gate_tensor, operands, settings)
 
 
 class RMSNorm(_Layer):
@@ -120,7 +120,7 @@ class GatedMLP(_Layer):
     """Gated MLPs; transformers marks none, ``kernels.replace_kernel_forward_from_hub`` does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        settings = _settled(self, _mlp)
+        settings = _cached_verdict(self, _mlp)
         if settings is None or not mlp.serves(self, settings):
             return type(self).forward(self, x)
         return mlp.apply_mlp(self, x, settings)
@@ -132,7 +132,7 @@ class RotaryPosEmb(_Layer):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        rotate = _settled(self, _rotary)
+        rotate = _cached_verdict(self, _rotary)
         if rotate is None:
             rotated: Any = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
         else:
@@ -144,7 +144,7 @@ class MoeMLP(_Layer):
     """Router and experts: the experts are those of the operator from the first call on."""
 
     def forward(self, hidden_states: Tensor) -> Any:
-        _settled(self, _experts)
+        _cached_verdict(self, _experts)
         return type(self).forward(self, hidden_states)
 
 
@@ -196,14 +196,18 @@ def _layer_of(name: str) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The operator, or what the function does by itself."""
-        function = _settled(self, functools.partial(_mixing, name))
+        function = _cached_verdict(self, functools.partial(_mixing, name))
         return (function or functools.partial(type(self).forward, self))(*args, **kwargs)
 
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
-    for one in MIXING[name][1].split():
-        kind = Parameter.VAR_KEYWORD if one.startswith("**") else Parameter.POSITIONAL_OR_KEYWORD
-        default = None if one.endswith("=") else Parameter.empty
-        parameters.append(Parameter(one.strip("*="), kind, default=default))
+    for parameter_text in MIXING[name][1].split():
+        kind = (
+            Parameter.VAR_KEYWORD
+            if parameter_text.startswith("**")
+            else Parameter.POSITIONAL_OR_KEYWORD
+        )
+        default = None if parameter_text.endswith("=") else Parameter.empty
+        parameters.append(Parameter(parameter_text.strip("*="), kind, default=default))
     forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
 
@@ -267,13 +271,14 @@ def mapping(
     from kernels import Mode
 
     names = tuple(layers)
-    lost = [name for name in names if name not in LAYERS]
-    if lost:
-        raise ValueError(f"no layer {', '.join(lost)}; there are {', '.join(LAYERS)}")
+    unknown_names = [name for name in names if name not in LAYERS]
+    if unknown_names:
+        raise ValueError(f"no layer {', '.join(unknown_names)}; there are {', '.join(LAYERS)}")
     modes = (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
-    places = tuple(devices)
+    device_names = tuple(devices)
     return {
-        name: {device: {mode: Layer(name) for mode in modes} for device in places} for name in names
+        name: {device: {mode: Layer(name) for mode in modes} for device in device_names}
+        for name in names
     }
 
 
@@ -318,10 +323,10 @@ def settle(model: nn.Module) -> None:
     for module in model.modules():
         layer = LAYERS.get(getattr(module, "kernel_layer_name", ""))
         if layer in probes:
-            _settled(module, probes[layer])
+            _cached_verdict(module, probes[layer])
         for function in vars(module).get("_kernel_funcs", {}).values():
             name = getattr(function, "kernel_layer_name", "")
             if name in MIXING:
-                _settled(function, functools.partial(_mixing, name))
+                _cached_verdict(function, functools.partial(_mixing, name))
             elif LAYERS.get(name) is RotaryPosEmb:
-                _settled(function, _rotary)
+                _cached_verdict(function, _rotary)

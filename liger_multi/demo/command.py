@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_multi.cli import checking
-from liger_multi.errors import LigerMultiError, need
+from liger_multi.errors import LigerMultiError, require_packages
+from liger_multi.files.page import Page
 from liger_multi.memory import Profile, compare, profile
 from liger_multi.memory.breakdown import Comparison
 from liger_multi.memory.measure import format_bytes
-from liger_multi.page import Page
 
 if TYPE_CHECKING:
     from liger_multi.demo.display import Display
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 when the curves are equal and memory dropped, else 1."""
-    need("demo", NEEDED, "transformers,cli")
+    require_packages("demo", NEEDED, "transformers,cli")
     # Random weights and local text: nothing may reach for the network, whatever is set outside.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     from liger_multi.demo.display import Display
@@ -98,35 +98,12 @@ def make_plan(arguments: argparse.Namespace, device: torch.device) -> DemoConfig
     from liger_multi.demo.training import DemoConfig, Scale
 
     if arguments.quick:
-        scale, timed = (
-            Scale(
-                32768, 64, 160, 2, 4, 2, sequence=192, batch=4, steps=3, corpus_characters=1_000_000
-            ),
-            1,
-        )
+        sizes, timed = (64, 160, 2, 4, 2, 192, 4, 3, 1_000_000), 1
     elif device.type == "cpu":
-        scale, timed = (
-            Scale(
-                32768,
-                256,
-                704,
-                4,
-                4,
-                2,
-                sequence=192,
-                batch=8,
-                steps=6,
-                corpus_characters=9_000_000,
-            ),
-            2,
-        )
+        sizes, timed = (256, 704, 4, 4, 2, 192, 8, 6, 9_000_000), 2
     else:
-        scale, timed = (
-            Scale(
-                32768, 1024, 2816, 8, 16, 8, 1024, batch=8, steps=20, corpus_characters=9_000_000
-            ),
-            5,
-        )
+        sizes, timed = (1024, 2816, 8, 16, 8, 1024, 8, 20, 9_000_000), 5
+    scale = Scale(32768, *sizes)
     scale = replace(scale, steps=arguments.steps or scale.steps)
     bound = BOUNDS["float32" if device.type == "cpu" else "bfloat16"]
     return DemoConfig(scale, timed, arguments.seed, device, bound)
@@ -205,9 +182,9 @@ def judge(model_type: str, stock: Run, patched: Run, bound: float) -> list[str]:
     problems = []
     gaps = [abs(b - a) for a, b in zip(stock.losses, patched.losses, strict=True)]
     # "not within" instead of "beyond": a NaN must fail too
-    bad = [i for i, gap in enumerate(gaps) if not gap <= bound]
-    if bad:
-        i = bad[0]
+    violations = [i for i, gap in enumerate(gaps) if not gap <= bound]
+    if violations:
+        i = violations[0]
         problems.append(
             f"{model_type}: the curves part at step {i + 1}: unpatched {stock.losses[i]:.6f}, "
             f"patched {patched.losses[i]:.6f}, difference {gaps[i]:.1e}, bound {bound:g}"
@@ -259,18 +236,18 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Profile a step unpatched and patched; 0 when the patched one has the lower peak, else 1."""
-    need("memory-demo", MEMORY_NEEDED, "transformers,cli")
+    require_packages("memory-demo", MEMORY_NEEDED, "transformers,cli")
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     device = checking.device("memory-demo", arguments.device)
     checking.folder("--output", arguments.output, MEMORY_FILES, arguments.overwrite)
-    both = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
-    _keep_memory(both, arguments.output)
+    comparison = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
+    _keep_memory(comparison, arguments.output)
     if arguments.json:
-        memory = {"unpatched": both.first.as_data(), "patched": both.second.as_data()}
-        checking.write_json({**memory, "saved_bytes": both.saved_bytes})
+        memory = {"unpatched": comparison.first.as_data(), "patched": comparison.second.as_data()}
+        checking.write_json({**memory, "saved_bytes": comparison.saved_bytes})
     else:
-        _show_memory(both, arguments.output)
-    return 0 if both.saved_bytes > 0 else 1
+        _show_memory(comparison, arguments.output)
+    return 0 if comparison.saved_bytes > 0 else 1
 
 
 def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool) -> Profile:
@@ -304,19 +281,19 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
     return measured
 
 
-def _keep_memory(both: Comparison, folder: Path) -> None:
+def _keep_memory(comparison: Comparison, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    both.draw(folder / "memory.png")
-    for name, measured in (("unpatched", both.first), ("patched", both.second)):
+    comparison.draw(folder / "memory.png")
+    for name, measured in (("unpatched", comparison.first), ("patched", comparison.second)):
         measured.save(folder / f"{name}.json")
 
 
-def _show_memory(both: Comparison, folder: Path) -> None:
+def _show_memory(comparison: Comparison, folder: Path) -> None:
     page = Page()
-    for measured in (both.first, both.second):
+    for measured in (comparison.first, comparison.second):
         page.sections += measured.page().sections
-    page.sections += both.page().sections
-    first, second = both.first.peak_bytes, both.second.peak_bytes
+    page.sections += comparison.page().sections
+    first, second = comparison.first.peak_bytes, comparison.second.peak_bytes
     drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of unpatched"
     page.add("Written", [("timelines", folder / "memory.png"), ("peak", drop)])  # type: ignore[list-item]
     page.show()

@@ -22,8 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from liger_multi.files.pictures import ALARM, GRID, INK, OURS, PAPER, SOFT, STOCK, figure
 from liger_multi.memory.measure import format_bytes
-from liger_multi.pictures import ALARM, GRID, INK, OURS, PAPER, SOFT, STOCK, figure
 
 if TYPE_CHECKING:
     from liger_multi.demo.training import Corpus, DemoConfig, Run
@@ -192,7 +192,7 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
         f"{plan.scale.tokens:,} tokens a step, vocabulary {plan.scale.vocabulary:,}, {plan.where}"
     )
     width = 1.4 + 4.3 * len(pairs)
-    below = textwrap.fill(subtitle, int(13 * width))
+    subtitle_text = textwrap.fill(subtitle, int(13 * width))
     with figure(path, width, 7.8) as drawing:
         axes = drawing.subplots(
             3, len(pairs), squeeze=False, sharex="col", height_ratios=(3, 1.6, 2.6)
@@ -206,13 +206,13 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
         for row, label in enumerate(("training loss", "difference", "peak memory [MiB]")):
             axes[row, 0].set_ylabel(label)
         drawing.suptitle(
-            title + "\n" * (1 + below.count("\n")),
+            title + "\n" * (1 + subtitle_text.count("\n")),
             x=0.012,
             ha="left",
             fontsize=14,
             fontweight="bold",
         )
-        drawing.text(0.012, 0.957, below, ha="left", va="top", fontsize=8.5, color=SOFT)
+        drawing.text(0.012, 0.957, subtitle_text, ha="left", va="top", fontsize=8.5, color=SOFT)
         drawing.align_ylabels(axes[:, 0])
 
 
@@ -242,12 +242,12 @@ def _loss(axis: Any, name: str, stock: Run, patched: Run) -> None:
 def _difference(axis: Any, stock: Run, patched: Run, bound: float) -> None:
     floor = bound * 1e-5
     gaps = [abs(p - s) for s, p in zip(stock.losses, patched.losses, strict=True)]
-    apart = [(i, gap) for i, gap in zip(_steps(gaps), gaps, strict=True) if gap]
+    nonzero = [(i, gap) for i, gap in zip(_steps(gaps), gaps, strict=True) if gap]
     equal = [i for i, gap in zip(_steps(gaps), gaps, strict=True) if not gap]
     axis.set_yscale("log")
     dots: dict[str, Any] = {"color": INK, "lw": 0, "marker": "o", "ms": 3.5, "clip_on": False}
-    if apart:
-        steps, heights = zip(*apart, strict=True)
+    if nonzero:
+        steps, heights = zip(*nonzero, strict=True)
         axis.vlines(steps, floor, heights, color=INK, lw=1, alpha=0.35)
         axis.plot(steps, heights, **dots)
     if equal:

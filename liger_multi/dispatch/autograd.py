@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from liger_multi._torch_private import forward_ad_level, is_legacy_batched, transforms_active
 from liger_multi.dispatch import codegen
-from liger_multi.dispatch.config import Configuration, current, within
+from liger_multi.dispatch.config import Configuration, current, using_configuration
 from liger_multi.errors import DoubleBackwardError, TransformError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def first_derivatives_only(name: str) -> Callable[[Callable[..., Any]], Callable
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
-        def once(ctx: Any, *grads: Any) -> Any:
+        def run_backward(ctx: Any, *grads: Any) -> Any:
             tensors = ctx.saved_tensors  # read once: under checkpointing they cannot be read again
             if not torch.is_grad_enabled():
                 return backward(ctx, tensors, *grads)
@@ -123,7 +123,7 @@ def first_derivatives_only(name: str) -> Callable[[Callable[..., Any]], Callable
                 grads_of_inputs = backward(ctx, tensors, *grads)
             return not_differentiable(name, grads_of_inputs, (*grads, *tensors))
 
-        return once
+        return run_backward
 
     return decorate
 
@@ -147,11 +147,11 @@ def unconnected_residual(op: Op, omits: bool, additive: Sequence[str]) -> tuple[
         omits: Whether backward does not read all that its signature names.
         additive: Inputs that no residual depends on.
     """
-    read, hidden = set(op.bwd.params), [n for n in op.bwd.params if n in op.residuals]
+    used_params, hidden = set(op.bwd.params), [n for n in op.bwd.params if n in op.residuals]
     smooth = set(op.visible) - set(op.non_differentiable)
     with_grad = {*op.identity_grads, *op.same_grad_as, *(name[1:] for name in op.bwd.returns)}
-    unread = with_grad - read - set(additive)
-    return (hidden[0],) if hidden and not read & smooth and (unread or omits) else ()
+    unread = with_grad - used_params - set(additive)
+    return (hidden[0],) if hidden and not used_params & smooth and (unread or omits) else ()
 
 
 def argument_origins(op: Op) -> list[tuple[str, str]]:
@@ -213,7 +213,7 @@ def _configured(
             )
     if ctx.configuration is current():
         return gradients(ctx, upstream, saved, ctx.configuration)
-    with within(ctx.configuration):
+    with using_configuration(ctx.configuration):
         return gradients(ctx, upstream, saved, current())
 
 

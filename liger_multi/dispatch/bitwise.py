@@ -59,8 +59,12 @@ class Promise:
 
     def under(self, mode: str) -> frozenset[str]:
         """The properties under a setting of the switch."""
-        more = {"": (), "deterministic": self.deterministic, "rows": self.deterministic | self.rows}
-        return self.always | frozenset(more[mode])
+        by_mode = {
+            "": (),
+            "deterministic": self.deterministic,
+            "rows": self.deterministic | self.rows,
+        }
+        return self.always | frozenset(by_mode[mode])
 
     def since(self, name: str) -> str | None:
         """The weakest setting under which a property holds; None where it never does."""
@@ -68,11 +72,11 @@ class Promise:
 
     def without(self, lost: Mapping[str, str]) -> Promise:
         """The promise without some properties, each with its reason."""
-        gone = frozenset(lost)
+        lost_properties = frozenset(lost)
         return Promise(
-            self.always - gone,
-            self.deterministic - gone,
-            self.rows - gone,
+            self.always - lost_properties,
+            self.deterministic - lost_properties,
+            self.rows - lost_properties,
             {**self.because, **lost},
         )
 
@@ -142,7 +146,7 @@ NO_PROMISE = Bitwise()
 
 
 def bitwise(
-    both: Promise,
+    promise: Promise,
     batched: str,
     trailing: int | None = None,
     *,
@@ -153,7 +157,7 @@ def bitwise(
     """The record of a contract; backward promises what forward does unless it is given.
 
     Args:
-        both: The promise of forward.
+        promise: The promise of forward.
         batched: Names of tensors with rows; ``name:1`` has them at axis 1.
         trailing: Axes of a row, where all leading axes count rows.
         backward: The promise of backward.
@@ -161,10 +165,12 @@ def bitwise(
         cached: Names of arguments that only save work, and that other rows go without.
     """
     check_name(ContractError, "way of the reference", reference, REFERENCES)
-    named = [(*name.split(":"), "0")[:2] for name in batched.split()]
-    axes = {name: int(axis) for name, axis in named}
+    name_axis_pairs = [(*name.split(":"), "0")[:2] for name in batched.split()]
+    axes = {name: int(axis) for name, axis in name_axis_pairs}
     names = frozenset(cached.split())
-    return Bitwise(both, both if backward is None else backward, axes, trailing, reference, names)
+    return Bitwise(
+        promise, promise if backward is None else backward, axes, trailing, reference, names
+    )
 
 
 def promised(name: str, prim: Primitive) -> Promise:
@@ -201,11 +207,11 @@ def refusal(name: str, prim: Primitive, mode: str) -> str | None:
     Under "rows" forward must have independent rows; the page says which backward passes have them.
     """
     properties = promised(name, prim)
-    for needed in NEEDED[mode]:
-        is_exempt = (needed, prim.direction) == ("rows", "backward")
-        if needed not in properties.under(mode) and not is_exempt:
-            reason = properties.because.get(needed, "its contract promises no more")
-            return f"does not promise {needed!r} ({reason})"
+    for required in NEEDED[mode]:
+        is_exempt = (required, prim.direction) == ("rows", "backward")
+        if required not in properties.under(mode) and not is_exempt:
+            reason = properties.because.get(required, "its contract promises no more")
+            return f"does not promise {required!r} ({reason})"
     return None
 
 
@@ -225,12 +231,12 @@ def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run forward or backward on aligned tensors; others are copied first."""
     tensors = {i: args[i] for i in prim.tensor_indices if args[i] is not None}
     has_rows = {i for i in tensors if prim.op.bitwise.axis(prim.params[i]) is not None}
-    moved = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t, i in has_rows)}
-    result = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
+    copies = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t, i in has_rows)}
+    result = call(*[copies.get(i, a) for i, a in enumerate(args)]) if copies else call(*args)
     for name in prim.mutates:
-        place = prim.params.index(name)
-        if place in moved:
-            args[place].copy_(moved[place])
+        index = prim.params.index(name)
+        if index in copies:
+            args[index].copy_(copies[index])
     return result
 
 
@@ -276,15 +282,15 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     those of the first run. Tensors without axes for rows are one row.
     """
     rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
-    written = {prim.params.index(name) for name in prim.mutates}
-    copied = written if rows.lead else set(prim.tensor_indices)
+    mutated_indices = {prim.params.index(name) for name in prim.mutates}
+    copied = mutated_indices if rows.lead else set(prim.tensor_indices)
     fresh = [_fresh(a) if i in copied and a is not None else a for i, a in enumerate(args)]
     result = call(*fresh)
     if not rows.lead:
-        for i in written:
+        for i in mutated_indices:
             args[i].copy_(fresh[i])
         return result
-    outs = several(result)
+    outs = as_tuple(result)
     args = without_cache(prim, args)
     flat = [rows.flat(n, t) for n, t in zip(prim.params, args, strict=True)]
     parts = []
@@ -293,21 +299,21 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
             t if x is None else _fresh(x.narrow(axis, row, 1))
             for t, (x, axis) in zip(args, flat, strict=True)
         ]
-        parts.append(several(call(*row_args)))
-        for i in written:
+        parts.append(as_tuple(call(*row_args)))
+        for i in mutated_indices:
             x, axis = flat[i]
             x.narrow(axis, row, 1).copy_(row_args[i])
     if not parts:
         return result
-    joined = []
+    outputs = []
     for j, (name, out) in enumerate(zip(prim.returns, outs, strict=True)):
         x, axis = rows.flat(name, out)
         part = [p[j] for p in parts]
-        joined.append(out if x is None else torch.cat(part, axis).reshape(out.shape))
-    return joined[0] if isinstance(result, Tensor) else tuple(joined) or None
+        outputs.append(out if x is None else torch.cat(part, axis).reshape(out.shape))
+    return outputs[0] if isinstance(result, Tensor) else tuple(outputs) or None
 
 
-def several(result: Any) -> tuple[Any, ...]:
+def as_tuple(result: Any) -> tuple[Any, ...]:
     """The outputs of forward or backward as a tuple."""
     return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -317,8 +323,8 @@ class RowAxes:
 
     def __init__(self, spec: Bitwise, tensors: Mapping[str, Any]) -> None:
         self.spec = spec
-        named = (tensors.get(n) for name in spec.batched for n in (name, f"d{name}"))
-        first = next((t for t in named if isinstance(t, Tensor)), None)
+        row_tensors = (tensors.get(n) for name in spec.batched for n in (name, f"d{name}"))
+        first = next((t for t in row_tensors if isinstance(t, Tensor)), None)
         name = next((n for n, t in tensors.items() if t is first), "")
         axis = None if first is None else self.axis(name, first)
         self.lead = torch.Size()
@@ -338,7 +344,7 @@ class RowAxes:
         axis = self.axis(name, tensor) if isinstance(tensor, Tensor) and self.lead else None
         if axis is None:
             return None, 0
-        before, after = tensor.shape[:axis], tensor.shape[axis + len(self.lead) :]
-        if tensor.shape != (*before, *self.lead, *after):
+        leading_axes, trailing_axes = tensor.shape[:axis], tensor.shape[axis + len(self.lead) :]
+        if tensor.shape != (*leading_axes, *self.lead, *trailing_axes):
             return None, 0
-        return tensor.reshape(*before, self.count, *after), axis
+        return tensor.reshape(*leading_axes, self.count, *trailing_axes), axis

@@ -74,10 +74,10 @@ def compiled(source: str, name: str, names: Mapping[str, Any]) -> Callable[..., 
     """Compile ``source`` and return its last function; tracebacks show its lines."""
     file, namespace = f"<liger_multi {name}>", {f"_{n}": v for n, v in {**NAMES, **names}.items()}
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    before = set(namespace)
+    old_names = set(namespace)
     exec(compile(source, file, "exec"), namespace)
-    new = (value for n, value in namespace.items() if n not in before and n[0] != "_")
-    return next(new)  # type: ignore[no-any-return]
+    new_values = (value for n, value in namespace.items() if n not in old_names and n[0] != "_")
+    return next(new_values)  # type: ignore[no-any-return]
 
 
 def block(*lines: str | None) -> str:
@@ -173,11 +173,11 @@ def _saved_values(op: Op, name: str, value: str) -> str:
 
     Autograd refuses a backward pass whose saved tensors were written since, read or not.
     """
-    others = op.values_for.get(name)
-    if others is None:
+    readers = op.values_for.get(name)
+    if readers is None:
         return value
-    needed = " or ".join(f"({x} is not None and {x}.requires_grad)" for x in others.split())
-    return f"{value} if {value} is None or {needed} or {COMPILING} else {value}.data"
+    condition = " or ".join(f"({x} is not None and {x}.requires_grad)" for x in readers.split())
+    return f"{value} if {value} is None or {condition} or {COMPILING} else {value}.data"
 
 
 def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[str] | None) -> str:
@@ -193,8 +193,8 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
     outs = {name: f"_{name}" for name in returns}  # an output may have the name of an argument
     tensors = [_saved_values(op, n, n) if n in params else outs[n] for n in saved]
     if not_saved is not None:
-        named = zip(saved, tensors, strict=True)
-        tensors = [f"None if {name!r} in _unsaved else {t}" for name, t in named]
+        saved_tensors = zip(saved, tensors, strict=True)
+        tensors = [f"None if {name!r} in _unsaved else {t}" for name, t in saved_tensors]
     dtype = "None if {0} is None else {0}.dtype"
     values = [n if n in params else dtype.format(n.removesuffix("_dtype")) for n in plain]
     non_differentiable = ", ".join(outs[n] for n in op.non_differentiable)
@@ -252,7 +252,7 @@ def gradients_source(
     flags = {name: f"_needs[{params.index(name)}]" for name in params}
     by_origin = {"grad": ups, "tensor": tensors, "value": values, "flag": flags}
     by_origin["dtype"] = {name: values.get(f"{name}_dtype", "") for name in params}
-    read = ", ".join(by_origin[origin][name] for origin, name in origins)
+    backward_args = ", ".join(by_origin[origin][name] for origin, name in origins)
     lines = [f"{tuple_of(ups.values())} = ups"]
     lines += [f"{tuple_of(tensors.values())} = saved"] * bool(tensors)
     lines += [f"{tuple_of(values.values())} = ctx.plain"] * bool(values)
@@ -260,11 +260,11 @@ def gradients_source(
     if op.inplace:
         buffer = tensors[op.inplace]
         results = [f"{buffer}.detach()" if name == op.inplace else "None" for name in params]
-        lines += [f"_run_backward(config, {read})", f"_increment_version({buffer})"]
+        lines += [f"_run_backward(config, {backward_args})", f"_increment_version({buffer})"]
         lines += [f"return {tuple_of(results)}"]
         return "def gradients(ctx, ups, saved, config):\n" + block(*lines)
     grads = {name: f"_{name}" for name in op.bwd.returns}
-    lines += [f"{', '.join(grads.values())} = _run_backward(config, {read})"]
+    lines += [f"{', '.join(grads.values())} = _run_backward(config, {backward_args})"]
     smooth = [ups[n] for n in op.visible if n not in op.non_differentiable]
     if len(ups) > 1 and smooth:  # an input that no upstream gradient reaches has an empty gradient
         lines += [f"if {' or '.join(f'{d} is None' for d in smooth)}:"]
@@ -307,8 +307,8 @@ def joining_code(op: Op, origins: list[tuple[str, str]]) -> JoiningCode:
     names: dict[str, list[str]] = {"dtype": [], "value": [], "tensor": []}
     for origin, name in dict.fromkeys(origins):
         names.setdefault(origin, []).append(name)
-    same = {*op.same_grad_as, *op.same_grad_as.values()}
-    dtypes = [n for n in op.fwd.params if n in same or n in names["dtype"]]
+    same_dtype_inputs = {*op.same_grad_as, *op.same_grad_as.values()}
+    dtypes = [n for n in op.fwd.params if n in same_dtype_inputs or n in names["dtype"]]
     plain = [*names["value"], *(f"{n}_dtype" for n in dtypes)]
     saved = names["tensor"]
     not_saved = list(inspect.signature(op.not_saved).parameters) if op.not_saved else None

@@ -52,9 +52,9 @@ import torch
 
 from liger_multi._torch_private import is_stashed, stash_in_thread, stashed
 from liger_multi.dispatch import registry
-from liger_multi.documents import read_yaml
 from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import ConfigurationError, check_name, shown, unknown
+from liger_multi.files.documents import read_yaml
 
 # --- the form of a configuration ---
 
@@ -132,8 +132,8 @@ class Layer:
     @functools.cached_property
     def narrow(self) -> bool:
         """Whether a section is of an architecture or a dtype."""
-        kept = self.quarantine.ops if self.quarantine else {}
-        return any("/" in section for section in (*self.ops, *self.default, *kept))
+        quarantined = self.quarantine.ops if self.quarantine else {}
+        return any("/" in section for section in (*self.ops, *self.default, *quarantined))
 
     def choice(self, op: str, sections: Iterable[str]) -> Choice | None:
         """This layer's choice for ``op``; sections come narrowest first."""
@@ -155,8 +155,8 @@ class Layer:
                 return self._choice(order, True)
         return None
 
-    def _choice(self, order: tuple[str, ...], named: bool) -> Choice:
-        return Choice(order, len(order) == 1 and order != AUTO, self.source, named)
+    def _choice(self, order: tuple[str, ...], is_explicit: bool) -> Choice:
+        return Choice(order, len(order) == 1 and order != AUTO, self.source, is_explicit)
 
 
 def load(path: str | os.PathLike[str]) -> Layer:
@@ -179,7 +179,7 @@ def parse(content: Any, source: str) -> Layer:
     default: dict[str, tuple[str, ...]] = {}
     for device, section in sections.items():
         where = f"ops of devices.{device} in {source}" if device else f"ops in {source}"
-        ops[device] = _named(section.get("ops", {}), where, source)
+        ops[device] = _orders_by_pattern(section.get("ops", {}), where, source)
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
     readers: dict[str, Callable[[Any, str], Any]] = {
@@ -196,7 +196,7 @@ def _head_gemms(content: Any, source: str) -> str:
     return _name(content, f"value of head_gemms in {source}", HEAD_GEMMS)
 
 
-def _named(content: Any, where: str, source: str) -> dict[str, tuple[str, ...]]:
+def _orders_by_pattern(content: Any, where: str, source: str) -> dict[str, tuple[str, ...]]:
     """Operators or patterns with their backends."""
     _expect(content, Mapping, where, "a mapping of operator names to backends")
     patterns = {_pattern(op, source): (op, value) for op, value in content.items()}
@@ -217,8 +217,10 @@ def _quarantine(content: Any, source: str) -> Quarantine:
     sections = settings.get("ops", {})
     _expect(sections, Mapping, f"ops of {where}", "a mapping of sections such as cpu/float32")
     ops = {
-        _device(name, source): _named({} if named is None else named, f"{name} of {where}", source)
-        for name, named in sections.items()
+        _device(name, source): _orders_by_pattern(
+            {} if orders is None else orders, f"{name} of {where}", source
+        )
+        for name, orders in sections.items()
     }
     return Quarantine(texts[0], texts[1], ops)
 
@@ -276,13 +278,13 @@ def _expect(value: object, expected_type: type, where: str, description: str) ->
 def _section(content: Any, keys: tuple[str, ...], where: str, label: str) -> dict[str, Any]:
     """A mapping of some keys, without those that have no value."""
     _expect(content, Mapping, where, f"a mapping with the keys {', '.join(keys)}")
-    named = {_name(key, f"{label} {where}", keys): value for key, value in content.items()}
-    return {key: value for key, value in named.items() if value is not None}
+    values = {_name(key, f"{label} {where}", keys): value for key, value in content.items()}
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _name(name: object, label: str, known: Iterable[str]) -> str:
+def _name(name: object, label: str, allowed: Iterable[str]) -> str:
     """``name``, if it is a text that is known."""
-    return str.__str__(check_name(ConfigurationError, label, name, known))
+    return str.__str__(check_name(ConfigurationError, label, name, allowed))
 
 
 def _device(name: object, source: str) -> str:
@@ -335,8 +337,8 @@ def _order(value: Any, op: object, source: str) -> tuple[str, ...]:
             f"the choice for {shown(op)} in {source} must be a backend's name or a list of names, "
             f"got {shown(value)}"
         )
-    label, known = f"backend for {shown(op)} in {source}", (*registry.backends(), "auto")
-    names = tuple(_name(name, label, known) for name in names)
+    label, allowed = f"backend for {shown(op)} in {source}", (*registry.backends(), "auto")
+    names = tuple(_name(name, label, allowed) for name in names)
     if len(set(names)) < len(names):
         raise ConfigurationError(
             f"the choice for {shown(op)} in {source} names a backend twice: {shown(value)}"
@@ -394,9 +396,9 @@ class Configuration:
         """The choice for some sections; a quarantine yields only to sources naming the operator."""
         choices = [(layer.choice(op, sections), layer) for layer in self.layers]
         for choice, layer in choices if self.quarantined else ():
-            kept = layer.kept_from(op, sections)
-            if kept is not None or (choice is not None and choice.named):
-                return kept or choice  # type: ignore[return-value]
+            quarantine_choice = layer.kept_from(op, sections)
+            if quarantine_choice is not None or (choice is not None and choice.named):
+                return quarantine_choice or choice  # type: ignore[return-value]
         default = Choice(AUTO, False, "default")
         return next((choice for choice, _ in choices if choice is not None), default)
 
@@ -451,21 +453,21 @@ class Configuration:
 
     def over(self, base: Configuration) -> Configuration:
         """The scopes of this configuration over another base, the same object each time."""
-        moved = self._moved
-        if moved is None or moved[0] is not base:
+        cached = self._moved
+        if cached is None or cached[0] is not base:
             configuration = base
             for key in self.path:
-                choices = {op: _said(op, names) for op, names in key if op != SOURCE}
+                choices = {op: _setting_of(op, names) for op, names in key if op != SOURCE}
                 configuration = configuration.scoped(choices, dict(key).get(SOURCE, (USE,))[0])
-            self._moved = moved = (base, configuration)
-        return moved[1]
+            self._moved = cached = (base, configuration)
+        return cached[1]
 
 
 def _innermost(layers: tuple[Layer, ...]) -> str | None:
     return next((x.deterministic for x in layers if x.deterministic is not None), None)
 
 
-def _said(op: str, names: tuple[str, ...]) -> Any:
+def _setting_of(op: str, names: tuple[str, ...]) -> Any:
     """The value of a scope's key, as it was passed to :func:`use`."""
     return _SWITCH[names[0]] if op == "deterministic" else list(names)
 
@@ -474,7 +476,7 @@ _SWITCH = {"": False, "deterministic": True, "rows": "rows"}
 Scope = tuple["Configuration | None", bool]
 _scope: ContextVar[Scope] = ContextVar("liger_multi_scope", default=(None, False))
 _base: Configuration | None = None
-_known: dict[tuple[Any, ...], Configuration] = {}
+_configurations: dict[tuple[Any, ...], Configuration] = {}
 HANDED = "liger_multi.scope"
 
 
@@ -510,7 +512,7 @@ class _OfThread(threading.local):
 _of_process, _of_thread = _OfProcess(), _OfThread()
 
 
-def stated() -> str | None:
+def deterministic_setting() -> str | None:
     """``deterministic`` of the innermost layer that sets it, from attributes compilers guard on.
 
     Compilers cannot look into context variables. A graph that read these is compiled again where
@@ -529,9 +531,9 @@ class _Caller:
 
     def __init__(self) -> None:
         self.scope: Scope = (None, False)
-        before = sys.getrefcount(self)
+        references = sys.getrefcount(self)
         stash_in_thread(HANDED, self)
-        if sys.getrefcount(self) == before:  # torch 2.11 and older take a reference uncounted
+        if sys.getrefcount(self) == references:  # torch 2.11 and older take a reference uncounted
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
@@ -582,18 +584,18 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
         layers.append(parse(source, "configure()"))
     elif source is not None:
         layers.append(load(source))
-    named = os.environ.get(ENVIRONMENT_VARIABLE)
-    if named:
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
+    if path:
         try:
-            layers.append(load(named))
+            layers.append(load(path))
         except ConfigurationError as error:
             raise ConfigurationError(f"{error} (named by {ENVIRONMENT_VARIABLE})") from error
     key = tuple(layer.key for layer in layers)
-    configuration = _known.get(key)
+    configuration = _configurations.get(key)
     if configuration is None:
-        if len(_known) >= MOST_CONFIGURATIONS:
-            _known.pop(next(iter(_known)))
-        configuration = _known[key] = Configuration(tuple(layers))
+        if len(_configurations) >= MOST_CONFIGURATIONS:
+            _configurations.pop(next(iter(_configurations)))
+        configuration = _configurations[key] = Configuration(tuple(layers))
     _base = configuration
     _of_process.deterministic = configuration.deterministic
     return configuration
@@ -609,8 +611,8 @@ def in_quarantine(ops: Iterable[str] | None = None) -> list[str]:
     for source, quarantine in current().quarantined:
         sent = [
             f"{op} on {section} runs on {', '.join(order)}"
-            for section, named in quarantine.ops.items()
-            for op, order in named.items()
+            for section, orders in quarantine.ops.items()
+            for op, order in orders.items()
             if requested is None or op in requested
         ]
         if sent:
@@ -626,7 +628,7 @@ def in_quarantine(ops: Iterable[str] | None = None) -> list[str]:
 def forget() -> None:
     """Drop all plans and the configuration in force, for example after backends have changed."""
     global _base
-    _known.clear()
+    _configurations.clear()
     _base = None
     _of_process.deterministic = None
 
@@ -665,7 +667,7 @@ def scope(choices: Mapping[str, Any], source: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def within(configuration: Configuration) -> Iterator[None]:
+def using_configuration(configuration: Configuration) -> Iterator[None]:
     """Use exactly ``configuration`` within a block, whatever is configured meanwhile."""
     token = _scope.set((configuration, True))
     try:

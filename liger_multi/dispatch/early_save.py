@@ -62,9 +62,9 @@ class EarlySave:
         self,
         op: Op,
         first: Callable[..., tuple[tuple[Tensor, ...], Any]],
-        rest: Callable[..., Tensor],
+        compute: Callable[..., Tensor],
     ) -> None:
-        self._op, self._rest, self._handover = op, rest, _Handover()
+        self._op, self._rest, self._handover = op, compute, _Handover()
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
 
@@ -77,9 +77,9 @@ class EarlySave:
     def __call__(self, *args: Any) -> Tensor:
         """Call with the arguments of the operator."""
         tensors = [a for a in args if isinstance(a, Tensor)]
-        needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         unusual = is_tracing() or transforming()
-        if not needed or unusual or any(not _is_plain(t) for t in tensors):
+        if not needs_grad or unusual or any(not _is_plain(t) for t in tensors):
             return self._op(*args)  # type: ignore[no-any-return]
         flagged = (args[i] for i in self._flags)
         flags = [isinstance(a, Tensor) and a.requires_grad for a in flagged]

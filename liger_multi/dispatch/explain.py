@@ -79,11 +79,11 @@ def _devices() -> list[torch.device]:
     return devices
 
 
-def _absent(device: torch.device) -> str | None:
+def _missing_device(device: torch.device) -> str | None:
     """Why no tensor can be on a device of this type here, or None."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    present = None if accelerator is None else accelerator.type
-    if device.type in ("cpu", "meta", present):
+    accelerator_type = None if accelerator is None else accelerator.type
+    if device.type in ("cpu", "meta", accelerator_type):
         return None
     return f"this machine has no {device.type} device that PyTorch sees"
 
@@ -92,13 +92,13 @@ def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) ->
     prim: Any = OPS[op].fwd if direction == "forward" else OPS[op].bwd
     config = current()
     choice = config.choice(op, device, dtype)
-    tried = candidates(prim, config, device, dtype)
-    others = [
-        candidate(n, prim, device, dtype) for n in backends() if n not in {c.name for c in tried}
+    chain = candidates(prim, config, device, dtype)
+    unlisted = [
+        candidate(n, prim, device, dtype) for n in backends() if n not in {c.name for c in chain}
     ]
-    absent = _absent(device)
-    rows, winner = [], next((c for c in tried if c.reason is None and not absent), None)
-    for item in [*tried, *others]:
+    missing_device = _missing_device(device)
+    rows, winner = [], next((c for c in chain if c.reason is None and not missing_device), None)
+    for item in [*chain, *unlisted]:
         rows.append(
             Row(
                 op,
@@ -106,19 +106,19 @@ def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) ->
                 str(device),
                 item.name,
                 item is winner,
-                item.reason or absent or _reason(item, winner, tried),
+                item.reason or missing_device or _reason(item, winner, chain),
                 choice.source,
             )
         )
     return rows
 
 
-def _reason(item: Candidate, winner: Candidate | None, tried: list[Candidate]) -> str | None:
+def _reason(item: Candidate, winner: Candidate | None, chain: list[Candidate]) -> str | None:
     if item is winner:
         return "may refuse single calls" if item.supports is not None else None
     return (
         f"stands behind {winner.name}"
-        if winner is not None and item in tried
+        if winner is not None and item in chain
         else "not named by the configuration"
     )
 
@@ -135,9 +135,9 @@ def passed_over(op: str, tensors: Mapping[str, Tensor]) -> str | None:
         What the first kernel says; None where a kernel runs, or the device has none.
     """
     prim: Any = OPS[op].fwd
-    like, args = next(iter(tensors.values())), tuple(tensors.get(name) for name in prim.params)
+    tensor, args = next(iter(tensors.values())), tuple(tensors.get(name) for name in prim.params)
     refused = None
-    for item in candidates(prim, current(), like.device, like.dtype):
+    for item in candidates(prim, current(), tensor.device, tensor.dtype):
         if item.call is None:
             continue
         if item.name == REFERENCE:
@@ -173,9 +173,9 @@ def explain(
         raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
     devices = _devices() if device is None else [device_of(str(device))]
     rows: list[Row] = []
-    for place in devices:
-        tensor_dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    for target in devices:
+        tensor_dtype = dtype or (torch.float32 if target.type == "cpu" else torch.bfloat16)
         for name in operators() if op is None else (op,):
             for direction in ("forward", "backward"):
-                rows += _weigh(name, direction, place, tensor_dtype)
+                rows += _weigh(name, direction, target, tensor_dtype)
     return Explanation(tuple(rows))

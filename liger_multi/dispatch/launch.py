@@ -19,8 +19,8 @@ import torch
 
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import DeviceInfo
-from liger_multi.documents import yaml_of
 from liger_multi.errors import ConfigurationError, check_name
+from liger_multi.files.documents import yaml_of
 
 __all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 
@@ -112,7 +112,7 @@ _configs: dict[tuple[Any, ...], Any] = {}
 _MOST = 16384  # programs with more shapes than this rarely see one again
 
 
-def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
+def cached_config(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
     """Cache a result by hashable values.
 
     They must name the kernel and everything that the result depends on: sizes, strides, dtypes, the
@@ -154,7 +154,9 @@ def launch_config(
 def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
     for reached in _observers:
         entries = enumerate(table_of(info).get(name, ()))
-        reached.update((name, i) for i, e in entries if _holds(variant_of(e), _known(info, shape)))
+        reached.update(
+            (name, i) for i, e in entries if _holds(variant_of(e), _lookup_values(info, shape))
+        )
     config = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
     warps = getattr(config, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
@@ -162,19 +164,19 @@ def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dic
     return config
 
 
-def _known(info: DeviceInfo, shape: Mapping[str, int]) -> dict[str, int]:
+def _lookup_values(info: DeviceInfo, shape: Mapping[str, int]) -> dict[str, int]:
     """Names of sizes that entries may bound."""
     return {**shape, "warp_size": info.warp_size, "shared_bytes": info.shared_bytes}
 
 
 def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
     """What a device's launch table says of kernel ``name`` and a shape; empty for the formula."""
-    known = _known(info, shape)
+    values = _lookup_values(info, shape)
     entries = _forced[-1] if _forced else table_of(info)
     for entry in entries.get(name, ()):
         if any_rows.get() and _orders_sums(entry):
             continue
-        if _holds(entry["when"], known):
+        if _holds(entry["when"], values):
             return entry["config"]  # type: ignore[no-any-return]
     return {}
 
@@ -208,9 +210,9 @@ def _content(backend: str, arch: str) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     content = yaml_of(file.read_text(encoding="utf-8"), str(file)) or {}
-    for section, known in _SECTIONS.items():
+    for section, allowed in _SECTIONS.items():
         for key in content.get(section) or {}:
-            check_name(ConfigurationError, f"key of {section} in {file}", key, known)
+            check_name(ConfigurationError, f"key of {section} in {file}", key, allowed)
     return {**content, "file": str(file)}
 
 
@@ -243,7 +245,9 @@ def bounded_by_rows() -> frozenset[str]:
         folder = importlib.resources.files(package) / "launch"
         for file in folder.iterdir() if folder.is_dir() else ():
             entries = table(backend, file.name.removesuffix(".yaml"))
-            names |= {n for n, each in entries.items() if any(map(_orders_sums, each))}
+            names |= {
+                n for n, kernel_entries in entries.items() if any(map(_orders_sums, kernel_entries))
+            }
     return frozenset(names)
 
 

@@ -224,8 +224,8 @@ class Op:
         self.identity_grads = {x: y for x, y in same_grad.items() if y in self.visible}
         self.same_grad_as = {x: y for x, y in same_grad.items() if y not in self.visible}
         self.values_for, self.not_saved = dict(values_for), not_saved
-        read = {*(f"d{y}" for y in self.identity_grads.values()), *reads.split()}
-        self.non_differentiable = tuple(y for y in self.visible if f"d{y}" not in read)
+        used_params = {*(f"d{y}" for y in self.identity_grads.values()), *reads.split()}
+        self.non_differentiable = tuple(y for y in self.visible if f"d{y}" not in used_params)
         if len(self.non_differentiable) == len(self.visible):
             raise ContractError(f"{self.name}.backward reads no gradient of {self.visible}")
         fake = backward_rule(self, reads.split(), returns.split(), shapes)
@@ -239,10 +239,10 @@ class Op:
 
     # --- the call ---
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call with the arguments of forward, all of them but the ``needs_*`` flags."""
         run = self.slow_path if torch.compiler.is_compiling() else self.run
-        return run(*args, **named)
+        return run(*args, **kwargs)
 
     # Written and compiled when first asked for, as most programs call few operators.
 
@@ -275,9 +275,9 @@ class Op:
         """Forward and backward."""
         return self.fwd, self.bwd
 
-    def slow_path(self, *args: Any, **named: Any) -> Any:
+    def slow_path(self, *args: Any, **kwargs: Any) -> Any:
         """The call for every case: compilers, tracers, DTensors, subclasses and plain tensors."""
-        args = (*args, *(named[name] for name in self.fwd.params if name in named))
+        args = (*args, *(kwargs[name] for name in self.fwd.params if name in kwargs))
         if torch.compiler.is_compiling():
             traced = self.compile == "trace" and not mode_in_force() and automatic(self.name)
             return self.torch_op(*args, traced, source_hash())
@@ -365,8 +365,10 @@ def backward_signature(op: Op, reads: list[str], returns: list[str]) -> inspect.
         )
         for name in [*reads, *flags]
     ]
-    several = tuple[tuple(Tensor for _ in returns)] if returns else None  # type: ignore[misc]
-    return inspect.Signature(parameters, return_annotation=Tensor if len(returns) == 1 else several)
+    return_type = tuple[tuple(Tensor for _ in returns)] if returns else None  # type: ignore[misc]
+    return inspect.Signature(
+        parameters, return_annotation=Tensor if len(returns) == 1 else return_type
+    )
 
 
 def _type(op: Op, name: str) -> Any:
@@ -420,8 +422,10 @@ def _rule_by_input(
     # The empty gradient of an absent input has the dtype of this one.
     first = next((name for name in required if name in op.fwd.params), required[0])
     rules = {name[1:]: shapes.get(name[1:], name[1:]) for name in returns}
-    same = op.same_grad_as
-    flags = {x: [f"needs_{n}" for n in (x, *same) if same.get(n, n) == x] for x in rules}
+    same_grad_as = op.same_grad_as
+    flags = {
+        x: [f"needs_{n}" for n in (x, *same_grad_as) if same_grad_as.get(n, n) == x] for x in rules
+    }
 
     def gradient(x: str, rule: GradientShape, args: Mapping[str, Any]) -> Tensor:
         like = args[rule] if isinstance(rule, str) else call_by_name(rule, args)

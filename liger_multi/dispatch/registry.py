@@ -105,7 +105,7 @@ def device_types() -> tuple[str, ...]:
     return tuple(sorted({"cpu", *served}))
 
 
-def _meant(name: str) -> str | None:
+def _usual_spelling(name: str) -> str | None:
     """The device type of the backend that a name, or an alias of its devices, stands for."""
     for record in backends().values():
         if record.device_type and name in (record.name, *record.aliases):
@@ -131,10 +131,11 @@ def device_type(name: object, what: str = "device type") -> str:
                 return name
         except RuntimeError:
             pass
-    meant = _meant(name) if isinstance(name, str) else None
-    if meant:
+    suggestion = _usual_spelling(name) if isinstance(name, str) else None
+    if suggestion:
         raise ConfigurationError(
-            f"unknown {what} {name!r}; did you mean {meant!r}? known: {', '.join(device_types())}"
+            f"unknown {what} {name!r}; did you mean {suggestion!r}? "
+            f"known: {', '.join(device_types())}"
         )
     raise ConfigurationError(unknown(what, name, device_types()))
 

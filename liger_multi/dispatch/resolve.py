@@ -21,7 +21,7 @@ from torch.library import infer_schema
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch import bitwise, launch
-from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, stated
+from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, deterministic_setting
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, serving, unavailable
 from liger_multi.errors import BackendUnavailableError, ContractError, unknown
 
@@ -65,11 +65,11 @@ def _per_call(implementation: Any, prim: Primitive) -> Callable[..., str | None]
     if supports is None:
         return None
     names = inspect.signature(supports).parameters
-    known = {*prim.op.fwd.params, *prim.op.bwd.params, "direction"}
-    wrong = next((name for name in names if name not in known), None)
-    if wrong is not None:  # it would never be called
-        what = f"argument of {supports.__module__}.{supports.__qualname__}"
-        raise ContractError(unknown(what, wrong, sorted(known)))
+    param_names = {*prim.op.fwd.params, *prim.op.bwd.params, "direction"}
+    unknown_name = next((name for name in names if name not in param_names), None)
+    if unknown_name is not None:  # it would never be called
+        noun = f"argument of {supports.__module__}.{supports.__qualname__}"
+        raise ContractError(unknown(noun, unknown_name, sorted(param_names)))
     if not set(names) <= {*prim.params, "direction"}:
         return None  # it takes arguments that only the other direction has
     index = {name: prim.params.index(name) for name in names if name != "direction"}
@@ -118,7 +118,7 @@ def _strictly(name: str, prim: Primitive, call: Any, mode: str) -> Callable[...,
     def run(*args: Any) -> Any:
         token = launch.any_rows.set(mode == "rows")
         try:
-            with strict.within(mode, gemm):
+            with strict.in_mode(mode, gemm):
                 return call(*args)
         finally:
             launch.any_rows.reset(token)
@@ -255,7 +255,7 @@ def mode_in_force() -> str:
     if not torch.compiler.is_compiling():
         return mode_of(current())
     _read_configuration()
-    mode = stated()
+    mode = deterministic_setting()
     if mode is not None:
         return mode
     return "deterministic" if torch.are_deterministic_algorithms_enabled() else ""
@@ -280,9 +280,9 @@ def inside_operator() -> bool:
 def automatic(op: str) -> bool:
     """Whether its reference may be traced, because no backend is pinned."""
     for layer in current().layers:
-        kept = layer.quarantine.ops if layer.quarantine else {}
-        for section in {"", *layer.ops, *layer.default, *kept}:
-            said = (layer.choice(op, (section, "")), layer.kept_from(op, (section,)))
-            if any(choice is not None and choice.order != AUTO for choice in said):
+        quarantined = layer.quarantine.ops if layer.quarantine else {}
+        for section in {"", *layer.ops, *layer.default, *quarantined}:
+            choices = (layer.choice(op, (section, "")), layer.kept_from(op, (section,)))
+            if any(choice is not None and choice.order != AUTO for choice in choices):
                 return False
     return True

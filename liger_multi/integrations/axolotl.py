@@ -40,15 +40,15 @@ class LigerMultiPlugin(BasePlugin):
         Raises:
             PatchError: An unknown operator or option, or keys that would replace the same modules.
         """
-        asked = cfg.get("liger_multi")
-        if not asked:
+        setting = cfg.get("liger_multi")
+        if not setting:
             return
-        options = _plain(asked) if isinstance(asked, Mapping) else {}
-        others = [*_conflicts(cfg, options)]
-        if others:
+        options = _plain(setting) if isinstance(setting, Mapping) else {}
+        conflicts = [*_conflicts(cfg, options)]
+        if conflicts:
             raise PatchError(
-                f"liger_multi stands beside {', '.join(others)}, which replaces the same modules; "
-                "leave one of them out"
+                f"liger_multi stands beside {', '.join(conflicts)}, which replaces the same "
+                "modules; leave one of them out"
             )
         patch(model, **options)
 
@@ -56,7 +56,7 @@ class LigerMultiPlugin(BasePlugin):
 def _plain(value: Any) -> Any:
     """Mappings of the configuration as dicts."""
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     return value
 
 

@@ -75,9 +75,9 @@ def layout_of(weight: QuantizedWeight) -> Layout:
     if weight.format == "nvfp4" and weight.block == 16 and weight.scales.dtype != torch.uint8:
         return NVFP4 if weight.divides or not weight.more else MODELOPT
     zeros = weight.more.get("zeros")
-    words = weight.columns % 8 == 0 and (zeros is None or zeros.dtype == torch.uint8)
-    same = weight.scales.dtype == weight.dtype
-    return INT4 if weight.format == "int4" and words and same else OWN
+    fits_words = weight.columns % 8 == 0 and (zeros is None or zeros.dtype == torch.uint8)
+    same_dtype = weight.scales.dtype == weight.dtype
+    return INT4 if weight.format == "int4" and fits_words and same_dtype else OWN
 
 
 def export_codes(model: nn.Module) -> int:
@@ -117,35 +117,35 @@ def export_codes(model: nn.Module) -> int:
 
 def _scheme(model: nn.Module) -> dict[str, Any] | None:
     """The configuration of compressed-tensors for all weights in 4 bits of a model."""
-    weights, others = [], []
+    weights, unquantized = [], []
     for path, module in model.named_modules():
-        own = [p for p in module._parameters.values() if isinstance(p, QuantizedWeight)]
-        if own and not isinstance(module, nn.Linear):
+        module_weights = [p for p in module._parameters.values() if isinstance(p, QuantizedWeight)]
+        if module_weights and not isinstance(module, nn.Linear):
             return None
-        weights += own
-        if isinstance(module, nn.Linear) and not own:
-            others.append(path)
+        weights += module_weights
+        if isinstance(module, nn.Linear) and not module_weights:
+            unquantized.append(path)
     schemes = {(layout_of(w).format, w.block, "zeros" in w.more) for w in weights}
     if len(schemes) != 1:
         return None
     ((format, group, zeros),) = schemes
     if format is None:
         return None
-    how = {"num_bits": 4, "group_size": group, "dynamic": False, "symmetric": not zeros}
-    how |= layout_of(weights[0]).scheme
+    scheme = {"num_bits": 4, "group_size": group, "dynamic": False, "symmetric": not zeros}
+    scheme |= layout_of(weights[0]).scheme
     return {
         "quant_method": "compressed-tensors",
         "format": format,
         "quantization_status": "compressed",
-        "ignore": others,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": how, "format": format}},
+        "ignore": unquantized,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "format": format}},
     }
 
 
 # --- tensors of a weight, and a weight of tensors ---
 
 
-def _words(zeros: Tensor) -> Tensor:
+def _packed_zeros(zeros: Tensor) -> Tensor:
     """Zeros (N, groups) of a byte each, eight rows a word."""
     padded = nn.functional.pad(zeros, (0, 0, 0, -zeros.shape[0] % 8))
     codes = padded.unflatten(0, (-1, 8)).long()
@@ -169,15 +169,15 @@ def _tensors(weight: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
         tensors["codes"] = weight.codes.contiguous().view(torch.int32)
         tensors["shape"] = torch.tensor(weight.shape)
         if "zeros" in tensors:
-            tensors["zeros"] = _words(tensors["zeros"])
+            tensors["zeros"] = _packed_zeros(tensors["zeros"])
     names = layout.names.items()
     return {end: tensors[name].detach() for end, name in names if name in tensors}
 
 
 def _weight_of(weight: QuantizedWeight, layout: Layout, parts: Mapping[str, Tensor]) -> Tensor:
     """A weight like another one, over tensors of a checkpoint."""
-    kept = ("codes", "scales", *weight.more)
-    ends = {name: end for end, name in layout.names.items() if end in parts and name in kept}
+    names = ("codes", "scales", *weight.more)
+    ends = {name: end for end, name in layout.names.items() if end in parts and name in names}
     tensors = {name: parts[end].to(weight.device) for name, end in ends.items()}
     tensors["codes"] = tensors["codes"].view(weight.codes.dtype).view(weight.codes.shape)
     if layout is INT4 and "zeros" in tensors:
@@ -194,8 +194,8 @@ def _to_codes(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
     """Codes and scales in the place of weights, after a module has written its state."""
     for name, weight in _of_codes(module).items():
         if isinstance(state.get(f"{prefix}{name}"), QuantizedWeight):
-            own = state.pop(f"{prefix}{name}")
-            parts = _tensors(own, layout_of(weight))
+            quantized = state.pop(f"{prefix}{name}")
+            parts = _tensors(quantized, layout_of(weight))
             state |= {f"{prefix}{name}{end}": tensor for end, tensor in parts.items()}
 
 
@@ -211,21 +211,23 @@ def _from_codes(
 ) -> None:
     """Weights in the place of codes and scales, before a module reads its state."""
     for name, weight in _of_codes(module).items():
-        layout, place = layout_of(weight), f"{prefix}{name}"
-        parts = {end: state[place + end] for end in layout.names if place + end in state}
-        needed = _tensors(weight, layout)
-        if not needed.keys() <= parts.keys() or isinstance(parts.get(""), QuantizedWeight):
+        layout, key = layout_of(weight), f"{prefix}{name}"
+        parts = {end: state[key + end] for end in layout.names if key + end in state}
+        expected_parts = _tensors(weight, layout)
+        if not expected_parts.keys() <= parts.keys() or isinstance(parts.get(""), QuantizedWeight):
             continue
-        other = [end for end, own in needed.items() if not _alike(parts[end], own)]
+        mismatched = [
+            end for end, expected in expected_parts.items() if not _same_form(parts[end], expected)
+        ]
         errors += [
-            f"{place}{end}: the checkpoint has {tuple(parts[end].shape)} in {parts[end].dtype}, "
-            f"needed {tuple(needed[end].shape)} in {needed[end].dtype}"
-            for end in other
+            f"{key}{end}: the checkpoint has {tuple(parts[end].shape)} in {parts[end].dtype}, "
+            f"needed {tuple(expected_parts[end].shape)} in {expected_parts[end].dtype}"
+            for end in mismatched
         ]
         for end in parts:
-            del state[place + end]
-        state[place] = weight if other else _weight_of(weight, layout, parts)
+            del state[key + end]
+        state[key] = weight if mismatched else _weight_of(weight, layout, parts)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _same_form(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype

@@ -114,11 +114,11 @@ def _fill(model: nn.Module, name: str, value: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     try:
         owner = model.get_submodule(path)
-        place = getattr(owner, leaf)
+        current = getattr(owner, leaf)
     except AttributeError:
         raise PatchError(f"the checkpoint has {name}, which the model does not have") from None
-    if place.shape != value.shape:
-        raise PatchError(f"{name} has shape {tuple(value.shape)}, needed {tuple(place.shape)}")
+    if current.shape != value.shape:
+        raise PatchError(f"{name} has shape {tuple(value.shape)}, needed {tuple(current.shape)}")
     if leaf in owner._buffers:
         owner._buffers[leaf] = value
     else:
@@ -187,7 +187,7 @@ def merge_mxfp4(weight: QuantizedWeight, delta: Tensor, path: str = "") -> Merge
         )
     added = delta.mT if weight.transposed else delta
     plain = weight.changed(transposed=False, dtype=torch.float32)
-    lost, total, update = 0.0, 0.0, 0.0
+    squared_error, total, update = 0.0, 0.0, 0.0
     for e in range(plain.codes.shape[0] if plain.ndim > 2 else 1):
         part = plain[e] if plain.ndim > 2 else plain
         change = (added[e] if plain.ndim > 2 else added).float()
@@ -195,12 +195,16 @@ def merge_mxfp4(weight: QuantizedWeight, delta: Tensor, path: str = "") -> Merge
         codes, scales = quantize_mxfp4(expected)
         part.codes.copy_(codes)
         part.scales.copy_(scales)
-        lost += float((part.dequantized() - expected).square().sum())
+        squared_error += float((part.dequantized() - expected).square().sum())
         total, update = (
             total + float(expected.square().sum()),
             update + float(change.square().sum()),
         )
-    return MergeError(path, (lost / max(total, 1e-38)) ** 0.5, (lost / max(update, 1e-38)) ** 0.5)
+    return MergeError(
+        path,
+        (squared_error / max(total, 1e-38)) ** 0.5,
+        (squared_error / max(update, 1e-38)) ** 0.5,
+    )
 
 
 def merge_adapters_mxfp4(model: nn.Module) -> list[MergeError]:

@@ -80,15 +80,15 @@ class FusedCosSinRoPE(CosSinRoPE):
 @contextmanager
 def _forward(module: nn.Module, function: Any) -> Iterator[None]:
     """Let calls of a module run another function, between the hooks that gather its weight."""
-    before = vars(module).get("forward")
+    own_forward = vars(module).get("forward")
     module.forward = function
     try:
         yield
     finally:
-        if before is None:
+        if own_forward is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = own_forward
 
 
 class FusedLoss(ChunkedLossWrapper):
@@ -122,11 +122,11 @@ class FusedLoss(ChunkedLossWrapper):
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _sum(self, head: nn.Linear, labels: Tensor, hidden: Tensor) -> Tensor:
-        whole = head.out_features
-        if head.weight.shape[0] != whole or type(head.weight).__name__ == "DTensor":
+        classes = head.out_features
+        if head.weight.shape[0] != classes or type(head.weight).__name__ == "DTensor":
             raise PatchError(
                 "the override liger_multi.integrations.torchtitan.loss needs the whole vocabulary "
-                f"of {whole} classes; got a head that tensor parallelism has split. Leave it out"
+                f"of {classes} classes; got a head that tensor parallelism has split. Leave it out"
             )
         return ops.fused_linear_cross_entropy(
             hidden,
@@ -163,8 +163,8 @@ _ROTARY = {ComplexRoPE.Config: FusedComplexRoPE.Config, CosSinRoPE.Config: Fused
 )
 def rope(cfg: RoPE.Config) -> RoPE.Config:
     """Rotary embeddings; a kind that is none of torchtitan's two stays as it is."""
-    ours = _ROTARY.get(type(cfg))
-    return cfg if ours is None else derive(cfg, ours)
+    replacement = _ROTARY.get(type(cfg))
+    return cfg if replacement is None else derive(cfg, replacement)
 
 
 @override(  # type: ignore[untyped-decorator]

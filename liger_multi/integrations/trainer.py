@@ -19,7 +19,7 @@ from liger_multi import trees
 from liger_multi.distributed import TAKES_ROWS, shard_sequence, unshard_sequence
 from liger_multi.errors import PatchError
 from liger_multi.patching import PatchReport, patch, real_logits, register_attention, shards
-from liger_multi.patching.apply import HeldPatch
+from liger_multi.patching.apply import TrainerPatch
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.options import OpChoice
 
@@ -152,8 +152,8 @@ class _Rows:
 def _is_served(kwargs: Mapping[str, Any]) -> bool:
     names = {name for name, value in kwargs.items() if value is not None} - {"fused_lm_head"}
     tensors = [kwargs.get(n) for n in ("input_ids", "attention_mask", "labels")]
-    alike = all(isinstance(x, Tensor) and x.ndim == 2 for x in tensors)
-    return names <= _SERVED and alike and len(kwargs["input_ids"]) > 1
+    are_rows = all(isinstance(x, Tensor) and x.ndim == 2 for x in tensors)
+    return names <= _SERVED and are_rows and len(kwargs["input_ids"]) > 1
 
 
 def _batch(kwargs: Mapping[str, Any], shortest: int) -> trees.Batch:
@@ -189,9 +189,9 @@ def _output(
         return batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)
 
     statistics = _statistics(scores, options["temperature"], names)
-    others = {name: placed(scores.share.whole(x)) for name, x in statistics.items()}
-    if "is_top1" in others:
-        others["is_top1"] = others["is_top1"].bool()
+    statistics_of_row = {name: placed(scores.share.whole(x)) for name, x in statistics.items()}
+    if "is_top1" in statistics_of_row:
+        statistics_of_row["is_top1"] = statistics_of_row["is_top1"].bool()
     log_probs = placed(scores.log_probs)
     aux_loss = scores.output.aux_loss if routed else None
     loss = -log_probs.sum() / mask.sum().clamp(min=1)
@@ -203,7 +203,7 @@ def _output(
         entropy=None if scores.entropy is None else placed(scores.entropy),
         label_mask=mask,
         aux_loss=aux_loss,
-        **others,
+        **statistics_of_row,
     )
 
 
@@ -405,7 +405,7 @@ class TrainerCallback(transformers.TrainerCallback):
         **ops: OpChoice,
     ) -> None:
         self.unpatch_at_end, self.shared_prefixes = unpatch_at_end, shared_prefixes
-        self._held = HeldPatch(strict, ops)
+        self._held = TrainerPatch(strict, ops)
 
     @property
     def report(self) -> PatchReport | None:

@@ -24,7 +24,7 @@ from liger_multi.losses.shared import (
     AT_LEAST_0,
     SHARE,
     Options,
-    counted,
+    counting_mask,
     divisor,
     masked_mean,
 )
@@ -184,27 +184,29 @@ def distillation_loss(
     typed_source = as_source("Distillation", student, target, "student")
     if not isinstance(typed_source, (Head, Logits)):
         raise TypeError("Distillation: the student must be a losses.Head or logits, got numbers")
-    mask = counted("Distillation", target, ignore_index)
-    by = divisor("Distillation", mask, num_items, processes, group)
+    mask = counting_mask("Distillation", target, ignore_index)
+    count = divisor("Distillation", mask, num_items, processes, group)
     total = (
-        _soft(typed_source, teacher, target, ignore_index, o) if o.soft_weight else by.new_zeros(())
+        _soft(typed_source, teacher, target, ignore_index, o)
+        if o.soft_weight
+        else count.new_zeros(())
     )
-    soft = total / by * (o.temperature**2 if o.square_temperature else 1.0)
+    soft = total / count * (o.temperature**2 if o.square_temperature else 1.0)
     loss, hard = o.soft_weight * soft, None
     if o.hard_weight:
-        hard, _ = sequence_loss(typed_source, target, num_items=by, ignore_index=ignore_index)
+        hard, _ = sequence_loss(typed_source, target, num_items=count, ignore_index=ignore_index)
         loss = loss + o.hard_weight * hard
     entropy = accuracy = None
     if o.metrics:
         names = {"entropy": "entropy", "token_accuracy": "argmax"}
         requested = tuple(names[m] for m in o.metrics)
         with torch.no_grad():
-            own = tokens(typed_source, target, requested, ignore_index=ignore_index)
-        entropy = None if own.entropy is None else masked_mean(own.entropy, mask)
-        if own.argmax is not None:
-            accuracy = masked_mean((own.argmax == target).float(), mask)
-    done = None if hard is None else hard.detach()
-    return loss, DistillationMetrics(soft.detach(), done, mask.sum(), entropy, accuracy)
+            statistics = tokens(typed_source, target, requested, ignore_index=ignore_index)
+        entropy = None if statistics.entropy is None else masked_mean(statistics.entropy, mask)
+        if statistics.argmax is not None:
+            accuracy = masked_mean((statistics.argmax == target).float(), mask)
+    hard_loss = None if hard is None else hard.detach()
+    return loss, DistillationMetrics(soft.detach(), hard_loss, mask.sum(), entropy, accuracy)
 
 
 def _soft(
@@ -217,40 +219,43 @@ def _soft(
     """The divergence, summed over the tokens that count."""
     warm = replace(student, temperature=student.temperature * o.temperature)
     if isinstance(teacher, TopK):
-        return _few(warm, teacher, target, ignore_index, o)
-    other = as_source("Distillation", teacher, target, "teacher")
-    if not isinstance(other, (Head, Logits)):
+        return _of_listed_classes(warm, teacher, target, ignore_index, o)
+    teacher_source = as_source("Distillation", teacher, target, "teacher")
+    if not isinstance(teacher_source, (Head, Logits)):
         raise TypeError("Distillation: the teacher must be a losses.Head, logits or losses.TopK")
-    other = replace(other, temperature=other.temperature * o.temperature)
+    teacher_source = replace(teacher_source, temperature=teacher_source.temperature * o.temperature)
     if isinstance(warm, Logits):
-        return _loss_of_logits(warm, other, target, ignore_index, o)
-    plain = DIVERGENCES[o.divergence].fused is not None and _alike(warm, other)
-    return warm.run(lambda *own: _of_head(warm, own, other, plain, target, ignore_index, o))  # type: ignore[no-any-return]
+        return _loss_of_logits(warm, teacher_source, target, ignore_index, o)
+    plain = DIVERGENCES[o.divergence].fused is not None and _share_temperature(warm, teacher_source)
+    options = (teacher_source, plain, target, ignore_index, o)
+    return warm.run(lambda *student: _of_head(warm, student, *options))  # type: ignore[no-any-return]
 
 
-def _alike(student: Head, teacher: Head | Logits) -> bool:
+def _share_temperature(student: Head, teacher: Head | Logits) -> bool:
     """Whether one temperature serves both heads, as the operators have it."""
     scales = {s.logit_scale / s.temperature for s in (student, teacher)}
     caps = (student.softcap, teacher.softcap)
-    same = caps == (None, None) and len(scales) == 1 and min(scales) > 0
-    return isinstance(teacher, Head) and same
+    same_temperature = caps == (None, None) and len(scales) == 1 and min(scales) > 0
+    return isinstance(teacher, Head) and same_temperature
 
 
 def _of_head(
     student: Head,
-    own: tuple[Any, ...],
+    student_tensors: tuple[Any, ...],
     teacher: Head | Logits,
     plain: bool,
     target: Tensor,
     ignore_index: int,
     o: DistillationOptions,
 ) -> Tensor:
-    hidden, weight, bias = own
+    hidden, weight, bias = student_tensors
     divergence = DIVERGENCES[o.divergence]
     if isinstance(teacher, Logits):
         flat = teacher.logits.detach().reshape(target.numel(), -1)
         _same_size(weight.shape[0], flat.shape[-1], o)
-        return _tiles(student, own, lambda i: curved(flat[i], teacher), target, ignore_index, o)
+        return _tiles(
+            student, student_tensors, lambda i: curved(flat[i], teacher), target, ignore_index, o
+        )
 
     def run(t_hidden: Tensor, t_weight: Tensor, t_bias: Tensor | None) -> Tensor:
         if plain and divergence.fused is not None:
@@ -278,21 +283,21 @@ def _of_head(
             with torch.no_grad():
                 return curved(F.linear(rows[i].to(t_weight.dtype), t_weight, t_bias), teacher)
 
-        return _tiles(student, own, logits, target, ignore_index, o)
+        return _tiles(student, student_tensors, logits, target, ignore_index, o)
 
     return teacher.run(run)  # type: ignore[no-any-return]
 
 
 def _tiles(
     student: Head,
-    own: tuple[Any, ...],
+    student_tensors: tuple[Any, ...],
     teacher: Callable[[Any], Tensor],
     target: Tensor,
     ignore_index: int,
     o: DistillationOptions,
 ) -> Tensor:
     share = torch.ones(target.shape, dtype=torch.float32, device=target.device)
-    return tiled_sum(student, own, teacher, target, share, _rows(o), ignore_index)
+    return tiled_sum(student, student_tensors, teacher, target, share, _rows(o), ignore_index)
 
 
 def _rows(o: DistillationOptions) -> Callable[[Tensor, Tensor], Tensor]:
@@ -349,7 +354,7 @@ def _loss_of_logits(
 # --- a teacher's likeliest tokens ---
 
 
-def _few(
+def _of_listed_classes(
     student: Head | Logits,
     teacher: TopK,
     target: Tensor,
@@ -383,16 +388,16 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
     divergence = DIVERGENCES[o.divergence]
 
     def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:
-        there = (c["ids"] >= 0) & ~c["teacher"].isneginf()
-        sides = [torch.where(there, x.float(), -torch.inf) for x in (c["picked"], c["teacher"])]
-        some = there.any(-1)
+        is_listed = (c["ids"] >= 0) & ~c["teacher"].isneginf()
+        sides = [torch.where(is_listed, x.float(), -torch.inf) for x in (c["picked"], c["teacher"])]
+        has_classes = is_listed.any(-1)
         # a row of nothing has no distribution; it costs nothing
-        sides = [torch.where(some.unsqueeze(-1), x, 0.0) for x in sides]
+        sides = [torch.where(has_classes.unsqueeze(-1), x, 0.0) for x in sides]
         if o.rest == "bucket":
             q, p = (torch.cat((x, _remainder(x)), -1) for x in sides)
         else:
             q, p = (x - torch.logsumexp(x, -1, keepdim=True) for x in sides)
-        each = divergence.of_rows(
+        divergences = divergence.of_rows(
             q,
             p.detach(),
             form="log_prob",
@@ -400,7 +405,7 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
             reduction="none",
             **divergence.keywords(o),
         )
-        return torch.where(some, each, 0)
+        return torch.where(has_classes, divergences, 0)
 
     return formula
 

@@ -84,7 +84,7 @@ def token_sum(
     if passes == "one" and not isinstance(typed_source, Head):
         raise ValueError(f"{name}: one pass needs a losses.Head, got {type(typed_source).__name__}")
     if isinstance(typed_source, Head) and passes != "two":
-        done: Any = typed_source.run(
+        result: Any = typed_source.run(
             lambda hidden, weight, bias: _fused(
                 typed_source,
                 (hidden, weight, bias),
@@ -96,16 +96,19 @@ def token_sum(
                 passes,
             )
         )
-        if done is not None:
-            return done[0], LogProbOutput(*done[1:])
-    asked = tuple(dict.fromkeys((*outputs, "log_prob", "lse"))) if "ids" in columns else outputs
-    output = tokens(typed_source, target, asked, ignore_index=ignore_index, name=name)
+        if result is not None:
+            return result[0], LogProbOutput(*result[1:])
+    requested = tuple(dict.fromkeys((*outputs, "log_prob", "lse"))) if "ids" in columns else outputs
+    output = tokens(typed_source, target, requested, ignore_index=ignore_index, name=name)
     if "ids" in columns:
-        columns = {**columns, "picked": _picked(name, typed_source, target, output, columns["ids"])}
+        columns = {
+            **columns,
+            "picked": _log_probs_of_classes(name, typed_source, target, output, columns["ids"]),
+        }
     return _masked(formula(output, columns), target, ignore_index).sum(), detached(output)
 
 
-def _picked(
+def _log_probs_of_classes(
     name: str, source: Any, target: Tensor, log_prob_output: LogProbOutput, ids: Tensor
 ) -> Tensor:
     """Log-probabilities of a few classes.
@@ -122,10 +125,10 @@ def _picked(
     assert log_prob_output.log_prob is not None
     lse = log_prob_output.lse.unsqueeze(-1)
     with torch.no_grad():
-        own = curved(source.logits.gather(-1, target.clamp(min=0).unsqueeze(-1)), source)
-        low = (own - lse) - log_prob_output.log_prob.unsqueeze(-1)
-        low = torch.where(low.isfinite(), low, 0)
-    return curved(source.logits.gather(-1, ids.clamp(min=0)), source) - lse - low
+        log_prob = curved(source.logits.gather(-1, target.clamp(min=0).unsqueeze(-1)), source)
+        lse_low = (log_prob - lse) - log_prob_output.log_prob.unsqueeze(-1)
+        lse_low = torch.where(lse_low.isfinite(), lse_low, 0)
+    return curved(source.logits.gather(-1, ids.clamp(min=0)), source) - lse - lse_low
 
 
 def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -167,8 +170,8 @@ def _fused(
         lambda needs: chunk_pass(kernels, args, formula, flat, needs),
     )
     shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in output[1:]]
-    asked = dict(zip(OUTPUTS, shaped, strict=True))
-    return (output[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
+    by_name = dict(zip(OUTPUTS, shaped, strict=True))
+    return (output[0], *[by_name[n] if n in outputs else None for n in OUTPUTS])
 
 
 def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
@@ -213,7 +216,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("losses (in one pass)")
     def backward(
-        ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *rest: Any
+        ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *unused_grads: Any
     ) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return (None,) * 5
@@ -260,12 +263,12 @@ def chunk_pass(
     spec = Objective(ignore_index, 0.0, 0.0, softcap, scale)
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, dtype, compact))
     collected = Collected(chunks, spec, outputs, loss=False)
-    into = Accumulator(chunks, hidden, weight, accumulate, needs)
+    accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = target.new_zeros((), dtype=statistics_dtype(chunks.dtype))
-    for place, where, h, t, raw in chunks:
+    for chunk_slice, rows_of_chunk, h, t, raw in chunks:
         statistics = kernels.statistics(raw, t, None, spec, outputs)
-        collected.put(where, statistics)
-        part = {key: column[where] for key, column in columns.items()}
+        collected.put(rows_of_chunk, statistics)
+        part = {key: column[rows_of_chunk] for key, column in columns.items()}
         picked = picked_logits(raw, part["ids"], spec) if "ids" in part else None
         value, slopes, dpicked = _slopes(formula, statistics, part, t, ignore_index, picked)
         total += value
@@ -285,9 +288,9 @@ def chunk_pass(
                     dpicked = dpicked * (1 - (picked / spec.softcap).square())
                 dpicked = (dpicked * spec.logit_scale).to(raw.dtype)
                 raw.scatter_add_(1, part["ids"].clamp(min=0), dpicked)
-            into.add(place, where, h, raw)
+            accumulator.add(chunk_slice, rows_of_chunk, h, raw)
     rows = collected.rows
-    return total, (rows.log_prob, rows.entropy, rows.lse, rows.argmax), into.gradients
+    return total, (rows.log_prob, rows.entropy, rows.lse, rows.argmax), accumulator.gradients
 
 
 def picked_logits(raw: Tensor, ids: Tensor, spec: Any) -> Tensor:
@@ -311,9 +314,9 @@ def _slopes(
             x.detach().requires_grad_() if x.numel() == target.numel() else None
             for x in (statistics.log_prob, statistics.entropy, statistics.lse)
         ]
-        own, entropy, lse = leaves
+        log_prob, entropy, lse = leaves
         log_prob_output = LogProbOutput(
-            own, entropy, lse, statistics.argmax if statistics.argmax.numel() else None
+            log_prob, entropy, lse, statistics.argmax if statistics.argmax.numel() else None
         )
         if picked is not None:
             assert lse is not None
@@ -400,7 +403,7 @@ def _by_autograd(
     """
     from torch.utils.checkpoint import checkpoint
 
-    from liger_multi.dispatch.config import current, within
+    from liger_multi.dispatch.config import current, using_configuration
     from liger_multi.ops.linear import linear_of_mode
 
     hidden, weight, target, bias, ignore_index = args[:5]
@@ -414,23 +417,23 @@ def _by_autograd(
 
     def once_more(*args: Any) -> Tensor:
         assert configuration is not None
-        with within(configuration):  # backward may run under another one
+        with using_configuration(configuration):  # backward may run under another one
             return block(*args)
 
-    count, every = len(target), torch.arange(len(target), device=target.device)
+    count, indices = len(target), torch.arange(len(target), device=target.device)
     step = count
     if not compiling:
         step = max(1, LOGITS_AT_ONCE // weight.shape[0])
     parts = []
     for start in range(0, count, max(1, step)):
-        inputs = (hidden[start : start + step], weight, bias, every[start : start + step])
-        again = step < count and torch.is_grad_enabled()
+        inputs = (hidden[start : start + step], weight, bias, indices[start : start + step])
+        recompute = step < count and torch.is_grad_enabled()
         parts.append(
-            checkpoint(once_more, *inputs, use_reentrant=False) if again else block(*inputs)
+            checkpoint(once_more, *inputs, use_reentrant=False) if recompute else block(*inputs)
         )
     part = share * (target != ignore_index)
-    each = torch.cat(parts) if parts else share.new_zeros(0)
-    return (torch.where(part != 0, each, 0) * part).sum()  # type: ignore[no-any-return]
+    values = torch.cat(parts) if parts else share.new_zeros(0)
+    return (torch.where(part != 0, values, 0) * part).sum()  # type: ignore[no-any-return]
 
 
 def _pass_over_tiles(
@@ -449,22 +452,22 @@ def _pass_over_tiles(
     chunk, budget, accumulate, dtype, compact = args[7:12]
     spec = Objective(ignore_index, 0.0, 0.0, None)
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, dtype, compact))
-    into = Accumulator(chunks, hidden, weight, accumulate, needs)
+    accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = share.new_zeros(())
-    for place, where, h, t, raw in chunks:
-        rows = torch.arange(len(target), device=target.device)[where]
+    for chunk_slice, rows_of_chunk, h, t, raw in chunks:
+        rows = torch.arange(len(target), device=target.device)[rows_of_chunk]
         for block in row_blocks(raw.shape[0], raw.shape[1] * 16):
-            part = share[where][block] * (t[block] != ignore_index)
+            part = share[rows_of_chunk][block] * (t[block] != ignore_index)
             with torch.set_grad_enabled(any(needs)):
                 leaf = raw[block].detach().requires_grad_(any(needs))
-                each = function(curved(leaf, head), teacher(rows[block]))
-                value = (torch.where(part != 0, each, 0) * part).sum()
+                values = function(curved(leaf, head), teacher(rows[block]))
+                value = (torch.where(part != 0, values, 0) * part).sum()
                 if any(needs):
                     raw[block] = torch.autograd.grad(value, leaf)[0]
             total += value.detach()
         if any(needs):
-            into.add(place, where, h, raw)
-    return total, (), into.gradients
+            accumulator.add(chunk_slice, rows_of_chunk, h, raw)
+    return total, (), accumulator.gradients
 
 
 def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) -> Tensor:
@@ -502,6 +505,6 @@ def _mean_rows(
     plan = ChunkSpec(args[7], args[8], args[10], args[11])
     out = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
     with WithoutAutocast():
-        for _, where, _, _, raw in Chunks(args[0], args[1], args[2], args[3], spec, plan):
-            out[where] = curved(raw, head).mean(-1).float()
+        for _, rows_of_chunk, _, _, raw in Chunks(args[0], args[1], args[2], args[3], spec, plan):
+            out[rows_of_chunk] = curved(raw, head).mean(-1).float()
     return torch.where(target != ignore_index, out.view(target.shape), 0)

@@ -28,14 +28,14 @@ from liger_multi.losses.shared import (
     AT_LEAST_0,
     SHARE,
     Options,
-    counted,
+    counting_mask,
     divisor,
-    either,
     lengths,
     masked_mean,
     of_tokens,
     positive,
     reciprocal,
+    select_number,
 )
 from liger_multi.losses.sources import IGNORED, Source, detached, tokens
 from liger_multi.ops import LogProbOutput
@@ -46,9 +46,9 @@ from liger_multi.ops import LogProbOutput
 def clipped(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
     """The smaller of the plain and the clipped gain (PPO, arXiv:1707.06347 eq. 7)."""
     a = c["advantage"]
-    inside = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
+    bounded = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
     outer = ratio if o.delta is None else ratio.clamp(max=o.delta)
-    return -torch.min(outer * a, inside * a)
+    return -torch.min(outer * a, bounded * a)
 
 
 def cispo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
@@ -59,7 +59,7 @@ def cispo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
 def sapo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
     """A soft gate in the place of the clip."""
     a = c["advantage"]
-    t = either(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+    t = select_number(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return -torch.sigmoid(t * (ratio - 1)) * (4 / t) * a
 
 
@@ -212,11 +212,11 @@ class PolicyOptions(Options):
         name = self.title()
         if self.level is not None:
             checks.one_of(name, "level", self.level, ("token", "sequence"))
-        own = POLICY[self.loss_type].reads
-        every = [key for policy in POLICY.values() for key in policy.reads]
-        for key in dict.fromkeys(every):
+        own_reads = POLICY[self.loss_type].reads
+        all_reads = [key for policy in POLICY.values() for key in policy.reads]
+        for key in dict.fromkeys(all_reads):
             self.serves(
-                key, type(self).__dataclass_fields__[key].default, key in own, self.loss_type
+                key, type(self).__dataclass_fields__[key].default, key in own_reads, self.loss_type
             )
         self.serves("correct_kl", False, self.beta != 0, "beta=0")
         self.serves("level", None, self.loss_type != "vespo", "vespo, whose weights are sequences'")
@@ -233,8 +233,8 @@ class PolicyOptions(Options):
     @property
     def own_only(self) -> bool:
         """Whether the loss of a token depends on nothing but its own statistics."""
-        far = self.sequence_level or self.loss_type == "vespo"
-        return not far and self.top_entropy == 1.0 and self.off_policy_threshold is None
+        needs_others = self.sequence_level or self.loss_type == "vespo"
+        return not needs_others and self.top_entropy == 1.0 and self.off_policy_threshold is None
 
 
 # --- the loss ---
@@ -302,7 +302,7 @@ def policy_loss(
     """
     o = PolicyOptions.of(**options)
     target = _target(target, token_mask, ignore_index)
-    mask = counted("Policy", target, ignore_index)
+    mask = counting_mask("Policy", target, ignore_index)
     positive("Policy", "accumulation", accumulation)
     columns = _columns({"old": old, "ratios": ratios, "sampled": sampled}, advantages, target)
     if sampled is not None and o.off_policy_threshold is None:
@@ -328,11 +328,11 @@ def policy_loss(
     columns["share"] = POLICY[o.loss_type].weight(batch).expand(mask.shape)
     if o.entropy_weight:
         columns["entropy_share"] = token_mean(batch).mul(o.entropy_weight).expand(mask.shape)
-    needed = o.entropy_weight or o.top_entropy < 1
-    outputs = ("log_prob", "entropy") if needed or o.metrics else ("log_prob",)
+    needs_entropy = o.entropy_weight or o.top_entropy < 1
+    outputs = ("log_prob", "entropy") if needs_entropy or o.metrics else ("log_prob",)
     if o.own_only:
         formula = _formula(o)
-        loss, own = token_sum(
+        loss, token_statistics = token_sum(
             policy,
             target,
             formula,
@@ -352,10 +352,10 @@ def policy_loss(
         output = tokens(
             policy, target, outputs, ignore_index=ignore_index, name="Policy", role="policy"
         )
-        columns |= _beyond(output, columns, mask, o)
+        columns |= _columns_of_all_tokens(output, columns, mask, o)
         loss = torch.where(mask, _formula(o)(output, columns), 0).sum()
-        own = detached(output)
-    return loss, _metrics(own, columns, mask, o, loss)
+        token_statistics = detached(output)
+    return loss, _metrics(token_statistics, columns, mask, o, loss)
 
 
 def _target(target: Tensor, token_mask: Tensor | None, ignore_index: int) -> Tensor:
@@ -394,19 +394,19 @@ def _columns(
     return columns
 
 
-def _ratio(own: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
+def _ratio(log_prob: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
     """The ratio of policies of every token, or of its sequence."""
-    log_ratio = own - c.get("old", own.detach())
+    log_ratio = log_prob - c.get("old", log_prob.detach())
     if o.sequence_level:
         mask = c["mask"]
         mean = torch.where(mask, log_ratio, 0).sum(-1, keepdim=True)
-        log_ratio = (mean / lengths(mask).unsqueeze(1)).expand(own.shape)
+        log_ratio = (mean / lengths(mask).unsqueeze(1)).expand(log_prob.shape)
     return torch.exp(log_ratio)
 
 
-def _kl(own: Tensor, ratio: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
+def _kl(log_prob: Tensor, ratio: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
     """The estimator k3 of the divergence (Schulman 2020), unbiased off policy if asked for."""
-    gap = c["reference"] - own
+    gap = c["reference"] - log_prob
     kl = torch.expm1(gap) - gap
     return kl * ratio if o.correct_kl else kl
 
@@ -415,16 +415,16 @@ def _formula(o: PolicyOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
     """The weighted loss of every token."""
 
     def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:
-        own = log_prob_output.log_prob
-        assert own is not None
-        ratio = _ratio(own, c, o)
-        loss = POLICY[o.loss_type].surrogate(ratio, own, c, o)
+        log_prob = log_prob_output.log_prob
+        assert log_prob is not None
+        ratio = _ratio(log_prob, c, o)
+        loss = POLICY[o.loss_type].surrogate(ratio, log_prob, c, o)
         if "keep" in c:
             loss = torch.where(c["keep"], loss, 0)
         if "ratios" in c and o.loss_type != "vespo":
             loss = loss * c["ratios"]
         if o.beta:
-            loss = loss + o.beta * _kl(own, ratio, c, o)
+            loss = loss + o.beta * _kl(log_prob, ratio, c, o)
         loss = loss * c["share"]
         if o.entropy_weight:
             assert log_prob_output.entropy is not None
@@ -435,14 +435,14 @@ def _formula(o: PolicyOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
     return formula
 
 
-def _beyond(
+def _columns_of_all_tokens(
     log_prob_output: LogProbOutput, c: Columns, mask: Tensor, o: PolicyOptions
 ) -> dict[str, Tensor]:
     """Columns that need all tokens first: weights of answers, and which are masked out."""
     assert log_prob_output.log_prob is not None
-    own, a = log_prob_output.log_prob.detach(), c["advantage"]
+    log_prob, a = log_prob_output.log_prob.detach(), c["advantage"]
     terms: dict[str, Tensor] = {"mask": mask}
-    keep = []
+    masks = []
     if o.top_entropy < 1:
         assert log_prob_output.entropy is not None
         entropy = log_prob_output.entropy.detach()
@@ -451,51 +451,53 @@ def _beyond(
             terms["high"] = (entropy >= limit) & mask
         else:
             terms["high"] = mask
-        keep.append(terms["high"])
+        masks.append(terms["high"])
         if o.entropy_weight:  # the mean over the tokens that it acts on
             part = mask.sum().clamp(min=1) / terms["high"].sum().clamp(min=1)
             terms["entropy_share"] = c["entropy_share"] * part
     if o.off_policy_threshold is not None:
-        before = c.get("sampled", c.get("old", own))
-        gap = torch.where(mask, torch.nan_to_num(before - own, nan=0.0), 0).sum(-1)
-        near = gap / lengths(mask) <= o.off_policy_threshold
-        keep.append((a >= 0) | near.unsqueeze(1))
-    if keep:
-        terms["keep"] = torch.stack(keep).all(0)
+        sampled = c.get("sampled", c.get("old", log_prob))
+        gap = torch.where(mask, torch.nan_to_num(sampled - log_prob, nan=0.0), 0).sum(-1)
+        is_on_policy = gap / lengths(mask) <= o.off_policy_threshold
+        masks.append((a >= 0) | is_on_policy.unsqueeze(1))
+    if masks:
+        terms["keep"] = torch.stack(masks).all(0)
     if o.loss_type == "vespo":
-        terms["weight"] = _vespo_weight(own, c, mask, o)
+        terms["weight"] = _vespo_weight(log_prob, c, mask, o)
     return terms
 
 
-def _vespo_weight(own: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> Tensor:
+def _vespo_weight(log_prob: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> Tensor:
     """``w^k exp(lambda (1 - w))`` of the ratio w of an answer, in logarithms, 1 at w = 1."""
-    low, high = math.log(1e-8), 20.0
-    log_w = torch.where(mask, (own - c.get("old", own)).clamp(-high, high), 0).sum(-1)
+    lowest, highest = math.log(1e-8), 20.0
+    log_w = torch.where(mask, (log_prob - c.get("old", log_prob)).clamp(-highest, highest), 0).sum(
+        -1
+    )
     if "ratios" in c:
-        log_w = log_w + torch.where(mask, c["ratios"].log().clamp(low, high), 0).sum(-1)
-    log_w = log_w.clamp(low, high).unsqueeze(1)
-    good = c["advantage"] >= 0
-    k = either(good, o.vespo_k_pos, o.vespo_k_neg)
-    rate = either(good, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+        log_w = log_w + torch.where(mask, c["ratios"].log().clamp(lowest, highest), 0).sum(-1)
+    log_w = log_w.clamp(lowest, highest).unsqueeze(1)
+    is_positive = c["advantage"] >= 0
+    k = select_number(is_positive, o.vespo_k_pos, o.vespo_k_neg)
+    rate = select_number(is_positive, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 
 def _metrics(
-    own: LogProbOutput, c: Columns, mask: Tensor, o: PolicyOptions, loss: Tensor
+    statistics: LogProbOutput, c: Columns, mask: Tensor, o: PolicyOptions, loss: Tensor
 ) -> PolicyMetrics:
     with torch.no_grad():
         c = {"mask": mask, **c}
-        assert own.log_prob is not None
-        ratio = _ratio(own.log_prob, c, o)
+        assert statistics.log_prob is not None
+        ratio = _ratio(statistics.log_prob, c, o)
         metrics: dict[str, Tensor | None] = {"ratio": masked_mean(ratio, mask)}
         metrics["policy_loss"] = loss.detach()
-        if own.entropy is not None:
-            metrics["entropy"] = masked_mean(own.entropy, mask)
+        if statistics.entropy is not None:
+            metrics["entropy"] = masked_mean(statistics.entropy, mask)
             if o.entropy_weight:
-                bonus = torch.where(c.get("high", mask), c["entropy_share"] * own.entropy, 0)
+                bonus = torch.where(c.get("high", mask), c["entropy_share"] * statistics.entropy, 0)
                 metrics["policy_loss"] = loss.detach() + bonus.sum()
         if o.beta:
-            metrics["kl"] = masked_mean(_kl(own.log_prob, ratio, c, o), mask)
+            metrics["kl"] = masked_mean(_kl(statistics.log_prob, ratio, c, o), mask)
         if "weight" in c:
             metrics["weight"] = masked_mean(c["weight"], mask)
         return PolicyMetrics(**metrics, **_clips(ratio, c, mask, o))  # type: ignore[arg-type]
@@ -510,18 +512,18 @@ def _clips(ratio: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> dict[st
         return {}
     if o.delta is not None:
         ratio = ratio.clamp(max=o.delta)
-    low = (ratio < 1 - o.epsilon_low) & (a < 0)
-    high = (ratio > 1 + o.epsilon_high) & (a > 0)
-    some = mask.any(-1)
-    by_row = [(x & mask).sum(-1) * reciprocal(lengths(mask)) for x in (low, high)]
+    below = (ratio < 1 - o.epsilon_low) & (a < 0)
+    above = (ratio > 1 + o.epsilon_high) & (a > 0)
+    has_tokens = mask.any(-1)
+    by_row = [(x & mask).sum(-1) * reciprocal(lengths(mask)) for x in (below, above)]
     return {
-        "clip_low": masked_mean(low.float(), mask),
-        "clip_high": masked_mean(high.float(), mask),
-        "clip_region": masked_mean((low | high).float(), mask),
-        "clip_low_min": torch.where(some, by_row[0], torch.inf).amin()
-        if len(some)
+        "clip_low": masked_mean(below.float(), mask),
+        "clip_high": masked_mean(above.float(), mask),
+        "clip_region": masked_mean((below | above).float(), mask),
+        "clip_low_min": torch.where(has_tokens, by_row[0], torch.inf).amin()
+        if len(has_tokens)
         else ratio.sum(),
-        "clip_high_max": torch.where(some, by_row[1], -torch.inf).amax()
-        if len(some)
+        "clip_high_max": torch.where(has_tokens, by_row[1], -torch.inf).amax()
+        if len(has_tokens)
         else ratio.sum(),
     }

@@ -22,10 +22,10 @@ from liger_multi.losses.shared import (
     AT_LEAST_0,
     SHARE,
     Options,
-    counted,
-    either,
+    counting_mask,
     lengths,
     masked_mean,
+    select_number,
 )
 from liger_multi.losses.sources import IGNORED, Source, log_square_sum, tokens
 from liger_multi.ops import LogProbOutput
@@ -99,7 +99,7 @@ def pair_mask(name: str, target: Tensor, ignore_index: int) -> Tensor:
             f"{name}: target must have shape (2 B, T), chosen answers before rejected ones, got "
             f"{checks.describe(target)}"
         )
-    return counted(name, target, ignore_index)
+    return counting_mask(name, target, ignore_index)
 
 
 def policy_tokens(
@@ -131,21 +131,23 @@ def pair_tokens(
     Where ``nll_target`` has a token that ``target`` ignores, the statistics have it too. Tokens
     whose two targets differ are computed once more.
     """
-    every = target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
-    own = policy_tokens(name, policy, every, metrics, ignore_index)
-    assert own.log_prob is not None
-    chosen, log_prob = target.chunk(2)[0], own.log_prob.chunk(2)[0]
+    all_targets = (
+        target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
+    )
+    statistics = policy_tokens(name, policy, all_targets, metrics, ignore_index)
+    assert statistics.log_prob is not None
+    chosen, log_prob = target.chunk(2)[0], statistics.log_prob.chunk(2)[0]
     if nll_target is None:
-        return own, -masked_mean(log_prob, chosen != ignore_index)
+        return statistics, -masked_mean(log_prob, chosen != ignore_index)
     requested = nll_target != ignore_index
-    other = requested & (chosen != ignore_index) & (nll_target != chosen)
-    if torch.compiler.is_compiling() or bool(other.any()):  # in most trainers they are the same
-        rest = torch.full_like(target, ignore_index)
-        rest[: len(chosen)] = torch.where(other, nll_target, ignore_index)
-        again = policy_tokens(name, policy, rest, (), ignore_index).log_prob
-        assert again is not None
-        log_prob = torch.where(other, again.chunk(2)[0], log_prob)
-    return own, -masked_mean(log_prob, requested)
+    is_other = requested & (chosen != ignore_index) & (nll_target != chosen)
+    if torch.compiler.is_compiling() or bool(is_other.any()):  # in most trainers they are the same
+        other_targets = torch.full_like(target, ignore_index)
+        other_targets[: len(chosen)] = torch.where(is_other, nll_target, ignore_index)
+        nll_log_prob = policy_tokens(name, policy, other_targets, (), ignore_index).log_prob
+        assert nll_log_prob is not None
+        log_prob = torch.where(is_other, nll_log_prob.chunk(2)[0], log_prob)
+    return statistics, -masked_mean(log_prob, requested)
 
 
 def sequences(
@@ -154,9 +156,9 @@ def sequences(
     """Log-probabilities of sequences from those of tokens, which are 0 where they do not count."""
     assert log_prob is not None
     if tail is not None:
-        place, own = mask.cumsum(1), mask.sum(1)
-        shared = torch.minimum(*own.chunk(2)).repeat(2).unsqueeze(1)
-        log_prob = torch.where(place <= shared, log_prob, tail * log_prob)
+        position, counts = mask.cumsum(1), mask.sum(1)
+        shared = torch.minimum(*counts.chunk(2)).repeat(2).unsqueeze(1)
+        log_prob = torch.where(position <= shared, log_prob, tail * log_prob)
     total = log_prob.sum(-1)
     return total / lengths(mask) if normalized else total
 
@@ -181,13 +183,13 @@ def reference_sums(
 
 
 def paired(
-    sums: Tensor, before: Tensor, mask: Tensor, nll: Tensor, score: Callable[[Tensor], Tensor]
+    sums: Tensor, reference: Tensor, mask: Tensor, nll: Tensor, score: Callable[[Tensor], Tensor]
 ) -> Pairs:
     """Numbers of pairs from those of sequences."""
-    ratio = sums - before
+    ratio = sums - reference
     c, r = ratio.chunk(2)
     (c_score, r_score), (c_own, r_own) = score(ratio).chunk(2), sums.chunk(2)
-    (c_before, r_before), (c_length, r_length) = before.chunk(2), lengths(mask).chunk(2)
+    (c_before, r_before), (c_length, r_length) = reference.chunk(2), lengths(mask).chunk(2)
     return Pairs(
         c,
         r,
@@ -214,9 +216,9 @@ def logit_means(
     """Means of logits over the tokens of both groups of answers, if requested."""
     if "logits" not in metrics:
         return None, None
-    each = mean_logits(policy, target, ignore_index, name)
+    means = mean_logits(policy, target, ignore_index, name)
     mask = target != ignore_index
-    chosen, rejected = (masked_mean(each, mask & part.unsqueeze(1)) for part in rows)
+    chosen, rejected = (masked_mean(means, mask & part.unsqueeze(1)) for part in rows)
     return chosen, rejected
 
 
@@ -228,7 +230,7 @@ def halves_of(target: Tensor) -> tuple[Tensor, Tensor]:
 
 def pair_metrics(
     pairs: Pairs,
-    own: LogProbOutput,
+    statistics: LogProbOutput,
     mask: Tensor,
     target: Tensor,
     beta: float,
@@ -238,7 +240,7 @@ def pair_metrics(
     with torch.no_grad():
         up, down = beta * pairs.chosen.detach(), beta * pairs.rejected.detach()
         first = mask.chunk(2)[0]
-        hits = None if own.argmax is None else (own.argmax == target).chunk(2)[0]
+        hits = None if statistics.argmax is None else (statistics.argmax == target).chunk(2)[0]
         return PreferenceMetrics(
             up.mean(),
             down.mean(),
@@ -247,7 +249,7 @@ def pair_metrics(
             pairs.chosen_log_prob.detach().mean(),
             pairs.rejected_log_prob.detach().mean(),
             pairs.nll.detach(),
-            None if own.entropy is None else masked_mean(own.entropy, mask),
+            None if statistics.entropy is None else masked_mean(statistics.entropy, mask),
             None if hits is None else masked_mean(hits.float(), first),
             *means,
         )
@@ -484,22 +486,24 @@ def dpo_loss(
     o = DPOOptions.of(**options)
     mask = pair_mask("DPO", target, ignore_index)
     # first, so that its logits are gone when the policy's come, which may stay
-    before = _reference("DPO", reference, target, mask, o, ignore_index)
-    own, nll = pair_tokens("DPO", policy, target, None, o.metrics, ignore_index)
-    sums = sequences(own.log_prob, mask, o.tail, o.length_normalized)
-    pairs = paired(sums, before, mask, nll, lambda t: SCORES[o.divergence](t, o))
+    reference_sums_of_pairs = _reference("DPO", reference, target, mask, o, ignore_index)
+    statistics, nll = pair_tokens("DPO", policy, target, None, o.metrics, ignore_index)
+    sums = sequences(statistics.log_prob, mask, o.tail, o.length_normalized)
+    pairs = paired(sums, reference_sums_of_pairs, mask, nll, lambda t: SCORES[o.divergence](t, o))
     factor: Tensor | float = 1.0
     if o.weighting:
         square = log_square_sum(policy, target, ignore_index=ignore_index, name="DPO")
-        likely = sequences((own.log_prob - square).detach(), mask, None, True).exp()  # type: ignore[operator]
+        likely = sequences((statistics.log_prob - square).detach(), mask, None, True).exp()  # type: ignore[operator]
         factor = likely.chunk(2)[0] * likely.chunk(2)[1]
     loss: Any = 0.0
     for loss_type, weight in zip(o.types, o.weights, strict=True):
         loss = loss + weight * (DPO[loss_type].pairs(pairs, o) * factor).mean()
     if o.rpo_alpha:
-        loss = loss - o.rpo_alpha * sequences(own.log_prob, mask, None, True).chunk(2)[0].mean()
+        loss = (
+            loss - o.rpo_alpha * sequences(statistics.log_prob, mask, None, True).chunk(2)[0].mean()
+        )
     means = logit_means("DPO", policy, target, o.metrics, ignore_index, halves_of(target))
-    return loss, pair_metrics(pairs, own, mask, target, o.beta, means)
+    return loss, pair_metrics(pairs, statistics, mask, target, o.beta, means)
 
 
 def _reference(
@@ -525,10 +529,10 @@ def _log_odds(log_p: Tensor) -> Tensor:
     """``log(p / (1 - p))`` of a probability given by its logarithm."""
     # log(1 - e^x) in two branches; the other one is kept finite, for its gradient
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)  # a certain answer has finite odds
-    near = log_p > -math.log(2)
-    small = torch.log(-torch.expm1(torch.where(near, log_p, -1.0)))
-    large = torch.log1p(-torch.exp(torch.where(near, -1.0, log_p)))
-    return log_p - torch.where(near, small, large)
+    is_near_one = log_p > -math.log(2)
+    small = torch.log(-torch.expm1(torch.where(is_near_one, log_p, -1.0)))
+    large = torch.log1p(-torch.exp(torch.where(is_near_one, -1.0, log_p)))
+    return log_p - torch.where(is_near_one, small, large)
 
 
 def _alpha_reward(log_p: Tensor, o: Any) -> Tensor:
@@ -649,11 +653,11 @@ def cpo_loss(
                 f"CPO: nll_target must have shape {tuple(half.shape)}, that of the chosen rows, "
                 f"got {checks.describe(nll_target)}"
             )
-    own, nll = pair_tokens("CPO", policy, target, nll_target, o.metrics, ignore_index)
-    assert own.log_prob is not None
+    statistics, nll = pair_tokens("CPO", policy, target, nll_target, o.metrics, ignore_index)
+    assert statistics.log_prob is not None
     formula = CPO[o.loss_type]
     mean = formula.mean if o.length_normalized is None else o.length_normalized
-    sums = sequences(torch.where(mask, own.log_prob, 0), mask, None, mean)
+    sums = sequences(torch.where(mask, statistics.log_prob, 0), mask, None, mean)
     pairs = paired(sums, torch.zeros_like(sums), mask, nll, lambda t: t)
     loss = formula.pairs(pairs, o).mean()
     loss = loss + o.nll_weight * nll if o.nll_weight else loss
@@ -663,7 +667,7 @@ def cpo_loss(
             chosen=_alpha_reward(pairs.chosen, o), rejected=_alpha_reward(pairs.rejected, o)
         )
     means = logit_means("CPO", policy, target, o.metrics, ignore_index, halves_of(target))
-    return loss, pair_metrics(rewarded, own, mask, target, o.beta, means)
+    return loss, pair_metrics(rewarded, statistics, mask, target, o.beta, means)
 
 
 # --- single answers, desirable or not: KTO and unpaired APO ---
@@ -766,26 +770,28 @@ def kto_loss(
         )
     if kl is not None and not isinstance(kl, Tensor):
         checks.number("KTO", "kl", kl)
-    mask, good = counted("KTO", target, ignore_index), desirable.to(torch.bool)
-    before: Tensor | float = 0.0
+    mask, is_desirable = counting_mask("KTO", target, ignore_index), desirable.to(torch.bool)
+    reference_of_answers: Tensor | float = 0.0
     if reference is not None:  # first, so that its logits are gone when the policy's come
-        before = reference_sums("KTO", reference, target, mask, ignore_index, lambda x: x.sum(-1))
-    own = policy_tokens("KTO", policy, target, o.metrics, ignore_index)
-    assert own.log_prob is not None
-    sums = own.log_prob.sum(-1)
-    ratio = sums - before
+        reference_of_answers = reference_sums(
+            "KTO", reference, target, mask, ignore_index, lambda x: x.sum(-1)
+        )
+    statistics = policy_tokens("KTO", policy, target, o.metrics, ignore_index)
+    assert statistics.log_prob is not None
+    sums = statistics.log_prob.sum(-1)
+    ratio = sums - reference_of_answers
     zero = torch.as_tensor(0.0 if kl is None else kl, dtype=sums.dtype, device=sums.device).detach()
-    sign = either(good, 1.0, -1.0)
-    weight = either(good, o.desirable_weight, o.undesirable_weight)
+    sign = select_number(is_desirable, 1.0, -1.0)
+    weight = select_number(is_desirable, o.desirable_weight, o.undesirable_weight)
     loss = (weight * torch.sigmoid(-o.beta * sign * (ratio - zero))).mean()
     with torch.no_grad():
-        up, count = o.beta * ratio.detach(), good.sum()
+        up, count = o.beta * ratio.detach(), is_desirable.sum()
         means = [
             torch.where(group_mask, x, 0).sum() / group_mask.sum()
             for x in (up, sums.detach())
-            for group_mask in (good, ~good)
+            for group_mask in (is_desirable, ~is_desirable)
         ]
-        hits = None if own.argmax is None else (own.argmax == target).float()
+        hits = None if statistics.argmax is None else (statistics.argmax == target).float()
         metrics = KTOMetrics(
             means[0],
             means[1],
@@ -793,11 +799,13 @@ def kto_loss(
             means[2],
             means[3],
             count,
-            good.numel() - count,
+            is_desirable.numel() - count,
             zero,
-            None if own.entropy is None else masked_mean(own.entropy, mask),
-            None if hits is None else masked_mean(hits, mask & good.unsqueeze(1)),
-            *logit_means("KTO", policy, target, o.metrics, ignore_index, (good, ~good)),
+            None if statistics.entropy is None else masked_mean(statistics.entropy, mask),
+            None if hits is None else masked_mean(hits, mask & is_desirable.unsqueeze(1)),
+            *logit_means(
+                "KTO", policy, target, o.metrics, ignore_index, (is_desirable, ~is_desirable)
+            ),
         )
     return loss, metrics
 

@@ -20,7 +20,7 @@ from liger_multi.losses.one_pass import PASSES, Columns, token_sum
 from liger_multi.losses.shared import (
     AT_LEAST_0,
     Options,
-    counted,
+    counting_mask,
     divisor,
     masked_mean,
     mean_over_ranks,
@@ -110,7 +110,7 @@ def sequence_loss(
         options: As :class:`SequenceOptions`.
     """
     o = SequenceOptions.of(**options)
-    mask = counted("Sequence", target, ignore_index)
+    mask = counting_mask("Sequence", target, ignore_index)
     if segments is not None:
         of_tokens("Sequence", "segments", segments, target)
         if o.reduction != "sequence":
@@ -125,7 +125,7 @@ def sequence_loss(
     needs = {"entropy": "entropy", "token_accuracy": "argmax", "z_loss": "lse"}
     requested = [needs[m] for m in o.metrics]
     requested += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
-    loss, own = token_sum(
+    loss, statistics = token_sum(
         policy,
         target,
         _formula(o),
@@ -136,14 +136,14 @@ def sequence_loss(
         name="Sequence",
         role="policy",
     )
-    assert own.log_prob is not None
-    hits = None if own.argmax is None else (own.argmax == target).float()
+    assert statistics.log_prob is not None
+    hits = None if statistics.argmax is None else (statistics.argmax == target).float()
     return loss, SequenceMetrics(
-        masked_mean(-own.log_prob, mask),
+        masked_mean(-statistics.log_prob, mask),
         mask.sum(),
-        None if own.entropy is None else masked_mean(own.entropy, mask),
+        None if statistics.entropy is None else masked_mean(statistics.entropy, mask),
         None if hits is None else masked_mean(hits, mask),
-        None if own.lse is None else masked_mean(own.lse.square(), mask),
+        None if statistics.lse is None else masked_mean(statistics.lse.square(), mask),
     )
 
 
@@ -231,20 +231,20 @@ def mtp_loss(
             "MTP: heads must be a sequence with at least the main one, got "
             f"{checks.describe(heads)}"
         )
-    counted("MTP", target, ignore_index)
+    counting_mask("MTP", target, ignore_index)
     if segments is not None:
         of_tokens("MTP", "segments", segments, target)
     checks.number("MTP", "ahead_weight", ahead_weight, 0.0)
     count = {"num_items": num_items, "processes": processes, "group": group}
-    own = segments if options.get("reduction") == "sequence" else None
+    segments_of_head = segments if options.get("reduction") == "sequence" else None
     loss, first = sequence_loss(
-        heads[0], target, segments=own, ignore_index=ignore_index, **count, **options
+        heads[0], target, segments=segments_of_head, ignore_index=ignore_index, **count, **options
     )
     ahead = []
     for k, head in enumerate(heads[1:], 1):
         aim = further(target, k, segments, ignore_index)
         part, metrics = sequence_loss(
-            head, aim, segments=own, ignore_index=ignore_index, **count, **options
+            head, aim, segments=segments_of_head, ignore_index=ignore_index, **count, **options
         )
         loss = loss + ahead_weight / (len(heads) - 1) * part
         ahead.append(metrics.nll)
@@ -253,10 +253,10 @@ def mtp_loss(
 
 def further(target: Tensor, k: int, segments: Tensor | None, ignore_index: int) -> Tensor:
     """Targets k positions further on; ignored where that leaves the row or its sequence."""
-    moved = torch.full_like(target, ignore_index)
+    shifted = torch.full_like(target, ignore_index)
     length = max(target.shape[-1] - k, 0)
-    moved[..., :length] = target[..., k:]
+    shifted[..., :length] = target[..., k:]
     if segments is not None:
-        same = segments[..., k:] == segments[..., :length]
-        moved[..., :length].masked_fill_(~same, ignore_index)
-    return moved
+        same_segment = segments[..., k:] == segments[..., :length]
+        shifted[..., :length].masked_fill_(~same_segment, ignore_index)
+    return shifted

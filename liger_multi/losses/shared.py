@@ -76,11 +76,11 @@ class Options:
         """Check types, ranges and words; subclasses check what depends on several options."""
         title = self.title()
         check_types(title, self.FIELD_TYPES, self)
-        for name, words in self.WORDS:
-            checks.one_of(title, name, getattr(self, name), words)
-        for name, (low, high, above) in self.RANGES:
+        for name, allowed in self.WORDS:
+            checks.one_of(title, name, getattr(self, name), allowed)
+        for name, (lowest, highest, is_open) in self.RANGES:
             if getattr(self, name) is not None:
-                checks.number(title, name, getattr(self, name), low, high, above=above)
+                checks.number(title, name, getattr(self, name), lowest, highest, above=is_open)
         checks.names(title, self.metrics, self.METRICS, "metrics")
 
     @classmethod
@@ -96,17 +96,17 @@ class Options:
         """The name of the loss in messages."""
         return cls.__name__.removesuffix("Options")
 
-    def serves(self, name: str, neutral: Any, served: bool, what: str) -> None:
+    def serves(self, name: str, neutral: Any, served: bool, reader: str) -> None:
         """Raise for an option that the loss type does not read."""
         value = getattr(self, name)
         if value != neutral and not served:
-            raise ValueError(f"{self.title()}: {name}={value!r} has no meaning for {what}")
+            raise ValueError(f"{self.title()}: {name}={value!r} has no meaning for {reader}")
 
 
 # --- from tokens to sequences to a number ---
 
 
-def counted(name: str, target: Tensor, ignore_index: int) -> Tensor:
+def counting_mask(name: str, target: Tensor, ignore_index: int) -> Tensor:
     """The tokens that count."""
     checks.ids(name, "target", target)
     return target != checks.integer(name, "ignore_index", ignore_index)
@@ -138,7 +138,7 @@ def reciprocal(count: Tensor) -> Tensor:
     return count.to(torch.float32).reciprocal()
 
 
-def either(condition: Tensor, yes: float, no: float) -> Tensor:
+def select_number(condition: Tensor, yes: float, no: float) -> Tensor:
     """One of two numbers, in fp32 as well."""
     numbers = torch.full(condition.shape, no, dtype=torch.float32, device=condition.device)
     return numbers.masked_fill(condition, yes)
@@ -196,17 +196,17 @@ def segment_weights(mask: Tensor, segments: Tensor | None) -> Tensor:
     """
     rows = mask.reshape(-1, mask.shape[-1])
     if segments is None:
-        own = rows.sum(-1, keepdim=True).expand(rows.shape)
+        sizes_of_tokens = rows.sum(-1, keepdim=True).expand(rows.shape)
         count = (rows.sum(-1) > 0).sum()
     else:
         ids = segments.reshape(rows.shape)
-        place = torch.arange(rows.shape[0], device=mask.device).unsqueeze(1).expand(rows.shape)
-        pairs = torch.stack((place, ids), -1).reshape(-1, 2)
+        row_index = torch.arange(rows.shape[0], device=mask.device).unsqueeze(1).expand(rows.shape)
+        pairs = torch.stack((row_index, ids), -1).reshape(-1, 2)
         _, index = torch.unique(pairs, dim=0, return_inverse=True)
         sizes = torch.zeros(index.numel(), device=mask.device, dtype=torch.int64)
         sizes.index_add_(0, index, rows.reshape(-1).to(torch.int64))
-        own, count = sizes[index].view(rows.shape), (sizes > 0).sum()
-    weights = torch.where(rows, reciprocal(own.clamp(min=1)), 0) / count.clamp(min=1)
+        sizes_of_tokens, count = sizes[index].view(rows.shape), (sizes > 0).sum()
+    weights = torch.where(rows, reciprocal(sizes_of_tokens.clamp(min=1)), 0) / count.clamp(min=1)
     return weights.view(mask.shape)
 
 

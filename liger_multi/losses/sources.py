@@ -34,18 +34,18 @@ from liger_multi._torch_private import WithoutAutocast
 from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.dispatch.resolve import resolve
-from liger_multi.losses.shared import check_types, counted, field_types
+from liger_multi.losses.shared import check_types, counting_mask, field_types
+from liger_multi.modules.parameters import Job, dtype_of, stored
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, named, op, prepared
-from liger_multi.parameters import Job, dtype_of, stored
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, as_output, op, prepared
 
 # --- the weight of a head, through the head's own call ---
 
 Loss = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 
-def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
+def call_head(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     """``loss(hidden, weight, bias)`` in a call of ``head``.
 
     Raises:
@@ -56,7 +56,7 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
         disabled = getattr(head, "_disable_adapters", False)
         active = [n for n in getattr(head, "active_adapters", ()) if n in copies]
         chosen = head.original_module if disabled or not active else copies[active[0]]
-        return through(chosen, hidden, loss)  # type: ignore[arg-type]
+        return call_head(chosen, hidden, loss)  # type: ignore[arg-type]
     if hasattr(head, "base_layer"):
         return _adapted(head, hidden, loss)
     reason = _refusal(head)
@@ -69,10 +69,10 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
             if hasattr(head, "stock_forward"):
                 raise
             # another thread took the patch away in between, and no other layer takes jobs
-    return _called(head, hidden, lambda h: loss(h, head.weight, head.bias))  # type: ignore[arg-type]
+    return _called_in_forward(head, hidden, lambda h: loss(h, head.weight, head.bias))  # type: ignore[arg-type]
 
 
-def _called(head: nn.Module, hidden: Tensor, body: Callable[[Tensor], Any]) -> Any:
+def _called_in_forward(head: nn.Module, hidden: Tensor, body: Callable[[Tensor], Any]) -> Any:
     """Call ``head`` with another forward, so that its hooks run around ``body``."""
     head.forward = body
     try:
@@ -101,7 +101,7 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def _refusal(head: nn.Module) -> str | None:
-    reason = next((text for holds, text in _REFUSALS if holds(head)), None)
+    reason = next((text for applies, text in _REFUSALS if applies(head)), None)
     return reason and reason.format(kind=type(head).__name__, head=head)
 
 
@@ -114,7 +114,7 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
             f"the adapter {module_class} is disabled but merged into the weight; unmerge it"
         )
     if getattr(head, "disable_adapters", False) or getattr(head, "merged", False):
-        return _called(head, hidden, lambda h: through(head.base_layer, h, loss))
+        return _called_in_forward(head, hidden, lambda h: call_head(head.base_layer, h, loss))
     names = [n for n in head.active_adapters if n in getattr(head, "lora_A", {})]
     variants = getattr(head, "lora_variant", {})
     strange = [n for n in names if n in variants] or not isinstance(
@@ -134,17 +134,17 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
         parts = []
         for name in names:
             a = head.lora_A[name]
-            low = a(head.lora_dropout[name](h.to(dtype_of(a)))) * head.scaling[name]
-            parts.append((low.to(h.dtype), head.lora_B[name].weight))
+            low_rank = a(head.lora_dropout[name](h.to(dtype_of(a)))) * head.scaling[name]
+            parts.append((low_rank.to(h.dtype), head.lora_B[name].weight))
 
         def with_adapter(h: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             wide = torch.cat((h, *[low for low, _ in parts]), -1)
-            both = torch.cat((weight, *[up.to(weight.dtype) for _, up in parts]), 1)
-            return loss(wide, both, bias)
+            joined_weight = torch.cat((weight, *[up.to(weight.dtype) for _, up in parts]), 1)
+            return loss(wide, joined_weight, bias)
 
-        return through(head.base_layer, h, with_adapter if parts else loss)
+        return call_head(head.base_layer, h, with_adapter if parts else loss)
 
-    return _called(head, hidden, body)
+    return _called_in_forward(head, hidden, body)
 
 
 # --- row kernels ---
@@ -190,9 +190,9 @@ def kept_tokens(
         return None
     apply: Any = _Kept.apply
     output = apply(hidden, weight, args[3], kernels, args, fit)
-    asked = args[-1].split(",")
+    requested = args[-1].split(",")
     return LogProbOutput(
-        **{n: x.view(target.shape) for n, x in zip(OUTPUTS, output, strict=True) if n in asked}
+        **{n: x.view(target.shape) for n, x in zip(OUTPUTS, output, strict=True) if n in requested}
     )
 
 
@@ -219,8 +219,8 @@ class _Kept(torch.autograd.Function):
             chunks = _chunks(args, fit)
             collected = Collected(chunks, chunks.spec, outputs, loss=False)
             ctx.kept = chunks.first()
-            for _, where, _, t, raw in chunks.over(ctx.kept):
-                collected.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
+            for _, rows_of_chunk, _, t, raw in chunks.over(ctx.kept):
+                collected.put(rows_of_chunk, kernels.statistics(raw, t, None, chunks.spec, outputs))
             rows = collected.rows
         ctx.save_for_backward(*args[:4], rows.entropy, *rows.normalizer)
         ctx.set_materialize_grads(False)
@@ -238,13 +238,15 @@ class _Kept(torch.autograd.Function):
         *tensors, entropy, lse, lse_low = saved
         normalizer = LogSumExp(lse, lse_low)
         hidden, weight, target, bias = tensors
-        kept, ctx.kept = ctx.kept, None  # a second backward would scale again
+        logits, ctx.kept = ctx.kept, None  # a second backward would scale again
         with WithoutAutocast(), on_device(hidden):
             chunks = _chunks((*tensors, *ctx.rest), ctx.fit)
-            ready = kept is not None
-            kept = chunks.first() if kept is None else kept
-            chunks.widen(kept)
-            into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
+            is_kept = logits is not None
+            logits = chunks.first() if logits is None else logits
+            chunks.widen(logits)
+            gradient_sums = Accumulator(
+                chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3]
+            )
             arrived = upstream_of(
                 *grads[:3],
                 entropies=entropy,
@@ -253,14 +255,16 @@ class _Kept(torch.autograd.Function):
                 objective=chunks.spec,
             )
             upstream, factor = within_range(arrived, chunks.spec, chunks.dtype)
-            for place, where, h, t, raw in chunks.over(kept, ready):
+            for chunk_slice, rows_of_chunk, h, t, raw in chunks.over(logits, is_kept):
                 ctx.kernels.log_prob_gradient_(
-                    raw, t, normalizer.at(where), chunks.spec, upstream.at(where)
+                    raw, t, normalizer.at(rows_of_chunk), chunks.spec, upstream.at(rows_of_chunk)
                 )
-                into.add(place, where, h, raw)
+                gradient_sums.add(chunk_slice, rows_of_chunk, h, raw)
             dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
             scale = ctx.kernels.scale
-            scaled = [scale(g, factor, k) for g, k in zip(into.gradients, dtypes, strict=True)]
+            scaled = [
+                scale(g, factor, k) for g, k in zip(gradient_sums.gradients, dtypes, strict=True)
+            ]
         gradients = [
             g if need else None for g, need in zip(scaled, ctx.needs_input_grad, strict=False)
         ]
@@ -282,18 +286,18 @@ def _chunks(args: tuple[Any, ...], fit: int) -> Any:
                 return self.buffer
             return self.buffer.new_empty(min(fit, self.rows), self.weight.shape[0])
 
-        def widen(self, kept: Tensor) -> None:
+        def widen(self, first_logits: Tensor) -> None:
             """Let the other chunks use the buffer of the first chunk once that is finished."""
-            if kept.shape[0] > self.buffer.shape[0]:
-                self.buffer, self.step = kept, kept.shape[0]
+            if first_logits.shape[0] > self.buffer.shape[0]:
+                self.buffer, self.step = first_logits, first_logits.shape[0]
 
-        def over(self, kept: Tensor, ready: bool = False) -> Any:
-            edge = kept.shape[0]
+        def over(self, first_logits: Tensor, is_kept: bool = False) -> Any:
+            edge = first_logits.shape[0]
             if edge:
-                yield self.at(slice(0, edge), kept, ready)
+                yield self.at(slice(0, edge), first_logits, is_kept)
             for part in row_blocks(self.rows - edge, 1, self.step):
-                place = slice(edge + part.start, edge + part.stop)
-                yield self.at(place, self.buffer[: part.stop - part.start])
+                block = slice(edge + part.start, edge + part.stop)
+                yield self.at(block, self.buffer[: part.stop - part.start])
 
     hidden, weight, target, bias = args[:4]
     chunk, budget = args[7:9] if fit < target.numel() else (max(1, target.numel()), 0)
@@ -377,7 +381,7 @@ class Head:
         if isinstance(self.weight, nn.Module):
             if self.bias is not None:
                 raise ValueError("Head: a module brings its own bias, got a bias beside it")
-            return through(self.weight, self.hidden, function)
+            return call_head(self.weight, self.hidden, function)
         return function(self.hidden, self.weight, self.bias)
 
 
@@ -437,11 +441,11 @@ def as_source(
         else:
             source = LogProbOutput(source)
     if isinstance(source, LogProbOutput):
-        own = source.log_prob
-        if not isinstance(own, Tensor) or own.shape != target.shape:
+        log_prob = source.log_prob
+        if not isinstance(log_prob, Tensor) or log_prob.shape != target.shape:
             raise ValueError(
                 f"{name}: log-probabilities of {role} must have the shape {tuple(target.shape)} "
-                f"of the targets (logits one axis more), got {checks.describe(own)}"
+                f"of the targets (logits one axis more), got {checks.describe(log_prob)}"
             )
         return source
     if not isinstance(source, (Head, Logits)):
@@ -489,7 +493,7 @@ def tokens(
     checks.names(name, outputs, LogProbOutput._fields)
     if isinstance(typed_source, LogProbOutput):
         return _existing_statistics(
-            name, typed_source, counted(name, target, ignore_index), outputs
+            name, typed_source, counting_mask(name, target, ignore_index), outputs
         )
     if isinstance(typed_source, Logits):
         options = {k: v for k, v in vars(typed_source).items() if k != "logits"}
@@ -505,7 +509,7 @@ def tokens(
         args, output = prepared(*tensors, keep=False, **options), None
         if keep and torch.is_grad_enabled():
             output = kept_tokens((hidden, weight, bias), args, target, keep)
-        return named(op(*args), target, args[-1]) if output is None else output
+        return as_output(op(*args), target, args[-1]) if output is None else output
 
     return typed_source.run(run)  # type: ignore[no-any-return]
 
@@ -558,13 +562,13 @@ def log_square_sum(
         )
     with torch.no_grad():
         sharp = replace(typed_source, temperature=typed_source.temperature / 2)
-        once, twice = (
+        first, squared = (
             tokens(s, target, ("log_prob", "lse"), ignore_index=ignore_index, name=name)
             for s in (typed_source, sharp)
         )
-        assert once.log_prob is not None
-        assert twice.log_prob is not None
-        assert once.lse is not None
-        assert twice.lse is not None
-        square = 2 * once.log_prob - twice.log_prob
-        return torch.where(square.isfinite(), square, twice.lse - 2 * once.lse)
+        assert first.log_prob is not None
+        assert squared.log_prob is not None
+        assert first.lse is not None
+        assert squared.lse is not None
+        square = 2 * first.log_prob - squared.log_prob
+        return torch.where(square.isfinite(), square, squared.lse - 2 * first.lse)

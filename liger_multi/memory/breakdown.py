@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from liger_multi._torch_private import memory_history
-from liger_multi.documents import read_json
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.files.documents import read_json
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import INK, PARTS, figure
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes, resolve_device
 from liger_multi.memory.recorder import (
@@ -28,8 +30,6 @@ from liger_multi.memory.recorder import (
     Block,
     Recorder,
 )
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import INK, PARTS, figure
 
 # --- data ---
 
@@ -105,9 +105,9 @@ class Profile(Paged):
             *keys: ``"category"``, ``"kind"``, ``"module"``, ``"op"``, ``"phase"``.
             saved: Of what forward kept for backward instead.
         """
-        known = ("category", "kind", "module", "op", "phase")
-        if not keys or set(keys) - set(known):
-            raise ValueError(f"by wants some of {', '.join(known)}, got {keys}")
+        attributes = ("category", "kind", "module", "op", "phase")
+        if not keys or set(keys) - set(attributes):
+            raise ValueError(f"by wants some of {', '.join(attributes)}, got {keys}")
         sums: dict[tuple[str, ...], int] = {}
         for holder in self.saved if saved else self.holders:
             key = tuple(getattr(holder, k) for k in keys)
@@ -122,7 +122,7 @@ class Profile(Paged):
     def from_data(cls, data: Mapping[str, Any]) -> Profile:
         """A profile from :meth:`as_data`, or from JSON of it."""
         rows = {name: [Holder(**row) for row in data[name]] for name in ("holders", "saved")}
-        phases = [(place, name) for place, name in data["phases"]]
+        phases = [(event, name) for event, name in data["phases"]]
         return cls(**{**data, **rows, "phases": phases})
 
     def save(self, path: str | Path) -> None:
@@ -151,10 +151,10 @@ class Profile(Paged):
     def page(self) -> Page:
         """One step: what was held at the peak, and what forward kept."""
         page, peak = Page(), self.peak_bytes
-        where = " in ".join(part for part in (self.peak_op, self.peak_module) if part)
+        location = " in ".join(part for part in (self.peak_op, self.peak_module) if part)
         facts = [
             ("peak", format_bytes(peak)),
-            ("reached", f"{self.peak_phase}: {where}" if where else self.peak_phase),
+            ("reached", f"{self.peak_phase}: {location}" if location else self.peak_phase),
             ("seen by", f"{self.method} on {self.device}"),
         ]
         facts += [(name, format_bytes(size)) for name, size in self.allocator.items()]
@@ -224,23 +224,23 @@ def summarize(
         phases: ``(event, phase)``.
         scale: Factor on the bytes of a category, where only a share of it is on this device.
     """
-    places = {name: i for i, name in enumerate(CATEGORIES)}
+    index_of = {name: i for i, name in enumerate(CATEGORIES)}
     factors = [(scale or {}).get(name, 1.0) for name in CATEGORIES]
-    category = [places[block.category] for block in blocks]
+    category = [index_of[block.category] for block in blocks]
     live, totals = [0] * len(CATEGORIES), []
     best, peak_at, kept_at, kept_most = -1.0, -1, -1, -1
     largest = [0] * len(CATEGORIES)
     in_forward = _phase_of(phases)
-    for at, (index, change) in enumerate(events):
-        place = category[index]
-        live[place] += change
-        largest[place] = max(largest[place], live[place])
+    for event, (index, change) in enumerate(events):
+        category_index = category[index]
+        live[category_index] += change
+        largest[category_index] = max(largest[category_index], live[category_index])
         total = sum(n * f for n, f in zip(live, factors, strict=True))
         totals.append((total, tuple(live)))
         if total > best:
-            best, peak_at = total, at
-        if live[places[SAVED]] > kept_most and in_forward(at) == FORWARD:
-            kept_most, kept_at = live[places[SAVED]], at
+            best, peak_at = total, event
+        if live[index_of[SAVED]] > kept_most and in_forward(event) == FORWARD:
+            kept_most, kept_at = live[index_of[SAVED]], event
     if peak_at < 0:
         return profile
 
@@ -264,24 +264,24 @@ def summarize(
         moment = max(totals[start : start + step], key=lambda pair: pair[0])
         profile.timeline.append(share(moment[1]))
     last_point = len(profile.timeline) - 1
-    profile.phases = [(min((at - begin) // step, last_point), name) for at, name in phases]
+    profile.phases = [(min((event - begin) // step, last_point), name) for event, name in phases]
     return profile
 
 
 def _phase_of(phases: Sequence[tuple[int, str]]) -> Any:
-    starts = [at for at, _ in phases]
+    starts = [start for start, _ in phases]
 
-    def phase(at: int) -> str:
-        place = bisect.bisect_right(starts, at) - 1
-        return phases[place][1] if place >= 0 else ""
+    def phase(event: int) -> str:
+        index = bisect.bisect_right(starts, event) - 1
+        return phases[index][1] if index >= 0 else ""
 
     return phase
 
 
-def _alive(events: Sequence[tuple[int, int]], until: int) -> dict[int, int]:
-    """Bytes of every block after the event ``until``."""
+def _alive(events: Sequence[tuple[int, int]], last_event: int) -> dict[int, int]:
+    """Bytes of every block after ``last_event``."""
     alive: dict[int, int] = {}
-    for index, change in events[: until + 1]:
+    for index, change in events[: last_event + 1]:
         alive[index] = alive.get(index, 0) + change
     return {index: size for index, size in alive.items() if size}
 
@@ -365,10 +365,10 @@ def _timeline(axis: Any, profile: Profile, unit: int) -> None:
     axis.set_title(
         f"{profile.title}: peak {format_bytes(profile.peak_bytes)} in {profile.peak_phase}"
     )
-    for place, name in profile.phases:
-        axis.axvline(place, color=INK, lw=0.8, ls=(0, (3, 3)))
+    for event, name in profile.phases:
+        axis.axvline(event, color=INK, lw=0.8, ls=(0, (3, 3)))
         axis.annotate(
-            f" {name}", (place, 1), xycoords=("data", "axes fraction"), va="top", fontsize=9
+            f" {name}", (event, 1), xycoords=("data", "axes fraction"), va="top", fontsize=9
         )
 
 
@@ -414,20 +414,20 @@ def profile(
     """
     if warm < 0:
         raise ValueError(f"warm must be a number of steps, 0 or more, got {warm!r}")
-    where = _device(device, model)
+    target = _device(device, model)
     vocabulary = vocabulary or _vocabulary(model)
     for _ in range(warm):
         step_fn()
-    recorder = Recorder(where.type, model, optimizer, vocabulary)
-    with _history(where) as history, recorder.recording():
+    recorder = Recorder(target.type, model, optimizer, vocabulary)
+    with _history(target) as history, recorder.recording():
         step_fn()
     if not history:
-        report = Profile(title, str(where), "live tensors")
+        report = Profile(title, str(target), "live tensors")
         return summarize(report, recorder.blocks, recorder.events, recorder.phases)
     phases = [(m, name) for m, (_, name) in zip(recorder.moments, recorder.phases, strict=True)]
-    joined = join(history["entries"], recorder.blocks, phases, *history["start"])
-    report = Profile(title, str(where), "allocator history", allocator=joined.facts)
-    return summarize(report, joined.blocks, joined.events, joined.phases)
+    record = join(history["entries"], recorder.blocks, phases, *history["start"])
+    report = Profile(title, str(target), "allocator history", allocator=record.facts)
+    return summarize(report, record.blocks, record.events, record.phases)
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
@@ -480,7 +480,7 @@ OLDER, HIDDEN = "older than the step", "inside a kernel"
 
 
 @dataclass
-class Joined:
+class JoinedRecord:
     """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` takes them."""
 
     blocks: list[Block] = field(default_factory=list)
@@ -495,7 +495,7 @@ def join(
     phases: Sequence[tuple[float, str]],
     allocated: int,
     reserved: int,
-) -> Joined:
+) -> JoinedRecord:
     """Allocator events with the modules and operators of a recorder.
 
     Args:
@@ -505,60 +505,66 @@ def join(
         allocated: Bytes allocated when the history began.
         reserved: Bytes reserved then.
     """
-    joined = Joined()
+    record = JoinedRecord()
     owners = _owners(entries, [b for b in recorded if b.phase])
     at_start: dict[int, int] = {}
     for block in recorded:
         if not block.phase:
-            at_start[block.address] = _open(joined, block, block.size)
-    rest = max(0, allocated - sum(b.size for b in joined.blocks))
-    older = _open(joined, Block(rest, role=OTHER, op=OLDER), rest)
+            at_start[block.address] = _open(record, block, block.size)
+    untracked = max(0, allocated - sum(b.size for b in record.blocks))
+    older = _open(record, Block(untracked, role=OTHER, op=OLDER), untracked)
     live: dict[int, tuple[int, int]] = {}
-    now, names = allocated, iter(phases)
-    following = next(names, None)
+    allocated_now, names = allocated, iter(phases)
+    next_phase = next(names, None)
     best, highest_reserved = -1, reserved
-    for place, entry in enumerate(entries):
+    for entry_index, entry in enumerate(entries):
         action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
-        while following is not None and entry.get("time_us", 0) >= following[0]:
-            joined.phases.append((len(joined.events), following[1]))
-            following = next(names, None)
+        while next_phase is not None and entry.get("time_us", 0) >= next_phase[0]:
+            record.phases.append((len(record.events), next_phase[1]))
+            next_phase = next(names, None)
         if action == "alloc":
-            phase = joined.phases[-1][1] if joined.phases else ""
-            block = owners.get(place) or Block(size, phase, op=HIDDEN, role=TEMPORARY)
-            live[address] = (_open(joined, block, size), size)
-            now += size
+            phase = record.phases[-1][1] if record.phases else ""
+            block = owners.get(entry_index) or Block(size, phase, op=HIDDEN, role=TEMPORARY)
+            live[address] = (_open(record, block, size), size)
+            allocated_now += size
         elif action == "free_requested":
             index, size = live.pop(address, (at_start.pop(address, older), size))
-            joined.events.append((index, -size))
-            now -= size
+            record.events.append((index, -size))
+            allocated_now -= size
         elif action == "segment_alloc":
             reserved += size
         elif action == "segment_free":
             reserved -= size
         highest_reserved = max(highest_reserved, reserved)
-        if now > best:
-            best = now
-            joined.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
-            joined.facts["hidden"] = sum(
-                size for i, size in live.values() if joined.blocks[i].op == HIDDEN
+        if allocated_now > best:
+            best = allocated_now
+            record.facts = {
+                "allocated": allocated_now,
+                "reserved": reserved,
+                "fragmentation": reserved - allocated_now,
+            }
+            record.facts["hidden"] = sum(
+                size for i, size in live.values() if record.blocks[i].op == HIDDEN
             )
-    joined.facts["largest reserved"] = highest_reserved
-    return joined
+    record.facts["largest reserved"] = highest_reserved
+    return record
 
 
-def _open(joined: Joined, block: Block, size: int) -> int:
-    joined.blocks.append(block)
-    joined.events.append((len(joined.blocks) - 1, size))
-    return len(joined.blocks) - 1
+def _open(record: JoinedRecord, block: Block, size: int) -> int:
+    record.blocks.append(block)
+    record.events.append((len(record.blocks) - 1, size))
+    return len(record.blocks) - 1
 
 
 def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
     """The recorder's block of an entry: the first one at its address before the next entry."""
-    places = grouped((e["addr"], i) for i, e in enumerate(entries) if e["action"] == "alloc")
-    times = {a: [entries[p].get("time_us", 0) for p in numbers] for a, numbers in places.items()}
+    allocations = grouped((e["addr"], i) for i, e in enumerate(entries) if e["action"] == "alloc")
+    times = {
+        a: [entries[p].get("time_us", 0) for p in numbers] for a, numbers in allocations.items()
+    }
     owners: dict[int, Block] = {}
     for block in recorded:
         position = bisect.bisect_right(times.get(block.address, []), block.time) - 1
         if position >= 0:
-            owners.setdefault(places[block.address][position], block)
+            owners.setdefault(allocations[block.address][position], block)
     return owners

@@ -60,12 +60,12 @@ class Stats:
     def kept_bytes(self, policies: tuple[str, ...]) -> int:
         """Bytes that all layers keep, plus those of the largest layer while it is recomputed."""
         pairs = list(zip(self.layers, policies, strict=True))
-        again = (
+        recomputed = (
             max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
             for layer, p in pairs
             if p != "none"
         )
-        return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
+        return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *recomputed])
 
     def seconds(self, policies: tuple[str, ...]) -> float:
         """Time of the recomputation in all layers."""
@@ -121,8 +121,8 @@ def layer_stats(
         if key not in costs:
             costs[key] = {}
             for name in POLICIES:
-                one = _Count(device, None, layer, None, sequence, autocast)
-                costs[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
+                counter = _Count(device, None, layer, None, sequence, autocast)
+                costs[key][name] = counter.cost(name, args, kwargs, flops, bandwidth)
     return Stats(tuple(costs[_cost_key(layer)] for layer in layers), batch * sequence)
 
 
@@ -161,9 +161,9 @@ class _Count(Simulation):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator; in a second forward, count its work."""
-        inside = bool(self._ops)
+        is_nested = bool(self._ops)
         result = super().run(func, args, kwargs)
-        if not inside and self._phase() == RECOMPUTE:
+        if not is_nested and self._phase() == RECOMPUTE:
             self._work(func, args, kwargs, result)
         return result
 
@@ -184,8 +184,8 @@ class _Count(Simulation):
     def cost(self, policy: str, args: Any, kwargs: Any, flops: float, bandwidth: float) -> Cost:
         """Bytes between forward and backward, and seconds of the second forward."""
         layer: Any = self._model
-        taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        hidden = next(t for t in taken if t.is_floating_point())
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        hidden = next(t for t in inputs if t.is_floating_point())
 
         def fresh(value: Any) -> Any:
             if value is hidden:
@@ -223,8 +223,8 @@ class Choice:
 
     def __str__(self) -> str:
         counts = {name: self.policies.count(name) for name in POLICIES if name in self.policies}
-        shown = ", ".join(f"{name}: {n} layers" for name, n in counts.items())
-        return f"{shown}; {self.kept_bytes / 2**30:.2f} GiB kept"
+        parts = ", ".join(f"{name}: {n} layers" for name, n in counts.items())
+        return f"{parts}; {self.kept_bytes / 2**30:.2f} GiB kept"
 
 
 def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
@@ -245,15 +245,15 @@ def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
     elif options:
         raise TypeError(f"options go with a model, got {', '.join(options)} beside statistics")
     chosen = ["none"] * len(stats.layers)
-    taken: list[tuple[int, str]] = []
-    for _, place, name in sorted(_steps(stats)):
+    steps: list[tuple[int, str]] = []
+    for _, layer, name in sorted(_steps(stats)):
         if stats.kept_bytes(tuple(chosen)) <= budget_bytes:
             break
-        taken.append((place, chosen[place]))
-        chosen[place] = name
-    for place, before in taken[:-1]:  # the last step may have made more room than was needed
-        less = [*chosen[:place], before, *chosen[place + 1 :]]
-        cheaper = stats.layers[place][before].seconds < stats.layers[place][chosen[place]].seconds
+        steps.append((layer, chosen[layer]))
+        chosen[layer] = name
+    for layer, previous in steps[:-1]:  # the last step may have made more room than was needed
+        less = [*chosen[:layer], previous, *chosen[layer + 1 :]]
+        cheaper = stats.layers[layer][previous].seconds < stats.layers[layer][chosen[layer]].seconds
         if cheaper and stats.kept_bytes(tuple(less)) <= budget_bytes:
             chosen = less
     policies = tuple(chosen)
@@ -263,19 +263,19 @@ def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
 
 def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
     """Seconds per byte, layer and policy of every step along each layer's lower convex hull."""
-    for place, layer in enumerate(stats.layers):
-        at = layer["none"]
+    for index, layer in enumerate(stats.layers):
+        cost = layer["none"]
         while True:
-            lower = [(n, c) for n, c in layer.items() if c.kept_bytes < at.kept_bytes]
+            lower = [(n, c) for n, c in layer.items() if c.kept_bytes < cost.kept_bytes]
             if not lower:
                 break
             rates = [
-                ((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
+                ((c.seconds - cost.seconds) / (cost.kept_bytes - c.kept_bytes), c.kept_bytes, n)
                 for n, c in lower
             ]
             rate, _, name = min(rates)
-            yield rate, place, name
-            at = layer[name]
+            yield rate, index, name
+            cost = layer[name]
 
 
 class Adaptive(Recompute):
@@ -301,9 +301,9 @@ class Adaptive(Recompute):
         scale = _tokens(args, kwargs) / self._stats.tokens
         free_bytes = max(0, self._probe() - self._reserve)
         self.choice = choose(self._stats, int(free_bytes / max(scale, 1e-9)))
-        for one, name in zip(self._wrapped, self.choice.policies, strict=True):
-            one.policy = POLICIES[name]
-            self.policies[one.path] = name
+        for layer, name in zip(self._wrapped, self.choice.policies, strict=True):
+            layer.policy = POLICIES[name]
+            self.policies[layer.path] = name
 
     def remove(self) -> None:
         """Stop choosing, and give every layer back the ``forward`` it had."""
@@ -336,7 +336,7 @@ def adapt(
     device = next(model.parameters()).device
     if probe is None and device.type == "cpu":
         raise ValueError("adapt: a CPU does not tell what is free for a model; give a probe")
-    handle = Adaptive(model, stats, reserve_bytes, probe or (lambda: _free(device)))
+    handle = Adaptive(model, stats, reserve_bytes, probe or (lambda: _free_bytes(device)))
     if len(handle._wrapped) != len(stats.layers):
         count = len(handle._wrapped)
         handle.remove()
@@ -344,7 +344,7 @@ def adapt(
     return handle
 
 
-def _free(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     module = torch.get_device_module(device)
     cached = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + cached)
@@ -354,7 +354,7 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Number of tokens of a batch, from its ids or its embeddings."""
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
         if isinstance(value, torch.Tensor):
-            lead = value.shape[:-1] if value.is_floating_point() else value.shape
-            return lead.numel()
-    shown = ", ".join(describe(a) for a in (*args, *kwargs.values()))
-    raise ValueError(f"adapt: no input_ids or inputs_embeds to count tokens of, got {shown}")
+            token_shape = value.shape[:-1] if value.is_floating_point() else value.shape
+            return token_shape.numel()
+    arguments = ", ".join(describe(a) for a in (*args, *kwargs.values()))
+    raise ValueError(f"adapt: no input_ids or inputs_embeds to count tokens of, got {arguments}")

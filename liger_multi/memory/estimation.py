@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from liger_multi.errors import need, shown
+from liger_multi.errors import require_packages, shown
+from liger_multi.files.page import Page, Paged
 from liger_multi.memory.breakdown import Profile, percent, summarize
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.offload import compress_activations, offload_activations
@@ -40,7 +41,6 @@ from liger_multi.memory.setup import (
 from liger_multi.memory.simulation import Simulation, on_meta
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops.dequantize import FORMATS
-from liger_multi.page import Page, Paged
 from liger_multi.patcher import patcher, sharder
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class Estimate(Paged):
     def dynamic_bytes(self) -> int:
         """Peak of everything else, which grows with the tokens."""
         names = (SAVED, LOGITS, TEMPORARY, OTHER)
-        places = [list(self.profile.at_peak).index(name) for name in names]
-        return max((sum(row[i] for i in places) for row in self.profile.timeline), default=0)
+        columns = [list(self.profile.at_peak).index(name) for name in names]
+        return max((sum(row[i] for i in columns) for row in self.profile.timeline), default=0)
 
     @property
     def peak_bytes(self) -> int:
@@ -153,7 +153,7 @@ class Estimate(Paged):
         if sum_bytes <= self.peak_bytes:
             return
         at_peak = self.profile.at_peak
-        absent = [
+        reasons = [
             f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
             for name, size in self.parts.items()
             if at_peak.get(name, 0) < size
@@ -161,11 +161,11 @@ class Estimate(Paged):
         dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
         if dynamic < self.dynamic_bytes:
             sizes = format_bytes(dynamic), format_bytes(self.dynamic_bytes)
-            absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
+            reasons.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
         yield (
             "Static and dynamic have their highest moments at different times: together they would "
             f"be {format_bytes(sum_bytes)}, the peak is {format_bytes(self.peak_bytes)}. At the "
-            f"peak, {' and '.join(absent)}."
+            f"peak, {' and '.join(reasons)}."
         )
 
 
@@ -216,10 +216,10 @@ def estimate(
     if setup.ranks > 1:
         sharder().shard_on_meta(model, setup.ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
-    away = {STATES} if setup.offload else set()
-    away |= {PARAMETERS} if setup.offload_parameters else set()
+    on_host = {STATES} if setup.offload else set()
+    on_host |= {PARAMETERS} if setup.offload_parameters else set()
     shared, ending = 0, 0
-    if setup.world > 1 or away:
+    if setup.world > 1 or on_host:
         units = units_of(model)
         shared, ending = (
             fsdp_bytes(*units, setup.world, copies)
@@ -233,9 +233,9 @@ def estimate(
     }
     ratio = dict.fromkeys(static, 1.0)
     if setup.fsdp and copies:  # its shards are the fp32 weights
-        whole = static.copy()
+        unsharded = static.copy()
         move_copies(static, dtype, copies)
-        ratio |= {name: static[name] / max(1, whole[name]) for name in (PARAMETERS, GRADIENTS)}
+        ratio |= {name: static[name] / max(1, unsharded[name]) for name in (PARAMETERS, GRADIENTS)}
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     simulation = Simulation(device, setup.capacity, model, vocabulary, tokens, autocast)
     simulation.add(Block(static[STATES], role=STATES))
@@ -244,7 +244,7 @@ def estimate(
     scale = dict.fromkeys(sharded.get(level, ()), 1 / setup.world)
     share = {name: round(size * scale.get(name, 1.0)) for name, size in static.items()}
     scale = {name: factor * ratio[name] for name, factor in scale.items()}
-    scale |= dict.fromkeys(away, 0.0)
+    scale |= dict.fromkeys(on_host, 0.0)
     title = f"{_name(config_or_model)} {batch} x {sequence}, {setup.text}"
     profile = summarize(
         Profile(title, device, "shapes"),
@@ -256,8 +256,8 @@ def estimate(
     return Estimate(
         title,
         profile,
-        {name: 0 if name in away else size for name, size in share.items()},
-        sum(size for name, size in share.items() if name in away) + away_bytes(),
+        {name: 0 if name in on_host else size for name, size in share.items()},
+        sum(size for name, size in share.items() if name in on_host) + away_bytes(),
         shared,
         0 if device == "cpu" else WORKSPACE,
         sum(p.numel() for p in trained),
@@ -358,8 +358,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def units_of(model: Any) -> tuple[list[list[Any]], list[Any]]:
     """Parameters of every block, and those of none."""
     blocks = [list(block.parameters()) for block in blocks_of(model)]
-    inside = {id(p) for block in blocks for p in block}
-    return blocks, [p for p in model.parameters() if id(p) not in inside]
+    in_blocks = {id(p) for block in blocks for p in block}
+    return blocks, [p for p in model.parameters() if id(p) not in in_blocks]
 
 
 REDUCED = 4  # bytes of an element of a sum of gradients, which FSDP2 makes in fp32
@@ -383,18 +383,18 @@ def fsdp_bytes(
     def elements(parameters: list[Any]) -> int:
         return sum(math.prod(p.shape) for p in parameters if p.requires_grad)
 
-    def waiting(parameters: list[Any]) -> int:  # whole gradients, less the shards that count
+    def unreduced(parameters: list[Any]) -> int:  # whole gradients, less the shards that count
         shard: int = sum(copies * math.prod(p.shape) if copies else p.nbytes for p in parameters)
-        whole: int = sum(p.nbytes for p in parameters)
-        return max(0, whole - shard // devices)
+        total: int = sum(p.nbytes for p in parameters)
+        return max(0, total - shard // devices)
 
     trained = [p for p in root if p.requires_grad]
     head = max(trained, key=lambda p: p.nbytes, default=None)
     sums = max(map(elements, blocks), default=0)
-    block = max((sum(p.nbytes for p in one) for one in blocks), default=0)
+    block = max((sum(p.nbytes for p in block_parameters) for block_parameters in blocks), default=0)
     layers = sum(p.nbytes for p in root) + 2 * block + REDUCED * sums
-    layers += waiting([head]) if head is not None else 0
-    end = REDUCED * (elements(root) + sums) + waiting(trained)
+    layers += unreduced([head]) if head is not None else 0
+    end = REDUCED * (elements(root) + sums) + unreduced(trained)
     return layers, max(0, end - layers)
 
 
@@ -409,13 +409,13 @@ def gathered_bytes(blocks: list[list[Any]], root: list[Any], level: int) -> int:
         root: Parameters of no block.
         level: ZeRO stage.
     """
-    outside: int = sum(p.nbytes for p in root)
-    block: int = max((sum(p.nbytes for p in one) for one in blocks), default=0)
-    trained = any(p.requires_grad for one in (*blocks, root) for p in one)
-    gradient: int = max(block, outside) if trained else 0
+    root_bytes: int = sum(p.nbytes for p in root)
+    block: int = max((sum(p.nbytes for p in parameters) for parameters in blocks), default=0)
+    trained = any(p.requires_grad for parameters in (*blocks, root) for p in parameters)
+    gradient: int = max(block, root_bytes) if trained else 0
     if level == 2:
         return gradient
-    return 2 * block + outside + gradient if level == 3 else 0
+    return 2 * block + root_bytes + gradient if level == 3 else 0
 
 
 def _name(config_or_model: Any) -> str:
@@ -448,7 +448,7 @@ def adapted_in_four_bits(config: Any, format: str, rank: int = RANK) -> Any:
     """
     if format not in FORMATS:
         raise ValueError(f"weights must be one of {', '.join(FORMATS)}, got {format!r}")
-    need("adapters on weights in 4 bits", ["peft"], "peft")
+    require_packages("adapters on weights in 4 bits", ["peft"], "peft")
     import peft
 
     model = meta_model(config, torch.bfloat16, "sdpa", 0)
@@ -470,14 +470,16 @@ def adapted_in_four_bits(config: Any, format: str, rank: int = RANK) -> Any:
 
 def _quantized(module: Any, weight: Any, format: str) -> QuantizedWeight | None:
     """Codes and scales for a weight; blocks lie along its inputs."""
-    turned = weight.ndim == 3 and bool(getattr(module, "is_transposed", False))
-    *lead, columns = (weight.mT if turned else weight).shape
+    is_transposed = weight.ndim == 3 and bool(getattr(module, "is_transposed", False))
+    *leading, columns = (weight.mT if is_transposed else weight).shape
     group = FORMATS[format].group or INT4_GROUP
     if columns % group:
         return None
     dtypes = {"int4": weight.dtype, "nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8}
     scales = torch.empty(
-        *lead, columns // group, dtype=dtypes.get(format, torch.float32), device="meta"
+        *leading, columns // group, dtype=dtypes.get(format, torch.float32), device="meta"
     )
-    codes = torch.empty(*lead, columns // 2, dtype=torch.uint8, device="meta")
-    return QuantizedWeight(codes, scales, format=format, dtype=weight.dtype, transposed=turned)
+    codes = torch.empty(*leading, columns // 2, dtype=torch.uint8, device="meta")
+    return QuantizedWeight(
+        codes, scales, format=format, dtype=weight.dtype, transposed=is_transposed
+    )

@@ -46,21 +46,21 @@ class Storages:
         storage = tensor.untyped_storage()
         # The C++ identity: a Python wrapper of the same storage may come and go.
         key, size = storage._cdata, storage.nbytes()
-        before = self.sizes.get(key)
-        if before == size:
-            return key, before, size
-        if before is None:
+        previous = self.sizes.get(key)
+        if previous == size:
+            return key, previous, size
+        if previous is None:
             if tensor.device.type != self._device_type:
                 return None
-            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+            self._references[key] = weakref.ref(storage, lambda _: self._on_free(key))
         self.sizes[key] = size
-        return key, before, size
+        return key, previous, size
 
     def forget(self) -> None:
         """Stop watching: the storages outlive the region."""
         self._references.clear()
 
-    def _gone(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         self._references.pop(key, None)
         size = self.sizes.pop(key, None)
         if size is not None:
@@ -89,14 +89,14 @@ class StorageMode(TorchDispatchMode):
     ) -> Any:
         # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
         # Operators of ours that open stored weights themselves get them as they are.
-        ours = func.namespace == "liger_multi"
+        is_operator = func.namespace == "liger_multi"
         for tensor_class in types:
-            if ours and issubclass(tensor_class, StoredWeight) and opens(func):
+            if is_operator and issubclass(tensor_class, StoredWeight) and opens(func):
                 continue
-            own = getattr(tensor_class, "__torch_dispatch__", _OWN)
-            if tensor_class not in _PLAIN and own is not _OWN:
+            handler = getattr(tensor_class, "__torch_dispatch__", _OWN)
+            if tensor_class not in _PLAIN and handler is not _OWN:
                 return NotImplemented
-        if ours:  # Python of ours, where function modes have a say
+        if is_operator:  # Python of ours, where function modes have a say
             return self._watch(func, args, kwargs)
         # Function modes ran already. PyTorch's own Python (decompositions, shapes) would call
         # them at every attribute of a tensor.
@@ -202,17 +202,17 @@ def measure(
     """
     if width is not None and width < 1:
         raise ValueError(f"width must be a positive length of an axis or None, got {width!r}")
-    where = resolve_device(device)
-    on_cpu = where.type in ("cpu", "meta")  # which have no allocator that counts
-    peak = Peak(where, "live tensors" if on_cpu else "allocator")
+    target = resolve_device(device)
+    on_cpu = target.type in ("cpu", "meta")  # which have no allocator that counts
+    peak = Peak(target, "live tensors" if on_cpu else "allocator")
     with contextlib.ExitStack() as stack:
         if on_cpu or width is not None:
-            watch = _Watch(where, width, known if on_cpu else ())
+            watch = _Watch(target, width, known if on_cpu else ())
             stack.callback(watch.report, peak, on_cpu)
             stack.enter_context(inline_ops())  # as plain Python, so that the watch sees them
             stack.enter_context(watch)
         if not on_cpu:
-            stack.enter_context(_allocator(where, peak))
+            stack.enter_context(_allocator(target, peak))
         yield peak
 
 
@@ -272,7 +272,7 @@ class _Watch(StorageMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._width = width
-        self._storages = Storages(device.type, self._gone)
+        self._storages = Storages(device.type, self._on_free)
         self._born: set[int] = set()
         self._start = self._live = self._peak = 0
         self._widest: tuple[int, torch.Size, torch.dtype] | None = None
@@ -295,14 +295,14 @@ class _Watch(StorageMode):
         entry = self._storages.see(tensor)
         if entry is None:
             return
-        key, before, size = entry
-        if before is None and is_output:
+        key, previous, size = entry
+        if previous is None and is_output:
             self._born.add(key)
-        elif before is None:
+        elif previous is None:
             self._start += size
             self._peak += size
-        if before != size:
-            self._live += size - (before or 0)
+        if previous != size:
+            self._live += size - (previous or 0)
             self._peak = max(self._peak, self._live)
         if self._width is not None and self._width in tensor.shape and key in self._born:
             # An expanded view is wide without holding anything.
@@ -310,6 +310,6 @@ class _Watch(StorageMode):
             if self._widest is None or extent > self._widest[0]:
                 self._widest = (extent, tensor.shape, tensor.dtype)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _on_free(self, key: int, size: int) -> None:
         self._live -= size
         self._born.discard(key)

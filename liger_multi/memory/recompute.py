@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 
 from liger_multi import checks
 from liger_multi._torch_private import TorchDispatchMode, detached, tree_map, tree_map_only
-from liger_multi.arguments import parameters_of, without_caches
 from liger_multi.errors import check_name
+from liger_multi.modules.arguments import parameters_of, without_caches
 
 # --- policies ---
 
@@ -132,7 +132,7 @@ def _name(func: Any) -> str:
 
 
 @functools.cache
-def _kept(policy: Policy, func: Any, width: tuple[int, int] | None) -> bool:
+def _keeps_result(policy: Policy, func: Any, width: tuple[int, int] | None) -> bool:
     return policy.keep(_name(func), width)
 
 
@@ -156,12 +156,12 @@ def _randomness(func: Any) -> int | None:
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call takes random numbers: one that did must run again, or later ones differ."""
-    place = _randomness(func)
-    if place is None:
+    argument = _randomness(func)
+    if argument is None:
         return False
-    if place < 0:
+    if argument < 0:
         return True
-    dropout = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    dropout = args[argument] if argument < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(dropout)
 
 
@@ -175,10 +175,12 @@ def _width(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
     return (factors[-2].shape[-1], factors[-1].shape[out]) if len(factors) > 1 else None
 
 
-def keeps(policy: Policy, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def keeps_result(
+    policy: Policy, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
     """Whether the result of this call of an operator is kept."""
     width = _width(func, args) if not policy.widening and _is_product(func) else None
-    return _kept(policy, func, width) and not _draws(func, args, kwargs)
+    return _keeps_result(policy, func, width) and not _draws(func, args, kwargs)
 
 
 # Their backward reads nothing: what comes before them at the end of a layer is not needed.
@@ -217,15 +219,15 @@ class Counted:
 
     def keeps(self, again: bool, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether the result of an operator is kept, or was kept if the layer runs again."""
-        if not keeps(self._policy, func, args, kwargs):
+        if not keeps_result(self._policy, func, args, kwargs):
             if not again and not _unread(func):
                 self.last = None
             return False
-        number = self._counts[again]
+        index = self._counts[again]
         self._counts[again] += 1
         if not again:
-            self.last = number if _is_product(func) else None
-        return number != self._skip
+            self.last = index if _is_product(func) else None
+        return index != self._skip
 
 
 def traced(policy: Policy) -> Callable[..., Any]:
@@ -236,7 +238,7 @@ def traced(policy: Policy) -> Callable[..., Any]:
     """
 
     def answer(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if keeps(policy, func, args, kwargs):
+        if keeps_result(policy, func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -315,14 +317,14 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            place = f"{path}.{name}" if path else name
+            child_path = f"{path}.{name}" if path else name
             blocks = list(child.named_children()) if isinstance(child, nn.ModuleList) else []
             if blocks and all(
                 sum(p.ndim > 1 for p in block.parameters()) > 1 for _, block in blocks
             ):
-                layers.extend((f"{place}.{number}", block) for number, block in blocks)
+                layers.extend((f"{child_path}.{index}", block) for index, block in blocks)
             else:
-                visit(child, place)
+                visit(child, child_path)
 
     visit(model, "")
     return layers
@@ -360,8 +362,10 @@ class _Recomputed:
         """Run the layer under its policy; unchanged without gradients."""
         if not torch.is_grad_enabled() or self.policy.keeps is None:
             return self.original(*args, **kwargs)
-        theirs = getattr(self.layer, "gradient_checkpointing", False) and self.layer.training
-        if theirs or checks.in_checkpoint():
+        is_checkpointed = (
+            getattr(self.layer, "gradient_checkpointing", False) and self.layer.training
+        )
+        if is_checkpointed or checks.in_checkpoint():
             raise RuntimeError(
                 f"{self.path} runs under the recompute policy {self.policy.name!r} and under "
                 "another checkpointing, which would compute it twice: call "
@@ -380,10 +384,10 @@ class _Recomputed:
             return checkpoint(self.original, *args, **options, **kwargs)
         key = (type(self.layer), self.policy.name)
         skip = self.skip if self.skip is not None else self.learned.get(key)
-        counted = Counted(self.policy, skip)
-        options["context_fn"] = functools.partial(_contexts, counted, store.get())
+        policy = Counted(self.policy, skip)
+        options["context_fn"] = functools.partial(_contexts, policy, store.get())
         result = checkpoint(self._by_products, *args, **options, **kwargs)
-        self.skip = self.learned[key] = counted.last
+        self.skip = self.learned[key] = policy.last
         return result
 
     def _by_products(self, *args: Any, **kwargs: Any) -> Any:
@@ -428,17 +432,17 @@ class Recompute:
         Raises:
             RuntimeError: Somebody else replaced it since; nothing is changed then.
         """
-        for one in self._wrapped:
-            if one.layer.__dict__.get("forward") is not one:
+        for wrapper in self._wrapped:
+            if wrapper.layer.__dict__.get("forward") is not wrapper:
                 raise RuntimeError(
-                    f"the forward of {one.path} was replaced after apply_recompute "
-                    f"({one.layer.__dict__.get('forward')!r:.80}); undo that first"
+                    f"the forward of {wrapper.path} was replaced after apply_recompute "
+                    f"({wrapper.layer.__dict__.get('forward')!r:.80}); undo that first"
                 )
-        for one in self._wrapped:
-            if one.before is None:
-                del one.layer.__dict__["forward"]
+        for wrapper in self._wrapped:
+            if wrapper.before is None:
+                del wrapper.layer.__dict__["forward"]
             else:
-                one.layer.__dict__["forward"] = one.before
+                wrapper.layer.__dict__["forward"] = wrapper.before
         self._wrapped = []
 
     def __enter__(self) -> Recompute:
@@ -455,7 +459,7 @@ class Recompute:
 def undo_all(model: nn.Module) -> None:
     """Take back what any handle did to the layers of a model."""
     wrapped = [m.__dict__.get("forward") for m in model.modules()]
-    Recompute({}, [one for one in wrapped if isinstance(one, _Recomputed)]).remove()
+    Recompute({}, [wrapper for wrapper in wrapped if isinstance(wrapper, _Recomputed)]).remove()
 
 
 def apply_recompute(
@@ -500,10 +504,10 @@ def apply_recompute(
             raise ValueError(f"{path} has a recompute policy already; remove() that one first")
     wrapped: list[_Recomputed] = []
     learned: dict[tuple[type, str], int | None] = {}
-    for number, one in chosen.items():
-        path, layer = model_layers[number]
-        if one.keeps is not None:
-            recomputed = _Recomputed(layer, path, one, preserve_rng_state)
+    for index, layer_policy in chosen.items():
+        path, layer = model_layers[index]
+        if layer_policy.keeps is not None:
+            recomputed = _Recomputed(layer, path, layer_policy, preserve_rng_state)
             recomputed.learned = learned
             layer.__dict__["forward"] = recomputed
             wrapped.append(recomputed)
@@ -515,18 +519,18 @@ def apply_recompute(
 
 def _chosen(policy: Policies, layers: int | Iterable[int] | None, count: int) -> dict[int, Policy]:
     if isinstance(policy, str | Policy):
-        one = policy_of(policy)
+        layer_policy = policy_of(policy)
         numbers = range(layers) if isinstance(layers, int) else layers
-        policies = dict.fromkeys(range(count) if numbers is None else numbers, one)
+        policies = dict.fromkeys(range(count) if numbers is None else numbers, layer_policy)
     elif layers is not None:
         raise ValueError(f"layers={layers!r} goes with one policy; got {policy!r:.80}")
     elif isinstance(policy, Mapping):
-        policies = {number: policy_of(one) for number, one in policy.items()}
+        policies = {index: policy_of(layer_policy) for index, layer_policy in policy.items()}
     else:
-        policies = {number: policy_of(one) for number, one in enumerate(policy)}
+        policies = {index: policy_of(layer_policy) for index, layer_policy in enumerate(policy)}
         if len(policies) != count:
             raise ValueError(f"expected a policy for each of {count} layers, got {len(policies)}")
-    outside = [n for n in policies if not isinstance(n, int) or not 0 <= n < count]
-    if outside:
-        raise ValueError(f"layers are 0 to {count - 1}, got {outside[0]!r}")
+    invalid = [n for n in policies if not isinstance(n, int) or not 0 <= n < count]
+    if invalid:
+        raise ValueError(f"layers are 0 to {count - 1}, got {invalid[0]!r}")
     return policies

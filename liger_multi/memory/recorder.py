@@ -112,7 +112,7 @@ class Recorder(StorageMode):
         self.moments: list[int] = []
         self.live = 0
         self._addresses = device_type not in ("cpu", "meta")
-        self.storages = Storages(device_type, self._gone)
+        self.storages = Storages(device_type, self._on_free)
         self._model, self._optimizer, self._vocabulary = model, optimizer, vocabulary
         self._index: dict[int, int] = {}
         self._modules = list(model.named_modules()) if model is not None else []
@@ -164,7 +164,7 @@ class Recorder(StorageMode):
 
         def enter() -> Any:
             with self:
-                return self.ours(primitive, args)
+                return self.run_operator(primitive, args)
 
         return self.named(f"{primitive.op.name}.{primitive.direction}", enter)
 
@@ -172,7 +172,7 @@ class Recorder(StorageMode):
         """Run one operator of PyTorch."""
         return func(*args, **kwargs)
 
-    def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
+    def run_operator(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """Run one of our operators."""
         return primitive.call(*args)
 
@@ -181,14 +181,14 @@ class Recorder(StorageMode):
         entry = self.storages.see(tensor)
         if entry is None:
             return
-        key, before, size = entry
-        if before is None:
+        key, previous, size = entry
+        if previous is None:
             self._born(key, size, is_output, tensor)
-        elif before != size:  # sharding libraries resize in place
+        elif previous != size:  # sharding libraries resize in place
             index = self._index[key]
             self.blocks[index].size = max(size, self.blocks[index].size)
-            self.events.append((index, size - before))
-            self.live += size - before
+            self.events.append((index, size - previous))
+            self.live += size - previous
         if is_output and self._vocabulary and tensor.ndim > 1 and self._vocabulary in tensor.shape:
             block = self.blocks[self._index[key]]
             if block.phase == BACKWARD and sorted(tensor.shape) in self._weights:
@@ -208,7 +208,7 @@ class Recorder(StorageMode):
         self.events.append((self._index[key], size))
         self.live += size
 
-    def _gone(self, key: int, size: int) -> None:
+    def _on_free(self, key: int, size: int) -> None:
         index = self._index.pop(key, None)
         if index is not None:
             self.blocks[index].died = self._phase()
@@ -237,48 +237,50 @@ class Recorder(StorageMode):
         swaps = {id(m): getattr(m, "_liger_multi_swap", None) for m in modules}
         # linear layers of ours are called as PyTorch's are
         ops = {id(m): getattr(swaps[id(m)], "op", "linear") for m in modules}
-        ours = [m for m in modules if ops[id(m)] not in ("linear", "four_bits")]
-        heads = {id(m) for m in ours if isinstance(m, nn.Linear)}
-        inside = {id(m) for parent in ours for m in parent.children() if not any(m.children())}
-        adapted = {id(part) for m in ours if ops[id(m)] == "lora" for part in m.modules()}
-        bare = heads | adapted | (inside - {id(m) for m in ours})
+        patched = [m for m in modules if ops[id(m)] not in ("linear", "four_bits")]
+        heads = {id(m) for m in patched if isinstance(m, nn.Linear)}
+        leaves_of_patched = {
+            id(m) for parent in patched for m in parent.children() if not any(m.children())
+        }
+        adapted = {id(part) for m in patched if ops[id(m)] == "lora" for part in m.modules()}
+        unhooked = heads | adapted | (leaves_of_patched - {id(m) for m in patched})
         for module in modules:
-            if id(module) not in bare:
+            if id(module) not in unhooked:
                 yield module.register_forward_pre_hook(self._enter, prepend=True)
                 yield module.register_forward_hook(self._leave, always_call=True)
 
     def _phase(self) -> str:
-        inside = current_autograd_node() is not None
+        in_backward = current_autograd_node() is not None
         if self._stepping:
             phase = OPTIMIZER
-        elif inside:
+        elif in_backward:
             phase = RECOMPUTE if self._stack else BACKWARD
         elif self._stack or (self._last == FORWARD and torch.is_grad_enabled()):
             phase = FORWARD
         else:
             phase = BETWEEN
-        shown = BACKWARD if phase == RECOMPUTE else phase
-        if phase != BETWEEN and shown != self._last:
-            self._last = shown
+        named_phase = BACKWARD if phase == RECOMPUTE else phase
+        if phase != BETWEEN and named_phase != self._last:
+            self._last = named_phase
             self.moments.append(time.time_ns() // 1000)
-            self.phases.append((len(self.events), shown))
+            self.phases.append((len(self.events), named_phase))
         return phase
 
     def _owner(self) -> tuple[str, str]:
         """Path and class of the module that is running, forwards or backwards."""
         if self._stack:
             return self._stack[-1]
-        number = getattr(current_autograd_node(), "_sequence_nr", None)
-        if number is None or self._stepping:
+        sequence_nr = getattr(current_autograd_node(), "_sequence_nr", None)
+        if sequence_nr is None or self._stepping:
             return "", ""
-        place = bisect.bisect_right(self._marks, number(), key=lambda mark: mark[0]) - 1
-        return self._marks[place][1:]
+        index = bisect.bisect_right(self._marks, sequence_nr(), key=lambda mark: mark[0]) - 1
+        return self._marks[index][1:]
 
     def _mark(self) -> None:
         owner = self._stack[-1] if self._stack else ("", "")
-        number = next_sequence_nr()
-        if number >= self._marks[-1][0]:  # another thread counts for itself
-            self._marks.append((number, *owner))
+        sequence_nr = next_sequence_nr()
+        if sequence_nr >= self._marks[-1][0]:  # another thread counts for itself
+            self._marks.append((sequence_nr, *owner))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         module_class = type(module).__name__

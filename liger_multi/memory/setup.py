@@ -115,9 +115,9 @@ class TrainingSetup:
         device_type(self.device)
         if self.capacity is not None:
             positive(2**63 - 1, capacity=self.capacity)
-        for refused, why in REFUSED:
+        for refused, message in REFUSED:
             if refused(self):
-                raise ValueError(why.format(self))
+                raise ValueError(message.format(self))
 
     @property
     def level(self) -> int:
@@ -129,13 +129,13 @@ class TrainingSetup:
         """The setup in words, for titles."""
         spread = ("FSDP2" if self.fsdp else f"ZeRO-{self.level}") if self.level else ""
         spread += f" on {self.world} devices" if self.world > 1 else ""
-        over = f"sequences over {self.ranks} ranks" if self.ranks > 1 else ""
-        words = [self.dtype, self.optimizer, spread.strip(), over]
-        words += ["checkpointing"] * self.checkpointing + ["patched"] * bool(self.patched)
-        words += [f"{self.offload} offload"] if self.offload else []
-        words += ["activations on the host"] * self.offload_activations
-        words += [f"activations in {self.compress}"] if self.compress else []
-        return ", ".join(word for word in words if word)
+        sequence_text = f"sequences over {self.ranks} ranks" if self.ranks > 1 else ""
+        parts = [self.dtype, self.optimizer, spread.strip(), sequence_text]
+        parts += ["checkpointing"] * self.checkpointing + ["patched"] * bool(self.patched)
+        parts += [f"{self.offload} offload"] if self.offload else []
+        parts += ["activations on the host"] * self.offload_activations
+        parts += [f"activations in {self.compress}"] if self.compress else []
+        return ", ".join(part for part in parts if part)
 
 
 class SetupOptions(TypedDict, total=False):
@@ -204,17 +204,17 @@ def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> Tr
     """A setup, changed by keywords."""
     if setup is not None and not isinstance(setup, TrainingSetup):
         raise TypeError(f"setup must be a TrainingSetup, got {shown(setup)}")
-    wrong = [name for name in options if name not in {f.name for f in fields(TrainingSetup)}]
-    if wrong:
-        raise TypeError(f"estimate() got an unexpected keyword argument {wrong[0]!r}")
+    unexpected = [name for name in options if name not in {f.name for f in fields(TrainingSetup)}]
+    if unexpected:
+        raise TypeError(f"estimate() got an unexpected keyword argument {unexpected[0]!r}")
     return replace(setup or TrainingSetup(), **options)
 
 
-def positive(most: int = MOST, **values: object) -> None:
+def positive(largest: int = MOST, **values: object) -> None:
     """Refuse anything but a positive integer."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             raise ValueError(
                 f"{name} must be a positive integer, got {shown(value)}"
-                + f", the largest is {most}" * (isinstance(value, int) and value > most)
+                + f", the largest is {largest}" * (isinstance(value, int) and value > largest)
             )

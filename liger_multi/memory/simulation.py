@@ -105,10 +105,10 @@ class _LossKernels:
         gradient: Tensor,
         factor: Any,
         dtype: torch.dtype,
-        by: Any = None,
-        over: bool = False,
+        denominators: Any = None,
+        overwrite: bool = False,
     ) -> Tensor:
-        if (factor is None or over) and gradient.dtype == dtype:
+        if (factor is None or overwrite) and gradient.dtype == dtype:
             return gradient
         return torch.empty_like(gradient, dtype=dtype)
 
@@ -198,7 +198,7 @@ def around_kernels(name: str) -> Directions:
     from liger_multi.reference.float8 import gated_mlp_float8, linear_float8
 
     loss: Any = _LossKernels()
-    thin: Any = low_rank.LowRank(_parts_of_thin, _ROWS)
+    adapters: Any = low_rank.LowRank(_parts_of_thin, _ROWS)
     makers: Mapping[str, Callable[[], Directions]] = {
         "fused_linear_cross_entropy": functools.partial(
             fused_linear_cross_entropy.implement_fused_linear_cross_entropy, loss
@@ -211,9 +211,9 @@ def around_kernels(name: str) -> Directions:
             gated_mlp_float8.implement_gated_mlp_float8, _ActivationKernels(), _ROWS
         ),
         "linear_float8": functools.partial(linear_float8.implement_linear_float8, _ROWS),
-        "lora_mlp": functools.partial(lora_mlp.implement_lora_mlp, _ActivationKernels(), thin),
-        "lora_qkv": functools.partial(lora_qkv.implement_lora_qkv, thin),
-        "lora_update": functools.partial(lora_update.implement_lora_update, thin),
+        "lora_mlp": functools.partial(lora_mlp.implement_lora_mlp, _ActivationKernels(), adapters),
+        "lora_qkv": functools.partial(lora_qkv.implement_lora_qkv, adapters),
+        "lora_update": functools.partial(lora_update.implement_lora_update, adapters),
     }
     return makers[name]()
 
@@ -238,18 +238,22 @@ def _experts(args: Arguments) -> list[Tensor]:
     index, second = args["index"], args["down_weight"]
     hidden, inner = second.shape[1:][:: -1 if args["transposed"] else 1]
     rows, size = index.numel(), second.dtype.itemsize
-    wide, thin = rows * hidden * size, rows * inner * size
+    wide, narrow = rows * hidden * size, rows * inner * size
     if "dy" not in args:
-        return [index.new_empty(thin + wide, dtype=torch.uint8)]
+        return [index.new_empty(narrow + wide, dtype=torch.uint8)]
     trained = args.get("needs_gate_up_weight", False)
     first = second.shape[0] * args["gate_up"].shape[1] * hidden * size if trained else 0
-    written = wide if wide <= WRITTEN_BYTES else int(wide * WRITTEN_SHARE)
+    written_bytes = wide if wide <= WRITTEN_BYTES else int(wide * WRITTEN_SHARE)
     summed = min(wide, PAIRS_BYTES) if "needs_gate_up_weight" in args else wide
-    ways = (wide + thin - first, written if trained else 0, summed if args["needs_x"] else 0)
+    sizes = (
+        wide + narrow - first,
+        written_bytes if trained else 0,
+        summed if args["needs_x"] else 0,
+    )
     copied = 0 if may_overwrite() else args["gate_up"].nbytes
     # as many empty tensors as tell which way needs most: between two of them no size is linear
-    largest = [index.new_empty(0) for _ in range(ways.index(max(ways)))]
-    return [index.new_empty(max(ways) + copied, dtype=torch.uint8), *largest]
+    largest = [index.new_empty(0) for _ in range(sizes.index(max(sizes)))]
+    return [index.new_empty(max(sizes) + copied, dtype=torch.uint8), *largest]
 
 
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:
@@ -267,8 +271,8 @@ def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:
 def _delta_rule(args: Arguments) -> list[Tensor]:
     """Squares and gates of chunks; for backward, states and their gradients, and N."""
     k, v = args["k"], args["v"]
-    (batch, length, many, value), (heads, dim) = v.shape, k.shape[2:]
-    streams, chunks = batch * many, -(-length // CHUNK)
+    (batch, length, value_heads, value), (heads, dim) = v.shape, k.shape[2:]
+    streams, chunks = batch * value_heads, -(-length // CHUNK)
     tokens = chunks * CHUNK
     tensors = [
         k.new_empty(2, streams, tokens, CHUNK),
@@ -287,18 +291,18 @@ def _delta_rule(args: Arguments) -> list[Tensor]:
 def _channel_delta_rule(args: Arguments) -> list[Tensor]:
     """The same with gates of channels: rows of q and k by their gates, sums of gates in fp32."""
     k, v = args["k"], args["v"]
-    (batch, length, many, value), (heads, dim) = v.shape, k.shape[2:]
-    streams, chunks = batch * many, -(-length // CHUNK)
-    tokens, back = chunks * CHUNK, "dy" in args
+    (batch, length, value_heads, value), (heads, dim) = v.shape, k.shape[2:]
+    streams, chunks = batch * value_heads, -(-length // CHUNK)
+    tokens, is_backward = chunks * CHUNK, "dy" in args
     padded, planes = max(16, 1 << (dim - 1).bit_length()), k.element_size() // 2
     tensors = [
         k.new_empty(planes, streams, tokens, padded, dtype=FP32),
         k.new_empty(3, streams, tokens, dim),
         k.new_empty(streams, chunks, padded, dtype=FP32),
         k.new_empty(2, batch * heads, tokens * args["qk_l2norm"], dtype=FP32),
-        k.new_empty(2 + back, streams, tokens, CHUNK),
+        k.new_empty(2 + is_backward, streams, tokens, CHUNK),
     ]
-    if back:
+    if is_backward:
         tensors += [
             v.new_empty(2, streams, chunks, dim, value),
             v.new_empty(streams, length, value),
@@ -310,16 +314,16 @@ def _channel_delta_rule(args: Arguments) -> list[Tensor]:
 def _state_space(args: Arguments) -> list[Tensor]:
     """Gates and states of chunks; for backward, gradients of states and sums of chunks too."""
     x = args["x"]
-    (batch, length, many, value), (groups, size) = x.shape, args["B"].shape[2:]
-    streams, chunks = batch * many, -(-length // CHUNK)
-    tokens, back = chunks * CHUNK, "dy" in args
+    (batch, length, heads_of_x, value), (groups, size) = x.shape, args["B"].shape[2:]
+    streams, chunks = batch * heads_of_x, -(-length // CHUNK)
+    tokens, is_backward = chunks * CHUNK, "dy" in args
     tensors = [
         x.new_empty(5, streams * tokens, dtype=FP32),
-        x.new_empty(1 + back, streams, chunks, size, value),
+        x.new_empty(1 + is_backward, streams, chunks, size, value),
     ]
-    if back and args["z"] is not None:
+    if is_backward and args["z"] is not None:
         tensors += [torch.empty_like(x)]  # the gradient of y before the gate
-    if back:
+    if is_backward:
         tensors += [
             x.new_empty(batch * groups * chunks, CHUNK, CHUNK),
             x.new_empty(2 + -(-size // 128), streams * tokens, dtype=FP32),
@@ -332,21 +336,23 @@ def _scan(args: Arguments) -> list[Tensor]:
 
     These are gradients after spans and sums of spans, states of chunks, and parts of dB and dC.
     """
-    u, states, back = args["u"], args["B"].shape[2], "dy" in args
+    u, states, is_backward = args["u"], args["B"].shape[2], "dy" in args
     batch, length, cols = u.shape
     spans, blocks = -(-length // SPAN), -(-cols // CHANNELS)
-    some = min(batch, -(-PROGRAMS // (spans * blocks)))
+    sequences = min(batch, -(-PROGRAMS // (spans * blocks)))
     # forward by spans turns A as well
-    tensors = [args[n].new_empty(args[n].shape, dtype=FP32) for n in ("ABC" if back else "BC")]
-    if back:
-        tensors += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
-        tensors += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]
+    tensors = [
+        args[n].new_empty(args[n].shape, dtype=FP32) for n in ("ABC" if is_backward else "BC")
+    ]
+    if is_backward:
+        tensors += [u.new_empty(sequences, spans * (spans > 1), states + 1, cols, dtype=FP32)]
+        tensors += [u.new_empty(sequences, -(-length // TOKENS), states, cols, dtype=FP32)]
         tensors += [
             u.new_empty(batch, spans, args[f"needs_{n}"] * k, cols, dtype=FP32)
             for n, k in (("A", states), ("D", 1), ("delta_bias", 1))
         ]
         if args["needs_B"] or args["needs_C"]:  # side by side
-            tensors += [u.new_empty(blocks, some, length, 2, states, dtype=FP32)]
+            tensors += [u.new_empty(blocks, sequences, length, 2, states, dtype=FP32)]
     return tensors
 
 
@@ -406,13 +412,15 @@ class _Attention(torch.autograd.Function):
             rows = torch.empty_like(normalizer)
             # a head of keys that several heads of queries share has a gradient of each first
             shared = query.ndim == 4 and key.shape[1] != query.shape[1]
-            each = [t.new_empty(query.shape[1], *t[:, 0].shape) for t in (key, value) if shared]
+            head_gradients = [
+                t.new_empty(query.shape[1], *t[:, 0].shape) for t in (key, value) if shared
+            ]
             gradients = tuple(torch.empty_like(t) for t in (query, key, value))
-            del partial, rows, each
+            del partial, rows, head_gradients
             return gradients
 
-        named = "scaled_dot_product_attention_backward"
-        return None, *ctx.recorder.named(named, make), None
+        op_name = "scaled_dot_product_attention_backward"
+        return None, *ctx.recorder.named(op_name, make), None
 
 
 _attention: Any = _Attention.apply
@@ -497,7 +505,7 @@ _LEAST: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.bincount.default: _co
 """Operators whose data decide a size: the least one. Routers count the tokens of experts so."""
 
 
-def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` of meta tensors; many of their kernels are slow Python.
 
     The results of a call are made again where the same was called with the same shapes, unless a
@@ -539,11 +547,11 @@ def _forms(result: Any, inputs: list[Tensor]) -> tuple[_Form, ...] | None:
         return None
     forms = tuple((r.shape, r.stride(), r.dtype) for r in results)
     twins = [_empty_from(*form) for form in forms]
-    same = (
+    checks = (
         r.untyped_storage().nbytes() == t.untyped_storage().nbytes() and not r.storage_offset()
         for r, t in zip(results, twins, strict=True)
     )
-    return forms if all(same) else None
+    return forms if all(checks) else None
 
 
 # --- a step ---
@@ -603,7 +611,7 @@ class Simulation(Recorder):
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         """The context in which a model runs without memory and is recorded."""
-        _alone()
+        _unshared_counts()
         self._ask_before()
         implementations = MetaImplementations(self, self._target, self._autocast)
         with _meta_has_no_autocast(), implementations, self.recording():
@@ -679,36 +687,36 @@ class Simulation(Recorder):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of PyTorch, or repeat its earlier result."""
-        return answered(func, args, kwargs)
+        return run_on_meta(func, args, kwargs)
 
     def _valid(self, count: int) -> int:
         """Number of valid targets: the last token of every sequence predicts nothing."""
         return count - count // self._sequence if self._sequence > 1 else count
 
-    def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
+    def run_operator(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """Run the reference where it would run, else its loops around allocating kernels."""
         from liger_multi.reference.common.chunking import assumed_free
         from liger_multi.reference.float8.rows import assumed_gemms
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
-            named = dict(zip(primitive.params, args, strict=True))
+            kwargs = dict(zip(primitive.params, args, strict=True))
             output = primitive.fake(*args)
             scratch = [torch.empty(self._opened(args), dtype=torch.uint8, device="meta")]
             if name in SCRATCH:
-                scratch += SCRATCH[name](named)
+                scratch += SCRATCH[name](kwargs)
             return output
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
             forward, backward = around_kernels(name)
             direction = forward if primitive.direction == "forward" else backward
         capacity = self._capacity or 2**60
-        free = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
+        token = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
         gemms = assumed_gemms.set(self._target != "cpu")
         try:
             return direction(*args)
         finally:
-            assumed_free.reset(free)
+            assumed_free.reset(token)
             assumed_gemms.reset(gemms)
 
     def _opened(self, args: Iterable[Any]) -> int:
@@ -768,10 +776,10 @@ def _meta_has_no_autocast() -> Iterator[None]:
 
     PEFT turns autocast off around the weights of experts.
     """
-    asked, entered = torch.is_autocast_enabled, torch.autocast
+    stock, entered = torch.is_autocast_enabled, torch.autocast
 
     def answer(*args: Any) -> bool:
-        return False if args == ("meta",) else asked(*args)
+        return False if args == ("meta",) else stock(*args)
 
     def context(device_type: str, *args: Any, **kwargs: Any) -> Any:
         meta = device_type == "meta"
@@ -782,7 +790,7 @@ def _meta_has_no_autocast() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.is_autocast_enabled = asked
+        torch.is_autocast_enabled = stock
         torch.autocast = entered  # type: ignore[misc]
 
 
@@ -803,11 +811,11 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
     if not isinstance(args[1], Tensor):
         return False
     counts = reference_counts(args[0])
-    return args[0].shape == args[1].shape and counts is not None and counts == _alone()
+    return args[0].shape == args[1].shape and counts is not None and counts == _unshared_counts()
 
 
 @functools.cache
-def _alone() -> tuple[int, int]:
+def _unshared_counts() -> tuple[int, int]:
     """Reference counts of a gradient that only autograd owns, as a dispatch mode sees them."""
     observed: list[tuple[int, int]] = []
 

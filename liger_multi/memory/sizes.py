@@ -8,16 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import read_json
 from liger_multi.errors import (
     ConfigurationError,
     first_line,
-    need,
+    require_packages,
     shown,
     shown_path,
     summary,
     unknown,
 )
+from liger_multi.files.documents import read_json
 
 # Of the config.json files of Qwen/Qwen2-0.5B, meta-llama/Llama-3.2-1B, Qwen/Qwen2.5-7B,
 # meta-llama/Meta-Llama-3-8B, Qwen/Qwen2.5-14B and openai/gpt-oss-20b on the Hugging Face hub,
@@ -122,7 +122,7 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
             file that is no configuration of a model in transformers.
         MissingPackageError: Transformers cannot be imported.
     """
-    need("a model's configuration", ["transformers"], "transformers")
+    require_packages("a model's configuration", ["transformers"], "transformers")
     import transformers
 
     if str(model) in SIZES:
@@ -147,8 +147,10 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
         message = unknown(
             f"model_type in {shown_path(file)}", model_type, transformers.CONFIG_MAPPING
         )
-        own = "; the code of its own that it names (auto_map) is not run" * ("auto_map" in data)
-        raise ConfigurationError(f"{message} to transformers {transformers.__version__}{own}")
+        code_note = "; the code of its own that it names (auto_map) is not run" * (
+            "auto_map" in data
+        )
+        raise ConfigurationError(f"{message} to transformers {transformers.__version__}{code_note}")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # classes of configurations check in their own ways
@@ -235,19 +237,19 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
     with contextlib.suppress(ValueError):  # of a name that the hub would not have
-        known = try_to_load_from_cache(name, "config.json")
-        if isinstance(known, str):
-            return Path(known)
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
     try:
         from transformers.utils import cached_file
 
         _reach(name)
         return Path(cached_file(name, "config.json"))
     except Exception as error:  # of the hub's client, the network, the cache's files
-        known = unknown("model", name, SIZES)
+        cached = unknown("model", name, SIZES)
         raise ConfigurationError(
-            f"{known}; no file or folder has this name, and {_why(error)}. Give the place of a "
-            "config.json, or set HF_HOME to a cache that holds the model"
+            f"{cached}; no file or folder has this name, and {_reason_of(error)}. Give the "
+            "place of a config.json, or set HF_HOME to a cache that holds the model"
         ) from error
 
 
@@ -260,7 +262,7 @@ def _reach(name: str) -> None:
         get_session().head(hf_hub_url(name, "config.json"), timeout=ANSWER)
 
 
-def _why(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n)]
     if offline:
         return (

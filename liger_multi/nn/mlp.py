@@ -90,10 +90,13 @@ class SwiGLUMLP(_GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """The MLP."""
-        by, after = self.gate_multiplier, getattr(self.config, "mlp_multipliers", (1.0, 1.0))[1]
-        product = ops.swiglu(self.gate_proj(x), self.up_proj(x), gate_multiplier=by)
+        gate_multiplier, down_multiplier = (
+            self.gate_multiplier,
+            getattr(self.config, "mlp_multipliers", (1.0, 1.0))[1],
+        )
+        product = ops.swiglu(self.gate_proj(x), self.up_proj(x), gate_multiplier=gate_multiplier)
         result: Tensor = self.down_proj(product)
-        return result if after == 1.0 else result * after
+        return result if down_multiplier == 1.0 else result * down_multiplier
 
 
 class ClampedSwiGLUMLP(_GatedMLP):
@@ -338,11 +341,11 @@ def _quiet(parameters: list[Tensor]) -> Iterator[None]:
             p._backward_hooks = None
         yield
     finally:
-        for p, kept in zip(parameters, hooks, strict=True):
-            p._backward_hooks = kept
+        for p, saved_hooks in zip(parameters, hooks, strict=True):
+            p._backward_hooks = saved_hooks
 
 
-def _places(length: int, tiles: int) -> Iterator[tuple[int, int]]:
+def _tile_bounds(length: int, tiles: int) -> Iterator[tuple[int, int]]:
     """Start and length of each piece, the last one perhaps shorter."""
     step = max(1, -(-length // tiles))
     for start in range(0, max(length, 1), step):
@@ -351,7 +354,7 @@ def _places(length: int, tiles: int) -> Iterator[tuple[int, int]]:
 
 def _forward(module: nn.Module, x: Tensor, tiles: int) -> Tensor:
     out: Tensor | None = None
-    for start, length in _places(x.shape[-2], tiles):
+    for start, length in _tile_bounds(x.shape[-2], tiles):
         y = module(x.narrow(-2, start, length))
         if not isinstance(y, Tensor) or y.shape[:-1] != (*x.shape[:-2], length):
             raise TypeError(
@@ -387,13 +390,13 @@ class _Tiled(torch.autograd.Function):
         dx = torch.empty_like(x) if needs_x else None
         sums: list[Tensor | None] = [None] * len(requested)
         with ctx.around, torch.enable_grad(), _quiet(requested):
-            for start, length in _places(x.shape[-2], ctx.tiles):
+            for start, length in _tile_bounds(x.shape[-2], ctx.tiles):
                 piece = x.narrow(-2, start, length).detach().requires_grad_(needs_x)
                 y, upstream = ctx.module(piece), dy.narrow(-2, start, length)
                 leaves = [*([piece] if needs_x else []), *requested]
                 gradients = list(torch.autograd.grad(y, leaves, upstream, allow_unused=True))
                 if dx is not None:
-                    dx.narrow(-2, start, length).copy_(_present(gradients.pop(0), piece))
+                    dx.narrow(-2, start, length).copy_(_grad_or_zeros(gradients.pop(0), piece))
                 for i, grad in enumerate(gradients):
                     sums[i] = _added(sums[i], grad)
         grads = iter(sums)
@@ -405,7 +408,7 @@ class _Tiled(torch.autograd.Function):
         return (None, None, None, dx, *parameter_grads)
 
 
-def _present(grad: Tensor | None, like: Tensor) -> Tensor:
+def _grad_or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 

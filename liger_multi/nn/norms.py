@@ -78,8 +78,8 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and eps as Hugging Face writes them, and what else was chosen."""
-        others = [part for part in (changed(self),) if part]
-        return ", ".join([f"({self.hidden_size},), eps={self.variance_epsilon}", *others])
+        changed_options = [part for part in (changed(self),) if part]
+        return ", ".join([f"({self.hidden_size},), eps={self.variance_epsilon}", *changed_options])
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -442,8 +442,8 @@ class DyT(nn.Module):
 
     def extra_repr(self) -> str:
         """The width and the options that differ from the defaults."""
-        others = [part for part in (changed(self),) if part]
-        return ", ".join([f"{self.hidden_size}", *others])
+        changed_options = [part for part in (changed(self),) if part]
+        return ", ".join([f"{self.hidden_size}", *changed_options])
 
 
 class PolyNorm(nn.Module):
@@ -569,10 +569,10 @@ class Embedding(nn.Embedding):
         validate: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **others: Any,
+        **unsupported: Any,
     ) -> None:
         name = type(self).__name__
-        args = {n: v for n, v in others.items() if v is not None and v is not False}
+        args = {n: v for n, v in unsupported.items() if v is not None and v is not False}
         args.pop("norm_type", None)  # norm_type has no meaning without max_norm
         if args:
             raise ValueError(f"{name} does not support {', '.join(args)}; use torch.nn.Embedding")

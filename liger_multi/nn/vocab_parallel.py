@@ -93,22 +93,22 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         from liger_multi.reference.cross_entropy.rows import LogSumExp
 
-        own = torch.stack((lse, lse_low))
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, own, group=group)
-        high, low = torch.stack(every, 1)
-        top, place = high.max(0, keepdim=True)
-        of_top = low.gather(0, place)
-        below = (high - top) + (low - of_top)
-        log_sum = torch.exp(below).scatter_(0, place, 0).sum(0).log1p_()
-        share = below[dist.get_rank(group)] - log_sum  # a logarithm
+        local_lse = torch.stack((lse, lse_low))
+        rank_lses = [torch.empty_like(local_lse) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rank_lses, local_lse, group=group)
+        high, low = torch.stack(rank_lses, 1)
+        top, top_rank = high.max(0, keepdim=True)
+        top_low = low.gather(0, top_rank)
+        shifted = (high - top) + (low - top_low)
+        log_sum = torch.exp(shifted).scatter_(0, top_rank, 0).sum(0).log1p_()
+        share = shifted[dist.get_rank(group)] - log_sum  # a logarithm
         total = torch.where(is_local, log_prob + share, 0)
         dist.all_reduce(total, group=group)
         mixed = None
         if entropy is not None:  # of a mixture: that of the parts, and of which part
             mixed = torch.where(share == -math.inf, 0, share.exp() * (entropy - share))
             dist.all_reduce(mixed, group=group)
-        joined = LogSumExp.of(top[0], of_top[0] + log_sum)
+        joined = LogSumExp.of(top[0], top_low[0] + log_sum)
         ctx.save_for_backward(share, is_local, entropy, mixed)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(joined.low)
@@ -175,10 +175,12 @@ class _Part:
         if target.device.type == "cpu" and bool(self.wrong.any()):
             statistics = int(target[self.wrong][0])
             raise IndexError(f"{name}: target {statistics} is outside of [0, {vocabulary})")
-        here = target - first
-        self.is_local = self.valid & (here >= 0) & (here < local)
+        local_target = target - first
+        self.is_local = self.valid & (local_target >= 0) & (local_target < local)
         # of rows whose target is elsewhere, only the normalizer is used
-        self.target = torch.where(self.valid, torch.where(self.is_local, here, 0), ignore_index)
+        self.target = torch.where(
+            self.valid, torch.where(self.is_local, local_target, 0), ignore_index
+        )
 
 
 class _RowStatistics(NamedTuple):
@@ -245,12 +247,12 @@ def _options(
     name: str,
     target: Tensor,
     rows: torch.Size,
-    others: Tensor,
+    logits_like: Tensor,
     label_smoothing: float,
     smoothing: str,
     reduction: str,
 ) -> None:
-    checks.targets(name, target, rows, others)
+    checks.targets(name, target, rows, logits_like)
     checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
     checks.one_of(name, "smoothing", smoothing, SMOOTHINGS)
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
@@ -308,17 +310,19 @@ def vocab_parallel_cross_entropy(
         statistics = _RowStatistics.of(of_logits(*arguments), target.shape)
     else:
         statistics = _RowStatistics.absent(target.shape, logits)
-    joined = _joined_rows(part, statistics, False, group)
-    spread, own = None, smoothed == "part"
-    classes = max(1, logits.shape[-1]) if own else vocabulary
+    total = _joined_rows(part, statistics, False, group)
+    spread, per_part = None, smoothed == "part"
+    classes = max(1, logits.shape[-1]) if per_part else vocabulary
     if label_smoothing:
-        wide = logits.to(joined.lse.dtype)
+        wide = logits.to(total.lse.dtype)
         wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
         # relative to the normalizer before they are summed, so that no large numbers cancel
-        base = joined.lse.detach()
+        base = total.lse.detach()
         sums = (wide - base.unsqueeze(-1)).sum(-1)
-        spread = joined.lse - base + joined.lse_low - (sums if own else _sum(sums, group)) / classes
-    return _loss(part, joined.log_prob, spread, classes, label_smoothing, smoothing, reduction)
+        spread = (
+            total.lse - base + total.lse_low - (sums if per_part else _sum(sums, group)) / classes
+        )
+    return _loss(part, total.log_prob, spread, classes, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_cross_entropy(
@@ -368,14 +372,14 @@ def vocab_parallel_fused_linear_cross_entropy(
         logit_scale=logit_scale,
         chunk=chunk,
     )
-    joined = _joined_rows(part, statistics, False, group)
+    total = _joined_rows(part, statistics, False, group)
     spread = None
     if label_smoothing:  # the sum of a row's logits is one product with the sum of the classes
-        wide = joined.lse.dtype
+        wide = total.lse.dtype
         sums = shared.to(wide) @ weight.to(wide).sum(0)
         sums = sums if bias is None else sums + bias.to(wide).sum()
-        spread = joined.lse - _sum(sums, group) * logit_scale / vocabulary
-    return _loss(part, joined.log_prob, spread, vocabulary, label_smoothing, smoothing, reduction)
+        spread = total.lse - _sum(sums, group) * logit_scale / vocabulary
+    return _loss(part, total.log_prob, spread, vocabulary, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_log_prob(
@@ -403,7 +407,7 @@ def vocab_parallel_fused_linear_log_prob(
     checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
     checks.targets(name, target, hidden.shape[:-1], hidden)
     requested = checks.names(name, outputs, ("log_prob", "entropy", "lse")).split(",")
-    asked = ("log_prob", "entropy", "lse") if "entropy" in requested else ("log_prob", "lse")
+    names = ("log_prob", "entropy", "lse") if "entropy" in requested else ("log_prob", "lse")
     part, _, statistics = _linear(
         name,
         hidden,
@@ -415,14 +419,14 @@ def vocab_parallel_fused_linear_log_prob(
         start=start,
         ignore_index=ignore_index,
         reduce_hidden=reduce_hidden,
-        outputs=asked,
+        outputs=names,
         softcap=softcap,
         chunk=chunk,
         temperature=temperature,
     )
-    joined = _joined_rows(part, statistics, "entropy" in requested, group)
-    zero = torch.zeros((), dtype=joined.lse.dtype, device=joined.lse.device)
-    output = joined._asdict() | {"log_prob": torch.where(part.wrong, math.nan, joined.log_prob)}
+    total = _joined_rows(part, statistics, "entropy" in requested, group)
+    zero = torch.zeros((), dtype=total.lse.dtype, device=total.lse.device)
+    output = total._asdict() | {"log_prob": torch.where(part.wrong, math.nan, total.log_prob)}
     return LogProbOutput(**{n: torch.where(part.valid, output[n], zero) for n in requested})
 
 

@@ -37,11 +37,11 @@ def _adapter(op: str, layer: str, value: LoRA | None) -> LoRA | None:
 
 def factors(layers: dict[str, LoRA | None]) -> dict[str, Tensor]:
     """The tensors of adapters by the names that messages have, such as ``gate_lora.a``."""
-    named = {}
+    tensors = {}
     for layer, adapter in layers.items():
         if adapter is not None:
-            named[f"{layer}_lora.a"], named[f"{layer}_lora.b"] = adapter.a, adapter.b
-    return named
+            tensors[f"{layer}_lora.a"], tensors[f"{layer}_lora.b"] = adapter.a, adapter.b
+    return tensors
 
 
 def scales(layers: dict[str, LoRA | None]) -> list[float]:

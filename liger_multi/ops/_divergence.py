@@ -107,7 +107,7 @@ def run(
             f"{name}: temperature = {temperature!r} divides logits, and there are none "
             f"(form {form!r}, teacher_form {teacher_form!r})"
         )
-    rows, lead = student.shape[:-1].numel(), student.shape[:-1]
+    rows, row_shape = student.shape[:-1].numel(), student.shape[:-1]
     overwrite = checks.boolean(name, "inplace", inplace) and student.requires_grad
     overwrite = overwrite and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     overwrite = overwrite and may_overwrite(OPS[f"{name}_inplace"], student)
@@ -126,7 +126,7 @@ def run(
         ignore_index=checks.integer(name, "ignore_index", ignore_index),
         reduction=reduction,
     )
-    return output.view(lead) if reduction == "none" else output
+    return output.view(row_shape) if reduction == "none" else output
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -163,10 +163,10 @@ def pair(
     return tensors | ({} if marked is None else {"target": T((rows,), classes=9, ignored=marked)})
 
 
-def samples_of(**own: Any) -> tuple[Sample, ...]:
-    """The samples that every divergence has, each with the options ``own``."""
-    logits = {**own, "form": "logits", "teacher_form": "logits"}
-    logs = {**own, "form": "log_prob", "teacher_form": "log_prob"}
+def samples_of(**options: Any) -> tuple[Sample, ...]:
+    """The samples that every divergence has, each with ``options``."""
+    logits = {**options, "form": "logits", "teacher_form": "logits"}
+    logs = {**options, "form": "log_prob", "teacher_form": "log_prob"}
     prob = T((6, 40), positive=True)
     fixed = T((6, 40), positive=True, grad=False)
     return (
@@ -182,23 +182,23 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample(
             "prob",
             {"student": prob, "teacher": fixed, "target": T((6,), classes=9, ignored=0.2)},
-            {**own, "form": "prob", "teacher_form": "prob"},
+            {**options, "form": "prob", "teacher_form": "prob"},
         ),
         Sample(
             "log-prob-and-prob",
             {"student": T((6, 40)), "teacher": fixed},
-            {**own, "form": "log_prob", "teacher_form": "prob"},
+            {**options, "form": "log_prob", "teacher_form": "prob"},
         ),
         Sample(
             "logits-and-prob",
             # of few classes, so that some of the student's outweigh the teacher's
             {"student": T((12, 2), scale=6.0), "teacher": T((12, 2), positive=True, grad=False)},
-            {**own, "form": "logits", "teacher_form": "prob", "temperature": 2.0},
+            {**options, "form": "logits", "teacher_form": "prob", "temperature": 2.0},
         ),
         Sample(
             "prob-and-logits",
             {"student": prob, "teacher": T((6, 40), grad=False)},
-            {**own, "form": "prob", "teacher_form": "logits", "reduction": "sum"},
+            {**options, "form": "prob", "teacher_form": "logits", "reduction": "sum"},
         ),
         Sample("large-logits", pair(6, 40, scale=3.0), logits),
         Sample("one-class", pair(5, 1), logits),
@@ -258,6 +258,10 @@ def inplace_samples_of(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
 def compile_samples_of(classes: int, *options: dict[str, Any]) -> tuple[Sample, ...]:
     """Real sizes with options that no benchmark has."""
     return tuple(
-        Sample(f"4096x{classes} " + " ".join(map(str, own.values())), pair(4096, classes), own)
-        for own in options
+        Sample(
+            f"4096x{classes} " + " ".join(map(str, sample_options.values())),
+            pair(4096, classes),
+            sample_options,
+        )
+        for sample_options in options
     )

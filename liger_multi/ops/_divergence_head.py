@@ -56,18 +56,24 @@ def declare(op: Op) -> None:
         from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
         from liger_multi.reference.divergences.fused_linear_divergence import student_budget
 
-        kept, (rows, width) = reduction != "none", hidden.shape
+        keeps_gradients, (rows, width) = reduction != "none", hidden.shape
         dtype = compute_dtype or hidden.dtype
-        like = hidden.new_empty(0, dtype=dtype)
+        statistics_like = hidden.new_empty(0, dtype=dtype)
         limit = student_budget(budget)
-        whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, limit)
-        total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
+        one_chunk = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, limit)
+        total = weight_gradient_dtype(dtype, weight.dtype, accumulate, one_chunk)
         return (
-            statistics(like, () if kept else (rows,)),
-            hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
-            weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
-            statistics(like, (weight.shape[0] if kept and needs_bias else 0,)),
-            statistics(like, ()),
+            statistics(statistics_like, () if keeps_gradients else (rows,)),
+            hidden.new_empty(
+                hidden.shape if keeps_gradients and needs_hidden else (0,), dtype=dtype
+            ),
+            weight.new_empty(
+                weight.shape if keeps_gradients and needs_weight else (0,), dtype=total
+            ),
+            statistics(
+                statistics_like, (weight.shape[0] if keeps_gradients and needs_bias else 0,)
+            ),
+            statistics(statistics_like, ()),
         )
 
     op.forward(returns="loss", residuals=GRADIENTS)(forward)
@@ -115,30 +121,30 @@ def run(
     )
     head.accumulator(name, accumulate)
     head.shapes_fit(name, hidden, weight)
-    lead = hidden.shape[:-1]
+    row_shape = hidden.shape[:-1]
     head.shapes_fit(f"{name}, of the teacher", teacher_hidden, teacher_weight)
-    if teacher_hidden.shape[:-1] != lead:
+    if teacher_hidden.shape[:-1] != row_shape:
         checks.refuse(
-            name, f"teacher_hidden must have the rows of hidden, {tuple(lead)}", teacher_hidden
+            name, f"teacher_hidden must have the rows of hidden, {tuple(row_shape)}", teacher_hidden
         )
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "teacher_bias", teacher_bias, teacher_weight.shape[0], "teacher's classes")
     if target is not None:
-        checks.targets(name, target, lead, hidden)
+        checks.targets(name, target, row_shape, hidden)
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     squared = checks.boolean(name, "square_temperature", square_temperature)
     dtype = head.compute_dtype(name, hidden, weight, bias)
     head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
-    _, accumulate = head.lean(chunk, accumulate, hidden, weight, dtype)
+    _, accumulate = head.lean_chunks(chunk, accumulate, hidden, weight, dtype)
     classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
     # a slice of all classes would cost a copy of the gradient
     if classes < weight.shape[0]:
         weight, bias = weight[:classes], None if bias is None else bias[:classes]
     output: Tensor = op(
-        hidden.reshape(lead.numel(), hidden.shape[-1]),
+        hidden.reshape(row_shape.numel(), hidden.shape[-1]),
         weight,
-        teacher_hidden.detach().reshape(lead.numel(), teacher_hidden.shape[-1]),
+        teacher_hidden.detach().reshape(row_shape.numel(), teacher_hidden.shape[-1]),
         teacher_weight.detach()[:classes],
         None if target is None else target.reshape(-1).to(torch.int64),
         bias,
@@ -152,7 +158,7 @@ def run(
         dtype,
         checks.boolean(name, "compact", compact),
     )
-    output = output.view(lead) if reduction == "none" else output
+    output = output.view(row_shape) if reduction == "none" else output
     return output * cool**2 if squared else output
 
 
@@ -214,7 +220,7 @@ def heads(
     spread: float = 1.0,
 ) -> dict[str, T]:
     """Tensors of a sample; ``spread`` scales the logits of both heads."""
-    other = teacher_classes or classes
+    teacher_vocabulary = teacher_classes or classes
 
     def make(name: str, *shape: int, scale: float = 1.0) -> T:
         return T(shape, scale=scale, grad=name not in frozen and "teacher" not in name)
@@ -224,42 +230,47 @@ def heads(
         "weight": make("weight", classes, width, scale=1.2 * spread / width**0.5),
         "teacher_hidden": make("teacher_hidden", rows, teacher_width),
         "teacher_weight": make(
-            "teacher_weight", other, teacher_width, scale=2 * spread / teacher_width**0.5
+            "teacher_weight",
+            teacher_vocabulary,
+            teacher_width,
+            scale=2 * spread / teacher_width**0.5,
         ),
     }
     tensors |= {} if marked is None else {"target": T((rows,), classes=classes, ignored=marked)}
     if bias:
         tensors |= {
             "bias": make("bias", classes, scale=0.3),
-            "teacher_bias": make("teacher_bias", other, scale=0.3),
+            "teacher_bias": make("teacher_bias", teacher_vocabulary, scale=0.3),
         }
     return tensors
 
 
-def _real(*sizes: int) -> dict[str, T]:
+def _bench_heads(*sizes: int) -> dict[str, T]:
     """Tensors of a real shape: among 100,000 wider logits, bf16 would cost a tolerance."""
     return heads(*sizes, marked=0.0, spread=0.5)
 
 
-def samples_of(**own: Any) -> tuple[Sample, ...]:
-    """The samples that every divergence of two heads has, each with the options ``own``."""
-    four = {**own, "chunk": 4}
+def samples_of(**options: Any) -> tuple[Sample, ...]:
+    """The samples that every divergence of two heads has, each with ``options``."""
+    four = {**options, "chunk": 4}
     rows = {**four, "reduction": "none"}
     return (
-        Sample("mean", heads(10, 16, 24, 50), own, path="a mean"),
-        Sample("chunk-1", heads(5, 16, 16, 50), {**own, "chunk": 1}),
-        Sample("chunk-7", heads(16, 16, 8, 50, marked=0.25), {**own, "chunk": 7}),
+        Sample("mean", heads(10, 16, 24, 50), options, path="a mean"),
+        Sample("chunk-1", heads(5, 16, 16, 50), {**options, "chunk": 1}),
+        Sample("chunk-7", heads(16, 16, 8, 50, marked=0.25), {**options, "chunk": 7}),
         Sample("sum", heads(10, 16, 24, 50), {**four, "reduction": "sum"}),
         Sample("none", heads(10, 16, 24, 50, marked=0.3), rows),
         Sample("none-every-row", heads(6, 16, 24, 50), rows),
         Sample("not-compact", heads(10, 16, 24, 50, marked=0.3), {**four, "compact": False}),
-        Sample("all-ignored", heads(6, 16, 24, 50, marked=1.0), own),
+        Sample("all-ignored", heads(6, 16, 24, 50, marked=1.0), options),
         Sample(
-            "all-ignored-not-compact", heads(6, 16, 24, 50, marked=1.0), {**own, "compact": False}
+            "all-ignored-not-compact",
+            heads(6, 16, 24, 50, marked=1.0),
+            {**options, "compact": False},
         ),
         Sample("bias", heads(10, 16, 24, 50, bias=True), four),
         Sample("bias-none", heads(10, 16, 24, 50, bias=True), rows),
-        Sample("cold", heads(8, 16, 24, 50), {**own, "temperature": 0.7}),
+        Sample("cold", heads(8, 16, 24, 50), {**options, "temperature": 0.7}),
         Sample(
             "hot-squared",
             heads(8, 16, 24, 50, marked=0.2),
@@ -283,7 +294,9 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample("frozen-weight", heads(10, 16, 24, 50, bias=True, frozen=("weight",)), four),
         Sample("frozen-hidden", heads(10, 16, 24, 50, bias=True, frozen=("hidden",)), four),
         Sample("only-bias", heads(10, 16, 24, 50, bias=True, frozen=("hidden", "weight")), four),
-        Sample("frozen", heads(4, 16, 24, 50, bias=True, frozen=("hidden", "weight", "bias")), own),
+        Sample(
+            "frozen", heads(4, 16, 24, 50, bias=True, frozen=("hidden", "weight", "bias")), options
+        ),
         Sample(
             "three-axes",
             {
@@ -301,7 +314,7 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
                 "weight": T((30, 16), scale=0.3, layout="transposed"),
                 "teacher_weight": T((30, 24), scale=0.3, layout="transposed", grad=False),
             },
-            own,
+            options,
         ),
         Sample(
             "sliced-hidden",
@@ -310,22 +323,25 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
                 "hidden": T((6, 16), layout="sliced"),
                 "teacher_hidden": T((6, 24), layout="sliced", grad=False),
             },
-            own,
+            options,
         ),
-        Sample("one-row", heads(1, 16, 24, 33), own),
-        Sample("no-rows", heads(0, 16, 24, 33), own),
-        Sample("odd-vocabulary", heads(3, 8, 8, 32777), {**own, "chunk": 2}, size="thin"),
-        Sample("past-65535-rows", heads(65537, 2, 2, 3), {**own, "chunk": 65537}, size="thin"),
-        Sample("8192x4096x128256", _real(8192, 4096, 4096, 128256), own, size="bench"),
-        Sample("8192x2048x151936", _real(8192, 2048, 4096, 151936), own, size="bench"),
+        Sample("one-row", heads(1, 16, 24, 33), options),
+        Sample("no-rows", heads(0, 16, 24, 33), options),
+        Sample("odd-vocabulary", heads(3, 8, 8, 32777), {**options, "chunk": 2}, size="thin"),
+        Sample("past-65535-rows", heads(65537, 2, 2, 3), {**options, "chunk": 65537}, size="thin"),
+        Sample("8192x4096x128256", _bench_heads(8192, 4096, 4096, 128256), options, size="bench"),
+        Sample("8192x2048x151936", _bench_heads(8192, 2048, 4096, 151936), options, size="bench"),
     )
 
 
 def heads_work(shapes: Shapes, size: int, options: Options) -> Work:
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
-    other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
-    student_bytes, teacher_bytes = (rows + classes) * width * size, (rows + classes) * other * size
-    product, teacher = (2.0 * rows * classes * w for w in (width, other))
+    teacher_width, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
+    student_bytes, teacher_bytes = (
+        (rows + classes) * width * size,
+        (rows + classes) * teacher_width * size,
+    )
+    product, teacher = (2.0 * rows * classes * w for w in (width, teacher_width))
     return Work(
         student_bytes + teacher_bytes,
         2 * student_bytes + teacher_bytes,

@@ -66,15 +66,15 @@ def _shapes(
 ) -> Callable[..., Any]:
     """The shape rule: that of ``plain``, with codes (as bytes) and scales."""
 
-    def fake(*args: Any, **named: Any) -> Any:
-        inputs = shape_signature.bind(*args, **named).arguments
-        keeps = inputs.pop("writes_y")
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        inputs = shape_signature.bind(*args, **kwargs).arguments
+        writes_y = inputs.pop("writes_y")
         outs = plain(**inputs)
-        y, *rest = (outs,) if isinstance(outs, Tensor) else outs
+        y, *other_outputs = (outs,) if isinstance(outs, Tensor) else outs
         codes = y.new_empty(y.shape, dtype=torch.uint8)
         scale = y.new_empty(y.shape[:-1], dtype=torch.float32)
-        first = y if keeps else y.new_empty(0)
-        return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]
+        first = y if writes_y else y.new_empty(0)
+        return first, *other_outputs[: visible - 1], codes, scale, *other_outputs[visible - 1 :]
 
     last = inspect.Parameter("writes_y", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
     shape_signature = inspect.Signature(
@@ -94,16 +94,16 @@ def quantized(
     requested = checks.names(name, outputs, OUTPUTS).split(",")
     if "quantized" not in requested:
         checks.refuse(name, "outputs must name 'quantized'", outputs)
-    keeps = "y" in requested
-    needed = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
-    if needed and not keeps and torch.is_grad_enabled():
+    wants_y = "y" in requested
+    differentiable = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    if differentiable and not wants_y and torch.is_grad_enabled():
         checks.refuse(
             name,
             "codes have no gradient: outputs must name 'y' too where an input requires one",
-            f"{outputs!r} and {checks.describe(needed[0])} that requires a gradient",
+            f"{outputs!r} and {checks.describe(differentiable[0])} that requires a gradient",
         )
-    y, *rest, codes, scale = op(*args, keeps)
-    return y if keeps else None, rest, typed(codes, scale)
+    y, *other_outputs, codes, scale = op(*args, wants_y)
+    return y if wants_y else None, other_outputs, typed(codes, scale)
 
 
 def quantized_output(op: Op, quantize: object, outputs: object, *args: Any) -> QuantizedOutput:
@@ -120,7 +120,7 @@ def coded_samples(
 ) -> tuple[Sample, ...]:
     """Samples of an operator with codes: shapes by name, options for some of them, real sizes."""
     quantize = {"quantize": QUANTIZE[0]}
-    some = [
+    samples = [
         Sample(
             name,
             build(*shape, layout="sliced" if name == "sliced" else "contiguous"),
@@ -130,10 +130,10 @@ def coded_samples(
         for name, shape in shapes.items()
     ]
     tensors = build(3, 5, 48)
-    alone = Sample(
+    codes_alone = Sample(
         "codes-alone", frozen(tensors, *tensors), {**quantize, "outputs": ("quantized",)}, "thin"
     )
-    return (*some, alone, *bench(build, sizes, quantize))
+    return (*samples, codes_alone, *bench(build, sizes, quantize))
 
 
 SHAPES = {
@@ -156,6 +156,8 @@ def coded(y: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, Float8Row
     return y if "y" in outputs else None, rows
 
 
-def either(y: Tensor, quantize: str | None, outputs: tuple[str, ...]) -> Tensor | QuantizedOutput:
+def with_optional_codes(
+    y: Tensor, quantize: str | None, outputs: tuple[str, ...]
+) -> Tensor | QuantizedOutput:
     """A result, or with ``quantize`` also its rows in FP8."""
     return y if quantize is None else QuantizedOutput(*coded(y, outputs))

@@ -165,19 +165,19 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def sequence_runs(seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """The number of the sequence of every token, (B, T)."""
     if cu_seqlens is not None:
-        place = torch.arange(length, device=cu_seqlens.device)
-        return (place[:, None] >= cu_seqlens).sum(-1)[None]
+        position = torch.arange(length, device=cu_seqlens.device)
+        return (position[:, None] >= cu_seqlens).sum(-1)[None]
     if seq_idx is None:
         return None
     return F.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).long(), (1, 0)).cumsum(-1)[:, :length]
 
 
 def convolved(
-    z: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, runs: Tensor | None
+    z: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, runs: Tensor | None
 ) -> Tensor:
     """The convolution of channels-first z: PyTorch's own where nothing is packed."""
     reach, length = weight.shape[1] - 1, z.shape[-1]
-    z = F.pad(z, (reach, 0)) if before is None else torch.cat([before.to(z.dtype), z], -1)
+    z = F.pad(z, (reach, 0)) if state is None else torch.cat([state.to(z.dtype), z], -1)
     if runs is None and length > 0:
         return F.conv1d(z.to(weight.dtype), weight[:, None], bias, groups=z.shape[1])
     runs = z.new_zeros(z.shape[0], length) if runs is None else runs
@@ -185,16 +185,16 @@ def convolved(
     padded = F.pad(runs, (reach, 0))
     u = torch.zeros_like(z[..., :length]) + (0 if bias is None else bias[:, None])
     for k in range(reach + 1):
-        same = (padded[:, k : k + length] == runs).unsqueeze(1)
-        u = u + weight[:, k, None] * z[..., k : k + length] * same
+        same_run = (padded[:, k : k + length] == runs).unsqueeze(1)
+        u = u + weight[:, k, None] * z[..., k : k + length] * same_run
     return u
 
 
 def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
     """Ids of documents from where they begin; what follows the last end is padding."""
-    place = torch.arange(length, device=cu_seqlens.device)
-    ids = (place[:, None] >= cu_seqlens[None]).sum(-1) - 1
-    return torch.where(place < cu_seqlens[-1], ids, -1)[None]
+    position = torch.arange(length, device=cu_seqlens.device)
+    ids = (position[:, None] >= cu_seqlens[None]).sum(-1) - 1
+    return torch.where(position < cu_seqlens[-1], ids, -1)[None]
 
 
 # --- rotary position embeddings ---
@@ -212,29 +212,29 @@ def angles_of_sections(
 ) -> Tensor:
     """The angles of each pair, taken from the grid that the pair belongs to."""
     count, pairs = len(sections), sum(sections)
-    both = angle.shape[-1] == 2 * pairs  # a value for each channel
-    if both and style == "interleaved":
+    per_channel = angle.shape[-1] == 2 * pairs  # a value for each channel
+    if per_channel and style == "interleaved":
         even = angles_of_sections(angle[..., ::2], sections, arrangement, style)
         odd = angles_of_sections(angle[..., 1::2], sections, arrangement, style)
         return torch.stack((even, odd), dim=-1).flatten(-2)
     if arrangement == "chunked":
-        parts = angle.split([*sections] * (1 + both), dim=-1)
+        parts = angle.split([*sections] * (1 + per_channel), dim=-1)
         return torch.cat([part[i % count] for i, part in enumerate(parts)], dim=-1)
     chosen = angle[0].clone()
     for grid in range(1, count):
-        for start in (0, pairs)[: 1 + both]:
+        for start in (0, pairs)[: 1 + per_channel]:
             end = start + min(sections[grid] * count, pairs)
-            place = slice(start + grid, end, count)
-            chosen[..., place] = angle[grid, ..., place]
+            channels = slice(start + grid, end, count)
+            chosen[..., channels] = angle[grid, ..., channels]
     return chosen
 
 
 # --- attention over lists of keys, and the indexer that makes them ---
 
 
-def at_listed_keys(x: Tensor, indices: Tensor, absent: float) -> Tensor:
+def at_listed_keys(x: Tensor, indices: Tensor, fill: float) -> Tensor:
     """Gather a (queries, keys) tensor at the listed keys."""
-    padded = torch.cat([x, x.new_full((*x.shape[:-1], 1), absent)], -1)
+    padded = torch.cat([x, x.new_full((*x.shape[:-1], 1), fill)], -1)
     return padded.gather(-1, indices.long() % padded.shape[-1])
 
 

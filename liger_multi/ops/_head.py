@@ -62,9 +62,9 @@ def compute_dtype(
         narrow = _in_8_bits()
         if narrow is not None:
             return narrow
-    asked = checks.autocast_dtype(device_type)
-    if asked is not None and hidden.dtype != torch.float64:
-        return asked
+    autocast = checks.autocast_dtype(device_type)
+    if autocast is not None and hidden.dtype != torch.float64:
+        return autocast
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         dtypes = [
             str(x.dtype).removeprefix("torch.") for x in (hidden, weight, bias) if x is not None
@@ -84,7 +84,7 @@ def _configured_budget() -> int:
 LEAN_BYTES = 2**27  # of a chunk's logits and gathered hidden states under chunk="lean"
 
 
-def lean(
+def lean_chunks(
     chunk: int | str,
     accumulate: torch.dtype,
     hidden: Tensor,
@@ -169,6 +169,6 @@ def strided(scale: float) -> list[Sample]:
 def head_work(shapes: Shapes, size: int, options: Options) -> Work:
     rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
     classes = shapes["weight"][0]
-    once, product = (rows + classes) * width * size, 2.0 * rows * width * classes
+    read_bytes, product = (rows + classes) * width * size, 2.0 * rows * width * classes
     # forward: one product, inputs read; backward: two more, gradients written
-    return Work(once, 2 * once, product, 3 * product)
+    return Work(read_bytes, 2 * read_bytes, product, 3 * product)

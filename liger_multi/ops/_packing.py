@@ -12,12 +12,12 @@ PACKINGS = ("gptq", "awq")
 
 def shape_of(codes: Tensor, packing: str | None) -> tuple[int, ...]:
     """The shape (..., N, K) of a weight by that of its codes."""
-    *lead, width = codes.shape
+    *leading, width = codes.shape
     if packing == "gptq":
-        return (*lead[:-1], width, 8 * lead[-1])
+        return (*leading[:-1], width, 8 * leading[-1])
     if packing == "awq":
-        return (*lead[:-1], 8 * width, lead[-1])
-    return (*lead, 2 * width)
+        return (*leading[:-1], 8 * width, leading[-1])
+    return (*leading, 2 * width)
 
 
 def part_of(codes: Tensor, packing: str | None, columns: bool, first: int, last: int) -> Tensor:

@@ -26,10 +26,10 @@ def head_axis(name: str, q: Tensor, unsqueeze_dim: int) -> int:
     value = checks.integer(name, "unsqueeze_dim", unsqueeze_dim)
     axis = value + q.ndim if value < 0 else value
     if not 1 <= axis <= q.ndim - 2:
-        known = "1 or 2" if q.ndim == 4 else "1"
+        allowed = "1 or 2" if q.ndim == 4 else "1"
         checks.refuse(
             name,
-            f"unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} axes",
+            f"unsqueeze_dim, the axis of the heads, must be {allowed} for q with {q.ndim} axes",
             f"{value}",
         )
     return axis
@@ -37,8 +37,8 @@ def head_axis(name: str, q: Tensor, unsqueeze_dim: int) -> int:
 
 def check_queries_and_keys(name: str, q: Tensor, k: Tensor, heads: int) -> None:
     """Queries and keys differ in their heads only."""
-    a, b, after = q.shape, k.shape, heads + 1
-    if k.ndim != q.ndim or a[:heads] != b[:heads] or a[after:] != b[after:]:
+    a, b, channel_axis = q.shape, k.shape, heads + 1
+    if k.ndim != q.ndim or a[:heads] != b[:heads] or a[channel_axis:] != b[channel_axis:]:
         checks.refuse(
             name,
             f"q and k must have the same shape except for the heads (axis {heads})",
@@ -92,12 +92,12 @@ def order(x: Tensor) -> str:
     if last == 3 and strides[0] >= strides[2] >= strides[1] > 0:
         return "0213"
     # an axis of one element, or expanded, has no place of its own: outermost
-    free = [x.shape[i] == 1 or strides[i] == 0 for i in range(last)]
-    axes = [i for i in range(last) if free[i]]
+    is_free = [x.shape[i] == 1 or strides[i] == 0 for i in range(last)]
+    axes = [i for i in range(last) if is_free[i]]
     for i in range(last):
-        if not free[i]:
-            before = [j for j in axes if free[j] or strides[j] >= strides[i]]
-            axes = [*before, i, *[j for j in axes if j not in before]]
+        if not is_free[i]:
+            outer = [j for j in axes if is_free[j] or strides[j] >= strides[i]]
+            axes = [*outer, i, *[j for j in axes if j not in outer]]
     return "".join(str(i) for i in (*axes, last))
 
 
@@ -125,7 +125,12 @@ def sections_word(name: str, sections: object, pairs: int) -> tuple[str, int]:
 
 
 def run(
-    op: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, ...], rest: tuple[Any, ...], casting: str
+    op: Any,
+    q: Tensor,
+    k: Tensor,
+    angles: tuple[Tensor, ...],
+    options: tuple[Any, ...],
+    casting: str,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator; if only some tensors are fp64, all are cast to it.
 
@@ -135,10 +140,10 @@ def run(
     orders = (order(q), order(k))
     input_dtypes = {x.dtype for x in (q, k, *angles) if x.is_floating_point()}
     if torch.float64 not in input_dtypes or len(input_dtypes) == 1:
-        result: tuple[Tensor, Tensor] = op(q, k, *angles, *rest, *orders)
+        result: tuple[Tensor, Tensor] = op(q, k, *angles, *options, *orders)
         return result
     wide = [x.double() if x.is_floating_point() else x for x in (q, k, *angles)]
-    output = op(*wide, *rest, *orders)
+    output = op(*wide, *options, *orders)
     dtypes = [q.dtype, k.dtype]
     if casting == "llama":
         for x in angles:
@@ -162,11 +167,11 @@ def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Shape rule of backward; empty where a gradient is not needed or has nothing to come from."""
     from liger_multi.reference.rope.rope import dense
 
-    like = next(x for n, x in kwargs.items() if n not in ("dq_out", "dk_out"))
+    tensor = next(x for n, x in kwargs.items() if n not in ("dq_out", "dk_out"))
     return tuple(
         dense(kwargs[f"d{n}_out"], kwargs[f"{n}_order"], kwargs[f"{n}_dtype"])
         if kwargs[f"needs_{n}"] and kwargs[f"d{n}_out"] is not None
-        else like.new_empty(0, dtype=kwargs[f"{n}_dtype"])
+        else tensor.new_empty(0, dtype=kwargs[f"{n}_dtype"])
         for n in "qk"
     )
 
@@ -183,8 +188,8 @@ def queries_and_keys(
     """Tensors of a sample; without a batch, ``(S, H, D)``."""
 
     def shape(count: int) -> tuple[int, ...]:
-        lead = (count, tokens) if axis == 1 else (tokens, count)
-        return (batch, *lead, width) if batch else (tokens, count, width)
+        axes = (count, tokens) if axis == 1 else (tokens, count)
+        return (batch, *axes, width) if batch else (tokens, count, width)
 
     return {n: T(shape(h), layout=layout) for n, h in zip("qk", heads, strict=True)}
 

@@ -56,7 +56,7 @@ def usual(
     options: Options = NONE,
     *,
     but: Mapping[str, Options] = NONE,
-    without: str = "",
+    omitted: str = "",
 ) -> list[Sample]:
     """A sample of every shape, from ``build(*shape, layout=...)``.
 
@@ -65,7 +65,7 @@ def usual(
         shapes: Shapes by the name of the sample, which also says the strides.
         options: Of every sample.
         but: Options of single samples in their place.
-        without: Names of shapes that are left out.
+        omitted: Names of shapes that are left out.
     """
     return [
         Sample(
@@ -76,7 +76,7 @@ def usual(
             "wide rows" if (shapes is ROWS and name == "past-65536-columns") else "",
         )
         for name, shape in shapes.items()
-        if name not in without.split()
+        if name not in omitted.split()
     ]
 
 

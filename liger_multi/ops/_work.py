@@ -27,12 +27,12 @@ Estimate = Callable[[Shapes, int, Options], Work]
 """Work from the shapes of the inputs by name, the bytes of an element, and the options."""
 
 
-def elementwise(forward: int, both: int) -> Estimate:
+def elementwise(forward: int, total: int) -> Estimate:
     """Work in passes over the first tensor: each input is read once, each output written once."""
 
     def work(shapes: Shapes, size: int, options: Options) -> Work:
         elements = math.prod(next(iter(shapes.values())))
-        return Work(elements * forward * size, elements * both * size)
+        return Work(elements * forward * size, elements * total * size)
 
     return work
 
@@ -41,23 +41,26 @@ def with_code_bytes(plain: Estimate) -> Estimate:
     """Work of an operator whose forward also writes a code of one byte per element."""
 
     def work(shapes: Shapes, size: int, options: Options) -> Work:
-        codes, least = math.prod(next(iter(shapes.values()))), plain(shapes, size, options)
+        codes, base = math.prod(next(iter(shapes.values()))), plain(shapes, size, options)
         return replace(
-            least,
-            forward_bytes=least.forward_bytes + codes,
-            both_bytes=least.both_bytes + codes,
+            base,
+            forward_bytes=base.forward_bytes + codes,
+            both_bytes=base.both_bytes + codes,
         )
 
     return work
 
 
-def streamwise(forward: int, both: int, alone: tuple[int, int]) -> Estimate:
+def streamwise(forward: int, total: int, single_stream: tuple[int, int]) -> Estimate:
     """Passes over the streams, and over what has one stream."""
 
     def work(shapes: Shapes, size: int, options: Options) -> Work:
-        many = math.prod(shapes["x"]) * size
-        one = many / shapes["x"][-2]
-        return Work(forward * many + alone[0] * one, both * many + alone[1] * one)
+        all_bytes = math.prod(shapes["x"]) * size
+        stream_bytes = all_bytes / shapes["x"][-2]
+        return Work(
+            forward * all_bytes + single_stream[0] * stream_bytes,
+            total * all_bytes + single_stream[1] * stream_bytes,
+        )
 
     return work
 
@@ -67,7 +70,7 @@ def visible_pairs(length: int, keys: int, options: Options) -> float:
     window, causal = options.get("window"), options.get("causal", False)
     left, right = (window - 1,) * 2 if isinstance(window, int) else window or (-1, -1)
     right = 0 if causal else right
-    places = torch.arange(keys - length, keys)
-    first = 0 if left < 0 or window is None else (places - left).clamp(min=0)
-    end = keys if right < 0 else (places + right + 1).clamp(max=keys)
-    return float((end - first + torch.zeros_like(places)).sum())
+    positions = torch.arange(keys - length, keys)
+    first = 0 if left < 0 or window is None else (positions - left).clamp(min=0)
+    end = keys if right < 0 else (positions + right + 1).clamp(max=keys)
+    return float((end - first + torch.zeros_like(positions)).sum())

@@ -26,9 +26,9 @@ op = Op(
 )
 
 
-def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
+def _ordered(tensor: Tensor, heads: int, length: int, size: int) -> Tensor:
     """``(B, heads, length, size)`` whose memory has the order of a projection's output."""
-    return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
+    return tensor.new_empty(tensor.shape[0], length, heads, size).transpose(1, 2)
 
 
 @op.forward(returns="y", residuals="lse")
@@ -86,21 +86,21 @@ torch.library.register_fake(
 def runs(documents: Tensor) -> tuple[Tensor, Tensor]:
     """First and one past the last place of every token's run of equal ids; none below 0."""
     length = documents.shape[-1]
-    place = torch.arange(length, device=documents.device)
+    token = torch.arange(length, device=documents.device)
     change = documents[:, 1:] != documents[:, :-1]
     edge = change.new_ones(documents.shape[0], 1)
-    first = torch.where(torch.cat([edge, change], 1), place, 0).cummax(-1).values
-    ends = torch.where(torch.cat([change, edge], 1), place + 1, length)
+    first = torch.where(torch.cat([edge, change], 1), token, 0).cummax(-1).values
+    ends = torch.where(torch.cat([change, edge], 1), token + 1, length)
     last = ends.flip(-1).cummin(-1).values.flip(-1)
     padding = documents < 0
-    return torch.where(padding, place, first), torch.where(padding, place, last)
+    return torch.where(padding, token, first), torch.where(padding, token, last)
 
 
 def from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
     """Ids of documents from where each begins; what stands past the last end is padding."""
-    place = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    ids = torch.searchsorted(cu_seqlens.contiguous(), place, right=True) - 1
-    return torch.where(place < cu_seqlens[-1], ids, -1)[None]
+    token = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    ids = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
+    return torch.where(token < cu_seqlens[-1], ids, -1)[None]
 
 
 def key_ranges(
@@ -145,9 +145,11 @@ def key_ranges(
     everywhere = position < first + global_tokens
     start = torch.where(everywhere, first, start)
     end = torch.maximum(start, end)
-    other = torch.where(everywhere, end, first)
+    second_start = torch.where(everywhere, end, first)
     past = torch.where(everywhere, stop, start.clamp(max=first + global_tokens))
-    return torch.stack([start, end, other, torch.maximum(other, past)], -1).to(torch.int32)
+    return torch.stack([start, end, second_start, torch.maximum(second_start, past)], -1).to(
+        torch.int32
+    )
 
 
 def in_graphs(ranges: Tensor | None, keys: int) -> Tensor | None:
@@ -237,9 +239,9 @@ def attention(
             raise ValueError("attention: ranges stand in place of all other masks, got both")
         _ranges_fit(q, ranges)
     cap = 0.0 if softcap is None else checks.number("attention", "softcap", softcap, 0, above=True)
-    by = q.shape[3] ** -0.5 if scale is None else checks.number("attention", "scale", scale)
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number("attention", "scale", scale)
     ranges = in_graphs(ranges, k.shape[2])
-    result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, by, cap)
+    result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, factor, cap)
     return result
 
 
@@ -259,24 +261,24 @@ def _visible(
     if ranges is not None:
         first, last = ranges.unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
         key = torch.arange(k.shape[2], device=k.device)
-        inside: Tensor = (key >= first) & (key < last)
-        return inside.any(-2)[:, None]
+        in_range: Tensor = (key >= first) & (key < last)
+        return in_range.any(-2)[:, None]
     i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
     j = torch.arange(k.shape[2], device=q.device)
     left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)
     right = 0 if causal else right
     begin: Tensor | int = 0
-    same = None
+    same_document = None
     if documents is not None:
         edges = (documents[:, 1:] != documents[:, :-1]).cumsum(-1)
         run = torch.cat([torch.zeros_like(edges[:, :1]), edges], -1)
         begin = (run[:, None] < run[:, :, None]).sum(-1)[:, -q.shape[2] :, None]
-        same = (run[:, -q.shape[2] :, None] == run[:, None]) & (documents >= 0)[:, None]
+        same_document = (run[:, -q.shape[2] :, None] == run[:, None]) & (documents >= 0)[:, None]
     visible = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
     if window is not None:
         visible = visible | (j < begin + global_tokens) | (i < begin + global_tokens)
     visible = visible & (j <= i) if causal else visible
-    return visible if same is None else (visible & same)[:, None]
+    return visible if same_document is None else (visible & same_document)[:, None]
 
 
 def of_all_heads(
@@ -342,8 +344,8 @@ def formula(
     shared = q.shape[1] // k.shape[1]
     heads = []
     for h in range(q.shape[1]):
-        one, group = slice(h, h + 1), slice(h // shared, h // shared + 1)
-        part = (q[:, one], k[:, group], v[:, group], None if sinks is None else sinks[one])
+        head, group = slice(h, h + 1), slice(h // shared, h // shared + 1)
+        part = (q[:, head], k[:, group], v[:, group], None if sinks is None else sinks[head])
         heads.append(checkpoint(run, *part, use_reentrant=False))
     return torch.cat(heads, 1)
 
@@ -440,16 +442,16 @@ def _case(
     keys: int = 0,
     value: int = 0,
     layout: str = "contiguous",
-    **more: T,
+    **extra: T,
 ) -> dict[str, T]:
     """Queries of a shape; keys perhaps of fewer heads or another length, values of another size."""
     batch, heads, length, size = shape
-    lead = (batch, groups or heads, keys or length)
+    key_rows = (batch, groups or heads, keys or length)
     return {
         "q": T(shape, layout=layout),
-        "k": T((*lead, size), layout=layout),
-        "v": T((*lead, value or size), layout=layout),
-        **more,
+        "k": T((*key_rows, size), layout=layout),
+        "v": T((*key_rows, value or size), layout=layout),
+        **extra,
     }
 
 

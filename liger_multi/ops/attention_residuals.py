@@ -91,9 +91,9 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
+    count, block_bytes = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
     # blocks read, y written; dy and blocks read, their gradients written
-    return Work(every * (1 + 1 / count), every * (3 + 2 / count))
+    return Work(block_bytes * (1 + 1 / count), block_bytes * (3 + 2 / count))
 
 
 def _stacked(name: str, blocks: object) -> Tensor:

@@ -102,14 +102,14 @@ def causal_conv1d(
     state = initial_state if initial_state is None or not first else initial_state.mT
     check_filter(name, weight, bias, tokens.shape[2])
     if state is not None:
-        before = (x.shape[0], weight.shape[1] - 1, tokens.shape[2])
-        if tuple(state.shape) != before:
-            shape = (before[0], before[2], before[1]) if first else before
+        state_shape = (x.shape[0], weight.shape[1] - 1, tokens.shape[2])
+        if tuple(state.shape) != state_shape:
+            shape = (state_shape[0], state_shape[2], state_shape[1]) if first else state_shape
             checks.refuse(name, f"initial_state must have shape {shape}", initial_state)
-    word = "none" if activation is None else activation
-    checks.one_of(name, "activation", word, ACTIVATIONS)
+    activation_name = "none" if activation is None else activation
+    checks.one_of(name, "activation", activation_name, ACTIVATIONS)
     ids = segments_of(name, tokens, cu_seqlens, seq_idx)
-    y: Tensor = op(tokens, weight, bias, state, ids, word)
+    y: Tensor = op(tokens, weight, bias, state, ids, activation_name)
     return y.mT if first else y
 
 
@@ -126,9 +126,9 @@ def formula(
 ) -> Tensor:
     """A depthwise convolution over the tokens before, and silu."""
     first = channel_axis == 1
-    z, before = (x, initial_state) if first else (x.mT, initial_state)
-    before = before.mT if before is not None and not first else before
-    u = convolved(z, weight, bias, before, sequence_runs(seq_idx, cu_seqlens, z.shape[-1]))
+    z, state = (x, initial_state) if first else (x.mT, initial_state)
+    state = state.mT if state is not None and not first else state
+    u = convolved(z, weight, bias, state, sequence_runs(seq_idx, cu_seqlens, z.shape[-1]))
     y = (F.silu(u) if activation == "silu" else u).to(x.dtype)
     return y if first else y.mT
 
@@ -158,8 +158,8 @@ def segments_of(
                 f"{tuple(cu_seqlens.shape)} beside {x.shape[0]} rows",
             )
         starts = cu_seqlens.to(x.device).contiguous()
-        place = torch.arange(x.shape[1], device=x.device, dtype=starts.dtype)
-        return torch.searchsorted(starts, place, right=True, out_int32=True)[None]
+        token = torch.arange(x.shape[1], device=x.device, dtype=starts.dtype)
+        return torch.searchsorted(starts, token, right=True, out_int32=True)[None]
     if seq_idx is not None:
         checks.integers(name, "seq_idx", seq_idx)
         if seq_idx.shape != x.shape[:2] or seq_idx.device != x.device:

@@ -41,25 +41,25 @@ class CrossEntropyOutput(NamedTuple):
     lse: Tensor | None = None
 
 
-def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tensor, ...]:
+def shapes(logits: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tensor, ...]:
     """Shape rule of the seven outputs named in ``RETURNS``."""
     acc_dtype, requested = (
-        torch.float64 if like.dtype == torch.float64 else torch.float32,
+        torch.float64 if logits.dtype == torch.float64 else torch.float32,
         outputs.split(","),
     )
-    each = (rows,) if reduction == "none" else ()
+    loss_shape = (rows,) if reduction == "none" else ()
 
     def empty(name: str, shape: tuple[int, ...], dtype: torch.dtype = acc_dtype) -> Tensor:
-        return like.new_empty(shape if name in requested else (0,), dtype=dtype)
+        return logits.new_empty(shape if name in requested else (0,), dtype=dtype)
 
     return (
-        like.new_empty(each, dtype=acc_dtype),
-        empty("z_loss", each),
-        empty("token_accuracy", each),
+        logits.new_empty(loss_shape, dtype=acc_dtype),
+        empty("z_loss", loss_shape),
+        empty("token_accuracy", loss_shape),
         empty("predicted_tokens", (rows,), torch.int64),
         empty("log_prob", (rows,)),
         empty("entropy", (rows,)),
-        like.new_empty(rows, dtype=acc_dtype),
+        logits.new_empty(rows, dtype=acc_dtype),
     )
 
 
@@ -68,16 +68,16 @@ def loss_of(results: tuple[Tensor, ...], shape: torch.Size, reduction: str) -> T
     return results[0].view(shape) if reduction == "none" else results[0]
 
 
-def named(
+def as_output(
     results: tuple[Tensor, ...], shape: torch.Size, reduction: str, outputs: str
 ) -> CrossEntropyOutput:
     """The loss and the outputs that are asked for, in the shape of the targets."""
-    each = {"predicted_tokens", "log_prob", "entropy", "lse"} | (
+    per_row = {"predicted_tokens", "log_prob", "entropy", "lse"} | (
         {"z_loss", "token_accuracy"} if reduction == "none" else set()
     )
     requested = outputs.split(",")
     statistics = {
-        n: x.view(shape) if n in each else x
+        n: x.view(shape) if n in per_row else x
         for n, x in zip(OUTPUTS, results[1:], strict=True)
         if n in requested
     }
@@ -237,7 +237,7 @@ def cross_entropy_with_outputs(
         validate=validate,
         outputs=outputs,
     )
-    return named(results, target.shape, reduction, names)
+    return as_output(results, target.shape, reduction, names)
 
 
 def _results(

@@ -169,12 +169,12 @@ def _scales_fit(
 ) -> None:
     """Scales have a dtype of the format, and numbers of double quantization come together."""
     name, allowed = op.name, FORMATS[format].scales
-    known = isinstance(scales, Tensor) and (
+    dtype_fits = isinstance(scales, Tensor) and (
         scales.is_floating_point() and scales.itemsize > 1
         if allowed is None
         else scales.dtype in allowed
     )
-    if not isinstance(scales, Tensor) or not known:
+    if not isinstance(scales, Tensor) or not dtype_fits:
         dtypes = "floating" if allowed is None else " or ".join(str(t)[6:] for t in allowed)
         raise TypeError(
             f"{name}: scales of {format} must be a {dtypes} tensor, got {checks.describe(scales)}"
@@ -194,7 +194,7 @@ def _scales_fit(
 def _group_of(codes: Tensor, scales: Tensor, format: str, group: int | None) -> int:
     """Elements of a block; the number of scales fits them."""
     name, (fixed, _, flat) = op.name, FORMATS[format]
-    lead, width = codes.shape[:-1], 2 * codes.shape[-1]
+    leading, width = codes.shape[:-1], 2 * codes.shape[-1]
     size = fixed if group is None else checks.integer(name, "group", group)
     if size == 0 and group is None:
         columns = scales.shape[-1] if scales.ndim else 0
@@ -202,19 +202,19 @@ def _group_of(codes: Tensor, scales: Tensor, format: str, group: int | None) -> 
     if size < 2 or size % 2:
         checks.refuse(name, "group must be an even number of elements", f"{size}")
     if flat:
-        blocks = -(-math.prod(lead) * width // size)
+        blocks = -(-math.prod(leading) * width // size)
         if scales.numel() != blocks:
             checks.refuse(
                 name,
-                f"{format} needs {blocks} scales, one for every {size} of {math.prod(lead) * width}"
-                " elements",
+                f"{format} needs {blocks} scales, one for every {size} of "
+                f"{math.prod(leading) * width} elements",
                 scales,
             )
-    elif width % size or scales.shape != (*lead, width // size):
+    elif width % size or scales.shape != (*leading, width // size):
         checks.refuse(
             name,
-            f"scales of {format} must have shape {(*lead, width / size)}, one for every {size} of "
-            f"K = {width} elements of codes {tuple(codes.shape)}",
+            f"scales of {format} must have shape {(*leading, width / size)}, one for every {size} "
+            f"of K = {width} elements of codes {tuple(codes.shape)}",
             scales,
         )
     return size
@@ -230,7 +230,7 @@ _OF_FORMAT = {
 
 
 def _others_fit(
-    codes: Tensor, scales: Tensor, format: str, others: Mapping[str, Tensor | None]
+    codes: Tensor, scales: Tensor, format: str, tensors: Mapping[str, Tensor | None]
 ) -> None:
     """Everything beside codes and scales, each with the one number of elements that it may have."""
     name = op.name
@@ -241,7 +241,7 @@ def _others_fit(
         "scale_absmax": -(-scales.numel() // 256),
         "scale_offset": 1,
     }
-    for key, value in others.items():
+    for key, value in tensors.items():
         if value is None:
             continue
         if format not in _OF_FORMAT[key]:
@@ -291,8 +291,8 @@ def formula(
         if global_scale is not None:
             scale = scale / global_scale if divides else scale * global_scale
     elif scale_levels is not None and scale_absmax is not None and scale_offset is not None:
-        place = torch.arange(scale.numel(), device=codes.device) // 256
-        scale = scale_levels[scale.long()] * scale_absmax[place] + scale_offset
+        block_index = torch.arange(scale.numel(), device=codes.device) // 256
+        scale = scale_levels[scale.long()] * scale_absmax[block_index] + scale_offset
     if format == "int4":
         level = index.to(wide) - (8 if zeros is None else zeros.to(wide).reshape(-1)[block])
     else:
@@ -309,10 +309,10 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     return Work(forward, forward + 5 * codes + scales)
 
 
-def _case(shape: tuple[int, ...], format: str, group: int = 0, **more: T) -> dict[str, T]:
+def _case(shape: tuple[int, ...], format: str, group: int = 0, **extra: T) -> dict[str, T]:
     """Codes of a weight of a shape, and scales of its rows' blocks."""
-    size, lead = group or FORMATS[format].group, shape[:-1]
-    scales = (*lead, shape[-1] // size)
+    size, leading = group or FORMATS[format].group, shape[:-1]
+    scales = (*leading, shape[-1] // size)
     specs: dict[str, Any] = {
         "nf4": T(scales, torch.float32, positive=True),
         "fp4": T(scales, torch.float32, positive=True),
@@ -320,16 +320,16 @@ def _case(shape: tuple[int, ...], format: str, group: int = 0, **more: T) -> dic
         "nvfp4": T(scales, torch.uint8, classes=80, least=40),
         "int4": T(scales, torch.float32, positive=True),
     }
-    return {"codes": _codes(*lead, shape[-1] // 2), "scales": specs[format], **more}
+    return {"codes": _codes(*leading, shape[-1] // 2), "scales": specs[format], **extra}
 
 
 def _codes(*shape: int, layout: str = "contiguous") -> T:
     return T(shape, torch.uint8, classes=256, layout=layout)
 
 
-def _of(format: str, **more: Any) -> dict[str, Any]:
+def _options(format: str, **options: Any) -> dict[str, Any]:
     """Options; wide results keep what upstream gradients are drawn in."""
-    return {"format": format, "dtype": torch.float32, **more}
+    return {"format": format, "dtype": torch.float32, **options}
 
 
 def _narrow(format: str, dtype: torch.dtype, shape: tuple[int, ...] = (6, 128)) -> Sample:
@@ -338,7 +338,7 @@ def _narrow(format: str, dtype: torch.dtype, shape: tuple[int, ...] = (6, 128)) 
     tensors = frozen(_case(shape, format, group), "scales")
     if format == "int4":  # its scales have any dtype
         tensors["scales"] = replace(tensors["scales"], dtype=None)
-    return Sample(name, tensors, _of(format, dtype=dtype))
+    return Sample(name, tensors, _options(format, dtype=dtype))
 
 
 _ONE = T((1,), torch.float32, positive=True, grad=False)
@@ -354,35 +354,39 @@ def _nested(blocks: int) -> dict[str, T]:
 
 
 SAMPLES = (
-    *[Sample(f, _case((6, 128), f), _of(f)) for f in ("nf4", "fp4")],
-    Sample("int4", _case((6, 128), "int4", 32), _of("int4")),
-    Sample("group-of-two", _case((3, 20), "int4", 2), _of("int4")),
-    *[Sample(f, _case((6, 128), f), _of(f)) for f in ("mxfp4", "nvfp4")],
+    *[Sample(f, _case((6, 128), f), _options(f)) for f in ("nf4", "fp4")],
+    Sample("int4", _case((6, 128), "int4", 32), _options("int4")),
+    Sample("group-of-two", _case((3, 20), "int4", 2), _options("int4")),
+    *[Sample(f, _case((6, 128), f), _options(f)) for f in ("mxfp4", "nvfp4")],
     *[_narrow(f, torch.bfloat16) for f in FORMATS],
     _narrow("mxfp4", torch.float16, (3, 4, 64)),
-    Sample("global", _case((4, 64), "nvfp4", global_scale=_ONE), _of("nvfp4")),
-    Sample("divides", _case((4, 64), "nvfp4", global_scale=_ONE), _of("nvfp4", divides=True)),
+    Sample("global", _case((4, 64), "nvfp4", global_scale=_ONE), _options("nvfp4")),
+    Sample("divides", _case((4, 64), "nvfp4", global_scale=_ONE), _options("nvfp4", divides=True)),
     Sample(
         "zeros",
         _case((4, 128), "int4", 32, zeros=T((4, 4), torch.uint8, classes=16)),
-        _of("int4"),
+        _options("int4"),
     ),
-    Sample("odd-groups", _case((5, 132), "int4", 66), _of("int4"), path="groups of 66"),
-    Sample("other-group", _case((2, 256), "nf4", 128), _of("nf4", group=128)),
-    Sample("part-of-a-block", {"codes": _codes(45), "scales": T((2,), torch.float32)}, _of("fp4")),
+    Sample("odd-groups", _case((5, 132), "int4", 66), _options("int4"), path="groups of 66"),
+    Sample("other-group", _case((2, 256), "nf4", 128), _options("nf4", group=128)),
+    Sample(
+        "part-of-a-block", {"codes": _codes(45), "scales": T((2,), torch.float32)}, _options("fp4")
+    ),
     Sample(
         "double-quantized",
         {"codes": _codes(19200), **_nested(600)},
-        _of("nf4"),
+        _options("nf4"),
         path="scales of scales",
     ),
-    *each_frozen(_case((4, 64), "nf4"), "scales", _of("nf4")),
-    Sample("no-rows", _case((0, 64), "mxfp4"), _of("mxfp4")),
-    Sample("no-columns", _case((3, 0), "nvfp4"), _of("nvfp4")),
+    *each_frozen(_case((4, 64), "nf4"), "scales", _options("nf4")),
+    Sample("no-rows", _case((0, 64), "mxfp4"), _options("mxfp4")),
+    Sample("no-columns", _case((3, 0), "nvfp4"), _options("nvfp4")),
     Sample(
-        "sliced", _case((4, 64), "mxfp4") | {"codes": _codes(4, 32, layout="sliced")}, _of("mxfp4")
+        "sliced",
+        _case((4, 64), "mxfp4") | {"codes": _codes(4, 32, layout="sliced")},
+        _options("mxfp4"),
     ),
-    Sample("past-65535-rows", _case((65537, 32), "mxfp4"), _of("mxfp4"), "thin"),
+    Sample("past-65535-rows", _case((65537, 32), "mxfp4"), _options("mxfp4"), "thin"),
     *[
         Sample(f"{'x'.join(map(str, shape))}-{f}", _case(shape, f, group), {"format": f}, "bench")
         for f, shape, group in (

@@ -72,8 +72,8 @@ def embedding(
     checks.floating(name, weight=weight)
     if weight.ndim != 2:
         raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
-    lead = index.shape if isinstance(index, Tensor) else torch.Size()
-    checks.targets(name, index, lead, weight, "index")
+    index_shape = index.shape if isinstance(index, Tensor) else torch.Size()
+    checks.targets(name, index, index_shape, weight, "index")
     classes, width = weight.shape
     padding = NO_PADDING
     if padding_idx is not None:
@@ -90,7 +90,7 @@ def embedding(
         weight, ids = _rows_read(weight, ids, validate)
         classes, padding = len(ids), NO_PADDING
     output: Tensor = op(weight, ids, classes, padding, factor, validate)
-    return output.view(*lead, width)
+    return output.view(*index_shape, width)
 
 
 def _rows_read(weight: QuantizedWeight, ids: Tensor, validate: bool) -> tuple[Tensor, Tensor]:
@@ -98,9 +98,9 @@ def _rows_read(weight: QuantizedWeight, ids: Tensor, validate: bool) -> tuple[Te
     from liger_multi.reference.cross_entropy.reduction import check_targets
 
     check_targets(ids, weight.shape[0], None, validate, "index")
-    inside = (ids >= 0) & (ids < weight.shape[0])
-    places = torch.arange(len(ids), device=ids.device)
-    return weight.numbers_at(torch.where(inside, ids, 0)), torch.where(inside, places, -1)
+    is_valid = (ids >= 0) & (ids < weight.shape[0])
+    rows = torch.arange(len(ids), device=ids.device)
+    return weight.numbers_at(torch.where(is_valid, ids, 0)), torch.where(is_valid, rows, -1)
 
 
 def formula(

@@ -178,13 +178,15 @@ quantized_work = with_code_bytes(work)
 
 
 def terms(
-    *shape: int, weight: bool = True, layout: str = "contiguous", **both: Any
+    *shape: int, weight: bool = True, layout: str = "contiguous", **options: Any
 ) -> dict[str, T]:
     """Tensors of a sample; of some strides, only one term has them."""
     sliced = "sliced" if layout == "sliced" else "contiguous"
-    x, residual = (sliced if layout == other else layout for other in ("rows", "transposed"))
+    x, residual = (
+        sliced if layout == sliced_term else layout for sliced_term in ("rows", "transposed")
+    )
     residual = sliced if layout == "expanded" else residual
-    tensors = {"x": T(shape, layout=x, **both), "residual": T(shape, layout=residual, **both)}
+    tensors = {"x": T(shape, layout=x, **options), "residual": T(shape, layout=residual, **options)}
     return tensors | ({"weight": T(shape[-1:], layout=sliced)} if weight else {})
 
 

@@ -15,9 +15,9 @@ from liger_multi.ops.cross_entropy import (
     OUTPUTS,
     RETURNS,
     CrossEntropyOutput,
+    as_output,
     formula as cross_entropy_formula,
     loss_of,
-    named,
     options,
     shapes,
 )
@@ -69,16 +69,16 @@ def forward(
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     empties = shapes(hidden, hidden.shape[0], reduction, outputs)
-    kept = reduction != "none"
+    keeps_gradients = reduction != "none"
     dtype = logits_dtype(compute_dtype, hidden.dtype)
     rows, width = hidden.shape
-    whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
-    total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
+    one_chunk = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
+    total = weight_gradient_dtype(dtype, weight.dtype, accumulate, one_chunk)
     residuals = (
-        empties[0].new_empty(0 if kept else rows),
-        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
-        weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
-        empties[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
+        empties[0].new_empty(0 if keeps_gradients else rows),
+        hidden.new_empty(hidden.shape if keeps_gradients and needs_hidden else (0,), dtype=dtype),
+        weight.new_empty(weight.shape if keeps_gradients and needs_weight else (0,), dtype=total),
+        empties[0].new_empty(weight.shape[0] if keeps_gradients and needs_bias else 0),
         empties[0].new_empty(2),
     )
     return (*empties, *residuals)  # type: ignore[return-value]
@@ -97,7 +97,7 @@ op.backward(
 )
 
 
-@checks.remembered
+@checks.cached_check
 def _options(
     label_smoothing: float,
     z_loss: float,
@@ -239,7 +239,7 @@ def fused_linear_cross_entropy_with_outputs(
         validate=validate,
         outputs=outputs,
     )
-    return named(results, target.shape, reduction, names)
+    return as_output(results, target.shape, reduction, names)
 
 
 def _results(
@@ -289,7 +289,7 @@ def _results(
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
     compute = head.compute_dtype(name, hidden, weight, bias)
-    chunk, accumulate = head.lean(chunk, accumulate, hidden, weight, compute)
+    chunk, accumulate = head.lean_chunks(chunk, accumulate, hidden, weight, compute)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
     if target.ndim != 1:  # a view costs the host a tensor and a node of the graph
         hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)

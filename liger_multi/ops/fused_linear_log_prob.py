@@ -66,15 +66,15 @@ def forward(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rows, requested = target.numel(), outputs.split(",")
     classes, width = weight.shape
-    kept = keep and (needs_hidden or needs_weight or needs_bias)
-    kept = kept and is_whole(rows, width, classes, dtype.itemsize, chunk, budget)
+    keeps_logits = keep and (needs_hidden or needs_weight or needs_bias)
+    keeps_logits = keeps_logits and is_whole(rows, width, classes, dtype.itemsize, chunk, budget)
     return (
         hidden.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
         hidden.new_empty(rows if "entropy" in requested else 0, dtype=wide),
         hidden.new_empty(rows, dtype=wide),
         hidden.new_empty(rows if "argmax" in requested else 0, dtype=torch.int64),
         hidden.new_empty(rows, dtype=wide),
-        hidden.new_empty(rows if kept else 0, classes, dtype=dtype),
+        hidden.new_empty(rows if keeps_logits else 0, classes, dtype=dtype),
     )
 
 
@@ -161,7 +161,7 @@ def fused_linear_log_prob(
         validate=validate,
         outputs=outputs,
     )
-    return named(op(*arguments), target, arguments[-1])
+    return as_output(op(*arguments), target, arguments[-1])
 
 
 def formula_of_logits(
@@ -221,10 +221,10 @@ def formula(
 work = head_work
 
 
-def named(results: tuple[Tensor, ...], target: Tensor, outputs: str) -> LogProbOutput:
+def as_output(results: tuple[Tensor, ...], target: Tensor, outputs: str) -> LogProbOutput:
     """Those outputs of the operator that were asked for, in the shape of the targets."""
-    asked, each = outputs.split(","), zip(OUTPUTS, results[: len(OUTPUTS)], strict=True)
-    return LogProbOutput(**{n: x.view(target.shape) for n, x in each if n in asked})
+    requested, by_name = outputs.split(","), zip(OUTPUTS, results[: len(OUTPUTS)], strict=True)
+    return LogProbOutput(**{n: x.view(target.shape) for n, x in by_name if n in requested})
 
 
 def prepared(
@@ -258,7 +258,7 @@ def prepared(
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale)
     compute = head.compute_dtype(name, hidden, weight, bias)
-    chunk, accumulate = head.lean(chunk, accumulate, hidden, weight, compute)
+    chunk, accumulate = head.lean_chunks(chunk, accumulate, hidden, weight, compute)
     return (
         hidden.reshape(target.numel(), hidden.shape[-1]),
         weight,

@@ -157,7 +157,7 @@ def fused_moe(
     biases = ("gate_up_bias", "down_bias")
     checks.floating(name, **tensors, routing=routing, optional=biases)
     checks.one_of(name, "activation", activation, ACTIVATIONS)
-    by = numbers(name, limit, alpha, up_offset)
+    clamps = numbers(name, limit, alpha, up_offset)
     checks.boolean(name, "interleaved", interleaved)
     checks.boolean(name, "transposed", transposed)
     _shapes_fit(tensors, index, routing, transposed, activation)
@@ -172,7 +172,7 @@ def fused_moe(
         routing.reshape(_count(routing), pairs),
         *cast[3:],
         activation,
-        *by,
+        *clamps,
         interleaved,
         transposed,
         x.dtype,
@@ -222,11 +222,16 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
     product = 2.0 * pairs * weights / shapes["gate_up_weight"][0]
     tokens = math.prod(shapes["x"][:-1]) * width * size
-    kept = 2 * pairs * weights / shapes["gate_up_weight"][0] / width / 3 * size
+    saved_bytes = 2 * pairs * weights / shapes["gate_up_weight"][0] / width / 3 * size
     # weights read, x read, y and what is kept written; weights read, their gradients written,
     # what is kept read, dy and x read, dx written
-    once = weights * size + 2 * tokens + kept
-    return Work(once, once + 2 * weights * size + 3 * tokens + kept, product, 3 * product)
+    forward_bytes = weights * size + 2 * tokens + saved_bytes
+    return Work(
+        forward_bytes,
+        forward_bytes + 2 * weights * size + 3 * tokens + saved_bytes,
+        product,
+        3 * product,
+    )
 
 
 def _count(rows: Tensor) -> int:
@@ -299,13 +304,13 @@ def _case(
 ) -> dict[str, T]:
     """Tensors of a sample, with ``parts`` of the first layer; ``frozen`` ones get no gradient."""
 
-    def turned(rows: int, cols: int) -> tuple[int, int, int]:
+    def matrix_shape(rows: int, cols: int) -> tuple[int, int, int]:
         return (experts, cols, rows) if transposed else (experts, rows, cols)
 
     tensors = {
         "x": T((*rows, hidden)),
-        "gate_up_weight": T(turned(parts * inner, hidden), scale=hidden**-0.5),
-        "down_weight": T(turned(hidden, inner), scale=inner**-0.5),
+        "gate_up_weight": T(matrix_shape(parts * inner, hidden), scale=hidden**-0.5),
+        "down_weight": T(matrix_shape(hidden, inner), scale=inner**-0.5),
         "index": T((*rows, top_k), classes=experts, ignored=sentinels, ignore_index=ignore_index),
         "routing": T((*rows, top_k), positive=True),
     }

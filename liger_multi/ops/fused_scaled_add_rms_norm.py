@@ -92,11 +92,11 @@ def fused_scaled_add_rms_norm(
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
-    by = [
+    factors = [
         checks.number(name, n, v)
         for n, v in (("x_scale", x_scale), ("residual_scale", residual_scale))
     ]
-    output = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
+    output = op(x, residual, weight, *numbers(name, eps, offset), casting, *factors)
     return FusedAddRMSNormOutput(*output)
 
 
@@ -112,8 +112,8 @@ def formula(
     casting: str = "llama",
 ) -> FusedAddRMSNormOutput:
     """The norm of ``x_scale * x + residual_scale * residual``, and that sum."""
-    kept = residual if residual_scale == 1.0 else residual * residual_scale
-    total = kept + x * x_scale
+    scaled_residual = residual if residual_scale == 1.0 else residual * residual_scale
+    total = scaled_residual + x * x_scale
     y = weighted_rms_norm(total, weight, eps, offset)
     return FusedAddRMSNormOutput(y, total)
 
@@ -129,7 +129,7 @@ SAMPLES = (
         terms,
         ROWS,
         GRANITE,
-        without="sliced transposed row-gaps expanded many-tiny-rows",
+        omitted="sliced transposed row-gaps expanded many-tiny-rows",
         but={
             "one-axis": BOTH,
             "one-column": GRANITE | {"eps": 0.5},

@@ -167,7 +167,7 @@ def _y_and_state(
     )
     _shapes_fit(q, k, v, g=g, beta=beta, initial_state=initial_state)
     checks.boolean(name, "qk_l2norm", qk_l2norm)
-    by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     first = _first(v, cu_seqlens, documents)
     return op(  # type: ignore[no-any-return]
         q,
@@ -177,7 +177,7 @@ def _y_and_state(
         beta,
         initial_state,
         first,
-        scale=by,
+        scale=factor,
         qk_l2norm=qk_l2norm,
         output_final_state=output_final_state,
     )
@@ -191,8 +191,8 @@ def _delta_steps(
     for t in range(q.shape[1]):
         decay = torch.where(begins[:, t, None, None], 0, g[:, t].exp())
         state = state * decay[..., None]
-        read = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        d = beta[:, t, :, None] * (v[:, t] - read)
+        prediction = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        d = beta[:, t, :, None] * (v[:, t] - prediction)
         state = state + k[:, t, :, :, None] * d[:, :, None]
         outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(outs, 1), state
@@ -330,9 +330,9 @@ def _first(
                 f"{checks.describe(cu_seqlens)} for a batch of {v.shape[0]}",
             )
         begins = cu_seqlens.to(v.device)
-        place = torch.arange(v.shape[1], device=v.device, dtype=begins.dtype)
-        at = torch.searchsorted(begins.contiguous(), place, right=True)
-        return torch.cat([begins.new_zeros(1), begins])[at].to(torch.int32)[None]
+        position = torch.arange(v.shape[1], device=v.device, dtype=begins.dtype)
+        document = torch.searchsorted(begins.contiguous(), position, right=True)
+        return torch.cat([begins.new_zeros(1), begins])[document].to(torch.int32)[None]
     if documents is None:
         return None
     checks.targets(op, documents, v.shape[:2], v, name="documents")
@@ -352,17 +352,19 @@ def _case(
 ) -> dict[str, T]:
     """Tensors of (B, T, H, K), with keys so short that beta k k' is below 2."""
     batch, length, heads, size = shape
-    many = heads * group
-    each = (size,) if channels else ()
+    value_heads = heads * group
+    channel_axis = (size,) if channels else ()
     tensors = {
         "q": T(shape, layout=layout),
         "k": T(shape, layout=layout, scale=0.7 * size**-0.5),
-        "v": T((batch, length, many, value or size), layout=layout),
-        "g": T((batch, length, many, *each), gates, decay, negative=True, layout=layout),
-        "beta": T((batch, length, many), positive=True, layout=layout),
+        "v": T((batch, length, value_heads, value or size), layout=layout),
+        "g": T(
+            (batch, length, value_heads, *channel_axis), gates, decay, negative=True, layout=layout
+        ),
+        "beta": T((batch, length, value_heads), positive=True, layout=layout),
     }
     if state:
-        tensors["initial_state"] = T((batch, many, size, value or size), gates)
+        tensors["initial_state"] = T((batch, value_heads, size, value or size), gates)
     if ids:
         tensors["documents"] = T((batch, length), classes=ids, ignored=0.1, ignore_index=-1)
     return tensors

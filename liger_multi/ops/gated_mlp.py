@@ -41,9 +41,9 @@ def forward(
     needs_gate_weight: bool,
     needs_up_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lead = x.shape[:-1]
-    inner = (*lead, gate_weight.shape[0])
-    return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
+    row_shape = x.shape[:-1]
+    inner = (*row_shape, gate_weight.shape[0])
+    return x.new_empty((*row_shape, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
 
 
 def unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tuple[str, ...]:

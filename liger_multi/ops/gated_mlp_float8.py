@@ -61,19 +61,19 @@ def forward(
     needs_gate_weight: bool,
     needs_up_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lead = x.shape[:-1]
-    inner = (*lead, gate_weight.shape[0])
+    row_shape = x.shape[:-1]
+    inner = (*row_shape, gate_weight.shape[0])
     pairs = (
         (gate_weight, gate_weight_scale),
         (up_weight, up_weight_scale),
         (down_weight, down_weight_scale),
     )
-    kept = [
+    new_scales = [
         x.new_empty((weight.shape[0] if scale is None else 0,), dtype=torch.float32)
         for weight, scale in pairs
     ]
-    y = x.new_empty((*lead, down_weight.shape[0]))
-    return y, x.new_empty(inner), x.new_empty(inner), kept[0], kept[1], kept[2]
+    y = x.new_empty((*row_shape, down_weight.shape[0]))
+    return y, x.new_empty(inner), x.new_empty(inner), new_scales[0], new_scales[1], new_scales[2]
 
 
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
@@ -161,34 +161,41 @@ def gated_mlp_float8(
     name = "gated_mlp_float8"
     weights = dict(zip(_WIDE, (gate_weight, up_weight, down_weight), strict=True))
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    own = (gate_weight_scale, up_weight_scale, down_weight_scale)
-    others = (gate_weight_codes, up_weight_codes, down_weight_codes)
+    weight_scales = (gate_weight_scale, up_weight_scale, down_weight_scale)
+    weight_codes = (gate_weight_codes, up_weight_codes, down_weight_codes)
     checks.floating(name, x=x, **weights, **biases, optional=tuple(biases))
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     shapes_fit(name, x, gate_weight, up_weight, down_weight)
     for bias, tensor in biases.items():
         rows = f"{bias.removesuffix('bias')}weight"
         checks.vector(name, bias, tensor, weights[rows].shape[0], f"rows of {rows}")
-    weight_scales_fit(name, weights, own, others)
-    under = checks.autocast_dtype(x.device.type) is not None
+    weight_scales_fit(name, weights, weight_scales, weight_codes)
+    is_autocast = checks.autocast_dtype(x.device.type) is not None
     plain = {n: w for n, w in weights.items() if w.dtype not in CODES}
-    tensors = {"x": x, **biases} if under else {"x": x, **plain, **biases}
+    tensors = {"x": x, **biases} if is_autocast else {"x": x, **plain, **biases}
     cast = dict(zip(tensors, checks.one_dtype(name, tensors), strict=True))
     first = cast["x"]
     assert first is not None
     wide = (*weights.values(), *(cast[bias] for bias in biases))
-    every = (first, *wide, activation, *own, *fitting(name, x, quantized), *others)
+    operands = (
+        first,
+        *wide,
+        activation,
+        *weight_scales,
+        *fitting(name, x, quantized),
+        *weight_codes,
+    )
     if not checks.in_checkpoint():
-        return op(*every)  # type: ignore[no-any-return]
+        return op(*operands)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        return _in_layers(first, wide, own, others, activation, quantized)
-    return _early(*every)
+        return _in_layers(first, wide, weight_scales, weight_codes, activation, quantized)
+    return _early(*operands)
 
 
 # --- under checkpointing ---
 
 
-def _first(
+def _gate_and_up(
     x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor,
@@ -208,33 +215,35 @@ def _first(
     *needs: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """First part: gate, up, the scales of all weights, and an empty result."""
-    run, rest = linear_op.fwd.run, (False, False)
+    run, flags = linear_op.fwd.run, (False, False)
     args = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
-    gate, *output, first = run(x, *args, *rest)
+    gate, *output, first = run(x, *args, *flags)
     rows = output if codes is None else (codes, codes_scale)
-    up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, up_codes, *rest)
+    up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, up_codes, *flags)
     third = row_scales(down_weight) if down_own is None else first.new_empty(0)
     empty = empty_of(x, *x.shape[:-1], down_weight.shape[0])
     return (empty, gate, up, first, second, third), (gate, up)
 
 
-def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
+def _down(gate_and_up: tuple[Tensor, Tensor], *args: Any) -> Tensor:
     """Second part: the result from gate and up, whose product exists in FP8 only."""
-    weight, bias, activation, own, others = (args[i] for i in (3, 6, 7, 10, 15))
-    _, rows = activated(*handed, activation, ("quantized",))
-    inner = empty_of(handed[0], *handed[0].shape)  # only its codes are read
-    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, others)
+    weight, bias, activation, weight_scale, weight_codes = (args[i] for i in (3, 6, 7, 10, 15))
+    _, rows = activated(*gate_and_up, activation, ("quantized",))
+    inner = empty_of(gate_and_up[0], *gate_and_up[0].shape)  # only its codes are read
+    y, *_ = linear_op(
+        inner, weight, bias, weight_scale, rows.codes.view(torch.uint8), rows.scale, weight_codes
+    )
     return y  # type: ignore[no-any-return]
 
 
-_early = EarlySave(op, _first, _rest)
+_early = EarlySave(op, _gate_and_up, _down)
 
 
 def _in_layers(
     x: Tensor,
     wide: tuple[Tensor | None, ...],
-    own: tuple[Tensor | None, ...],
-    others: tuple[Tensor | None, ...],
+    weight_scales: tuple[Tensor | None, ...],
+    weight_codes: tuple[Tensor | None, ...],
     activation: str,
     rows: Float8Rows | None,
 ) -> Tensor:
@@ -247,8 +256,8 @@ def _in_layers(
             x,
             weight,
             wide[3 + i],
-            weight_scale=own[i],
-            weight_codes=others[i],
+            weight_scale=weight_scales[i],
+            weight_codes=weight_codes[i],
             quantized=rows,
         )
 

@@ -107,9 +107,9 @@ def gated_rms_norm(
     size = width if group_size is None else checks.integer(name, "group_size", group_size)
     if group_size is not None and (size < 1 or width % size):
         checks.refuse(name, f"group_size must divide {width}, the last axis of x", f"{group_size}")
-    before = checks.boolean(name, "norm_before_gate", norm_before_gate)
-    rest = (*numbers(name, eps, offset), casting, max(size, 1), before, activation)
-    result: Tensor = op(x, gate, weight, *rest)
+    gate_last = checks.boolean(name, "norm_before_gate", norm_before_gate)
+    options = (*numbers(name, eps, offset), casting, max(size, 1), gate_last, activation)
+    result: Tensor = op(x, gate, weight, *options)
     return result
 
 
@@ -139,12 +139,12 @@ def formula(
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     # x (and a gate) read, y written; dy and those read, their gradients written
     inputs = 2 if "gate" in shapes else 1
-    once = math.prod(shapes["x"]) * size
-    return Work((inputs + 1) * once, (inputs + 1 + 2 * inputs + 1) * once)
+    tensor_bytes = math.prod(shapes["x"]) * size
+    return Work((inputs + 1) * tensor_bytes, (inputs + 1 + 2 * inputs + 1) * tensor_bytes)
 
 
-def _case(*shape: int, dtype: torch.dtype | None = None, **both: Any) -> dict[str, T]:
-    tensors = T(shape, **both)
+def _case(*shape: int, dtype: torch.dtype | None = None, **options: Any) -> dict[str, T]:
+    tensors = T(shape, **options)
     return {"x": tensors, "gate": tensors, "weight": T((shape[-1],), dtype=dtype)}
 
 

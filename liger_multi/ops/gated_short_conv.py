@@ -89,9 +89,9 @@ def formula(
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    once = math.prod(shapes["x"]) * size / 3
+    tensor_bytes = math.prod(shapes["x"]) * size / 3
     # two gates and values read, y written; dy and these read, three gradients written
-    return Work(4 * once, 11 * once)
+    return Work(4 * tensor_bytes, 11 * tensor_bytes)
 
 
 def _case(

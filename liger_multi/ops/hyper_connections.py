@@ -39,14 +39,14 @@ def forward(
     eps: float,
     post_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lead, count = x.shape[:-2], x.shape[-2]
+    row_shape, count = x.shape[:-2], x.shape[-2]
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        x.new_empty((*lead, count), dtype=acc_dtype),
-        x.new_empty((*lead, count), dtype=acc_dtype),
-        x.new_empty((*lead, count, count), dtype=acc_dtype),
-        x.new_empty((*lead, count * (count + 2)), dtype=acc_dtype),
-        x.new_empty(lead, dtype=acc_dtype),
+        x.new_empty((*row_shape, count), dtype=acc_dtype),
+        x.new_empty((*row_shape, count), dtype=acc_dtype),
+        x.new_empty((*row_shape, count, count), dtype=acc_dtype),
+        x.new_empty((*row_shape, count * (count + 2)), dtype=acc_dtype),
+        x.new_empty(row_shape, dtype=acc_dtype),
     )
 
 

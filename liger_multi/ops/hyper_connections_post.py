@@ -52,11 +52,11 @@ def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) ->
     """
     checks.floating(op.name, x=x, out=out, post=post, mix=mix)
     streams(op.name, x)
-    lead = tuple(x.shape[:-2])
+    row_shape = tuple(x.shape[:-2])
     count = x.shape[-2]
-    coefficient(op.name, "out", out, (*lead, x.shape[-1]))
-    coefficient(op.name, "post", post, (*lead, count))
-    coefficient(op.name, "mix", mix, (*lead, count, count))
+    coefficient(op.name, "out", out, (*row_shape, x.shape[-1]))
+    coefficient(op.name, "post", post, (*row_shape, count))
+    coefficient(op.name, "mix", mix, (*row_shape, count, count))
     result: Tensor = op(x, out, post, mix)
     return result
 
@@ -73,12 +73,12 @@ work = streamwise(2, 5, (1, 3))
 def _case(
     *shape: int, dtype: torch.dtype | None = None, layout: str = "contiguous", frozen: str = ""
 ) -> dict[str, T]:
-    *lead, count, cols = shape
+    *row_shape, count, cols = shape
     shapes = {
         "x": shape,
-        "out": (*lead, cols),
-        "post": (*lead, count),
-        "mix": (*lead, count, count),
+        "out": (*row_shape, cols),
+        "post": (*row_shape, count),
+        "mix": (*row_shape, count, count),
     }
     return {
         n: T(

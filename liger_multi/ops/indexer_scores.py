@@ -72,8 +72,8 @@ def indexer_scores(
         checks.refuse(op.name, f"indices must have shape {(*q.shape[:2], 'K')}", indices)
     if indices.device != q.device:
         checks.refuse(op.name, "all tensors must be on one device", indices)
-    by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
-    result: Tensor = op(q, k, w, indices.to(torch.int32), by)
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
+    result: Tensor = op(q, k, w, indices.to(torch.int32), factor)
     return result
 
 
@@ -86,13 +86,15 @@ def formula(
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     (batch, length, heads, width), keys = shapes["q"], shapes["k"][1]
-    once = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size + math.prod(shapes["w"]) * 4
+    tensor_bytes = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size + math.prod(
+        shapes["w"]
+    ) * 4
     topk = options.get("topk", 0)
-    listed = 2.0 * heads * width * batch * length * (topk or shapes["indices"][-1])
+    flops_of_lists = 2.0 * heads * width * batch * length * (topk or shapes["indices"][-1])
     # the selection has a product of all pairs that are seen, scores of a list one of listed pairs
     flops = 2.0 * heads * width * batch * visible_pairs(length, keys, {"causal": True})
-    forward = flops if topk else listed
-    return Work(once, 3 * once, forward, forward + 3 * listed)
+    forward = flops if topk else flops_of_lists
+    return Work(tensor_bytes, 3 * tensor_bytes, forward, forward + 3 * flops_of_lists)
 
 
 def check_indexer(name: str, q: Tensor, k: Tensor, w: Tensor) -> None:
@@ -114,37 +116,41 @@ def case(
     layout: str = "contiguous",
     weights: torch.dtype | None = torch.float32,
     whole: float = 0.0,
-    **more: T,
+    **extra: T,
 ) -> dict[str, T]:
     """Queries of a shape (B, L, H, D), as many keys, and weights; integers up to some ``whole``."""
     batch, length, heads, size = shape
-    other = layout if layout != "swapped" else "sliced"
+    key_layout = layout if layout != "swapped" else "sliced"
     exact: dict[str, Any] = {"scale": whole or 1.0, "whole": whole > 0}
     return {
         "q": T(shape, layout=layout, **exact),
-        "k": T((batch, keys or length, size), layout=other, **exact),
-        "w": T((batch, length, heads), weights, layout=other, whole=whole > 0),
-        **more,
+        "k": T((batch, keys or length, size), layout=key_layout, **exact),
+        "w": T((batch, length, heads), weights, layout=key_layout, whole=whole > 0),
+        **extra,
     }
 
 
 def _case(
-    shape: tuple[int, int, int, int], listed: int, keys: int = 0, absent: float = 0.2, **more: Any
+    shape: tuple[int, int, int, int],
+    list_length: int,
+    keys: int = 0,
+    absent_share: float = 0.2,
+    **extra: Any,
 ) -> dict[str, T]:
     """The first lists are of absent keys, and random lists have keys twice."""
-    tensors = case(shape, keys, **more)
-    lists = (*shape[:2], listed)
-    ids = T(lists, classes=tensors["k"].shape[1], ignored=absent, ignore_index=-1, grad=False)
+    tensors = case(shape, keys, **extra)
+    lists = (*shape[:2], list_length)
+    ids = T(lists, classes=tensors["k"].shape[1], ignored=absent_share, ignore_index=-1, grad=False)
     return {**tensors, "indices": ids}
 
 
 SAMPLES = (
     Sample("several", _case((2, 19, 4, 16), 11)),
-    Sample("tiny", _case((1, 4, 2, 3), 3, absent=0.0, weights=None)),
-    Sample("tiny-scale", _case((1, 3, 2, 2), 4, absent=0.0, weights=None), {"scale": 0.7}),
+    Sample("tiny", _case((1, 4, 2, 3), 3, absent_share=0.0, weights=None)),
+    Sample("tiny-scale", _case((1, 3, 2, 2), 4, absent_share=0.0, weights=None), {"scale": 0.7}),
     # without absent keys, whose scores of -inf have no numeric derivative
     *[
-        Sample(f"tiny-{name}", _case(shape, listed, keys, absent=0.0, weights=None))
+        Sample(f"tiny-{name}", _case(shape, listed, keys, absent_share=0.0, weights=None))
         for name, shape, listed, keys in (
             ("heads", (1, 3, 5, 2), 3, 0),
             ("keys", (2, 2, 2, 3), 4, 9),
@@ -155,9 +161,9 @@ SAMPLES = (
     Sample("many-heads", _case((1, 5, 70, 24), 9)),
     Sample("many-listed", _case((1, 5, 3, 24), 150, keys=90)),
     Sample("weights-of-the-dtype", _case((1, 9, 4, 16), 11, weights=None)),
-    Sample("no-keys-listed", _case((1, 6, 2, 8), 5, absent=1.0)),
+    Sample("no-keys-listed", _case((1, 6, 2, 8), 5, absent_share=1.0)),
     Sample("empty-lists", _case((1, 6, 2, 8), 0)),
-    Sample("one-token", _case((1, 1, 2, 8), 1, absent=0.0)),
+    Sample("one-token", _case((1, 1, 2, 8), 1, absent_share=0.0)),
     Sample("one-query", _case((2, 1, 2, 8), 9, keys=30)),
     Sample("one-key", _case((1, 40, 2, 8), 3, keys=1)),
     Sample("no-queries", _case((1, 0, 2, 8), 3, keys=4)),
@@ -169,7 +175,9 @@ SAMPLES = (
     Sample("past-65535-rows", _case((1, 65537, 2, 2), 2, keys=3), size="thin"),
     # integers, because rounding may flip the sign of other products
     Sample(
-        "8192x64x128-2048", _case((1, 8192, 64, 128), 2048, absent=0.0, whole=8.0), size="bench"
+        "8192x64x128-2048",
+        _case((1, 8192, 64, 128), 2048, absent_share=0.0, whole=8.0),
+        size="bench",
     ),
 )
 COMPILE_SAMPLES = (Sample("128x8x32-2048", _case((1, 128, 8, 32), 2048, keys=8192)),)

@@ -104,8 +104,8 @@ def indexer_topk(
         raise ValueError(f"{name}: ranges stand in place of all other masks, got both")
     else:
         _ranges_fit(q, ranges)
-    by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
-    return IndexerTopkOutput(*op(q, k, w, ranges, topk, causal and ranges is None, by))
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
+    return IndexerTopkOutput(*op(q, k, w, ranges, topk, causal and ranges is None, factor))
 
 
 def _ranges(
@@ -164,8 +164,8 @@ def _documents(batch: int, length: int, ignored: float = 0.0) -> dict[str, Any]:
     return {"documents": T((batch, length), classes=2, ignored=ignored, ignore_index=-1)}
 
 
-def _topk(count: int, **more: Any) -> dict[str, Any]:
-    return {"topk": count, **more}
+def _topk(count: int, **options: Any) -> dict[str, Any]:
+    return {"topk": count, **options}
 
 
 def formula(
@@ -190,13 +190,13 @@ def formula(
     if cu_seqlens is not None:
         documents = document_ids(cu_seqlens, k.shape[1])
     scores, (queries, keys) = scores_of_all_keys(q, k, w, scale), (q.shape[1], k.shape[1])
-    place = torch.arange(keys, device=q.device)
-    own = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
-    visible = ((place <= own) if causal else place >= 0 * own)[None]
+    key = torch.arange(keys, device=q.device)
+    own_key = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+    visible = ((key <= own_key) if causal else key >= 0 * own_key)[None]
     if documents is not None:
         change = torch.nn.functional.pad((documents[:, 1:] != documents[:, :-1]).cumsum(1), (1, 0))
-        same = change[:, keys - queries :, None] == change[:, None]
-        visible = visible & same & (documents >= 0)[:, None]
+        same_document = change[:, keys - queries :, None] == change[:, None]
+        visible = visible & same_document & (documents >= 0)[:, None]
     masked = scores.detach().masked_fill(~visible, -torch.inf)
     best = masked.sort(stable=True, dim=-1, descending=True).indices[..., : min(topk, keys)]
     selected = torch.where(masked.gather(-1, best).isfinite(), best, keys).sort(-1).values

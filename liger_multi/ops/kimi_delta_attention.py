@@ -171,7 +171,7 @@ def _y_and_state(
     )
     shapes_fit(q, k, v, op=name, gates=k.shape[3:], g=g, beta=beta, initial_state=initial_state)
     checks.boolean(name, "qk_l2norm", qk_l2norm)
-    by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     first = first_tokens(v, cu_seqlens, documents, name)
     return op(  # type: ignore[no-any-return]
         q,
@@ -181,7 +181,7 @@ def _y_and_state(
         beta,
         initial_state,
         first,
-        scale=by,
+        scale=factor,
         qk_l2norm=qk_l2norm,
         output_final_state=output_final_state,
     )

@@ -53,12 +53,12 @@ def forward(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lead, outputs, kept = x.shape[:-1], codes is None, weight_scale is None
+    row_shape, outputs, rounds_weight = x.shape[:-1], codes is None, weight_scale is None
     return (
-        x.new_empty((*lead, weight.shape[0])),
+        x.new_empty((*row_shape, weight.shape[0])),
         x.new_empty(x.shape if outputs else (0,), dtype=torch.uint8),
-        x.new_empty(lead if outputs else (0,), dtype=torch.float32),
-        x.new_empty((weight.shape[0] if kept else 0,), dtype=torch.float32),
+        x.new_empty(row_shape if outputs else (0,), dtype=torch.float32),
+        x.new_empty((weight.shape[0] if rounds_weight else 0,), dtype=torch.float32),
     )
 
 
@@ -174,8 +174,8 @@ def _y_and_codes(
     checks.vector(name, "weight_scale", weight_scale, weight.shape[0], "rows of weight")
     trained_codes_fit(name, "weight", weight, weight_scale, weight_codes)
     codes, scale = fitting(name, x, quantized)
-    apart = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
-    wide = {"x": x, "bias": bias} if apart else tensors
+    mixed_dtypes = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
+    wide = {"x": x, "bias": bias} if mixed_dtypes else tensors
     cast = dict(zip(wide, checks.one_dtype(name, wide), strict=True))
     return op(  # type: ignore[no-any-return]
         cast["x"], weight, cast["bias"], weight_scale, codes, scale, weight_codes
@@ -224,10 +224,10 @@ def weight_scales_fit(
     op: str,
     weights: Mapping[str, Tensor | None],
     scales: Sequence[Tensor | None],
-    others: Sequence[Tensor | None] = (None, None, None),
+    weight_codes: Sequence[Tensor | None] = (None, None, None),
 ) -> None:
     """Every weight of several layers holds numbers, or has codes with scales of its rows."""
-    for (name, weight), scale, codes in zip(weights.items(), scales, others, strict=True):
+    for (name, weight), scale, codes in zip(weights.items(), scales, weight_codes, strict=True):
         if weight is None:
             if scale is not None:
                 raise ValueError(f"{op}: {name}_scale needs {name} beside it, got None")
@@ -257,10 +257,10 @@ def row_scales(weight: Tensor) -> Tensor:
 
     rows, columns = weight.shape
     if columns:
-        most = torch.linalg.vector_norm(weight, math.inf, dim=1).float()
+        largest = torch.linalg.vector_norm(weight, math.inf, dim=1).float()
     else:
-        most = weight.new_zeros(rows, dtype=torch.float32)
-    return scale_of(most.view(torch.int32) & 0x7FFFFFFF, format_of(weight.device))
+        largest = weight.new_zeros(rows, dtype=torch.float32)
+    return scale_of(largest.view(torch.int32) & 0x7FFFFFFF, format_of(weight.device))
 
 
 def typed(codes: Tensor, scale: Tensor) -> Float8Rows:
@@ -337,10 +337,12 @@ class _LinearFloat8(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, codes_or_weight: Tensor | None
     ) -> Tensor:
         stored = weight if codes_or_weight is None else codes_or_weight
-        codes, own = rounded(weight) if scale is None else (stored.to(x.dtype), scale[:, None])
-        ctx.save_for_backward(x, codes, own)
+        codes, weight_scale = (
+            rounded(weight) if scale is None else (stored.to(x.dtype), scale[:, None])
+        )
+        ctx.save_for_backward(x, codes, weight_scale)
         rows, rows_scale = rounded(x)
-        return F.linear(rows, codes) * rows_scale * own.squeeze(1)
+        return F.linear(rows, codes) * rows_scale * weight_scale.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:

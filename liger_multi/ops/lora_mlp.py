@@ -71,9 +71,9 @@ def forward(
     codes: Tensor | None,
     codes_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lead = x.shape[:-1]
-    inner = (*lead, gate_weight.shape[0])
-    return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
+    row_shape = x.shape[:-1]
+    inner = (*row_shape, gate_weight.shape[0])
+    return x.new_empty((*row_shape, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
 
 
 op.backward(
@@ -142,7 +142,7 @@ def lora_mlp(
     """
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    own = (gate_weight_scale, up_weight_scale, down_weight_scale)
+    weight_scales = (gate_weight_scale, up_weight_scale, down_weight_scale)
     loras = adapters("lora_mlp", gate=gate_lora, up=up_lora, down=down_lora)
     checks.floating("lora_mlp", x=x, **weights, **biases, **factors(loras), optional=_BIASES)
     checks.one_of("lora_mlp", "activation", activation, ACTIVATIONS)
@@ -150,9 +150,9 @@ def lora_mlp(
     for name, bias in biases.items():
         rows = f"{name.removesuffix('bias')}weight"
         checks.vector("lora_mlp", name, bias, weights[rows].shape[0], f"rows of {rows}")
-    weight_scales_fit("lora_mlp", weights, own)
-    instead = "gated_mlp, or the layers themselves with lora_update"
-    frozen("lora_mlp", {**weights, **biases}, instead)
+    weight_scales_fit("lora_mlp", weights, weight_scales)
+    alternative = "gated_mlp, or the layers themselves with lora_update"
+    frozen("lora_mlp", {**weights, **biases}, alternative)
     adapted: list[Tensor | None] = []
     inner = x.shape[:-1] + gate_weight.shape[:1]
     for name, lora in loras.items():
@@ -164,14 +164,14 @@ def lora_mlp(
         fit("lora_mlp", source, out, lora.a, lora.b, f"{name}_lora.")
         adapted += adapter_dtypes("lora_mlp", {"x": x}, lora.a, lora.b, f"{name}_lora.")[1:]
     x, wide = one_dtype_but_codes("lora_mlp", x, weights, biases)
-    by = scales(loras)
+    lora_scales = scales(loras)
     coded = fitting("lora_mlp", x, quantized)
-    every = (x, *wide[:3], *adapted, *wide[3:], *by, activation, *own, *coded)
+    operands = (x, *wide[:3], *adapted, *wide[3:], *lora_scales, activation, *weight_scales, *coded)
     if not checks.in_checkpoint():
-        return op(*every)  # type: ignore[no-any-return]
+        return op(*operands)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        return _in_layers(x, wide, adapted, by, activation, own, quantized)
-    return _early(*every)
+        return _in_layers(x, wide, adapted, lora_scales, activation, weight_scales, quantized)
+    return _early(*operands)
 
 
 def formula(
@@ -221,10 +221,10 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 def _in_layers(
     x: Tensor,
     wide: list[Tensor | None],
-    thin: list[Tensor | None],
-    by: list[float],
+    factors: list[Tensor | None],
+    lora_scales: list[float],
     activation: str,
-    own: tuple[Tensor | None, ...],
+    weight_scales: tuple[Tensor | None, ...],
     rows: Float8Rows | None,
 ) -> Tensor:
     """The MLP as separate operators, for policies that keep GEMMs and not activations."""
@@ -233,18 +233,18 @@ def _in_layers(
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
         weight = wide[i]
         assert weight is not None
-        if own[i] is None:
+        if weight_scales[i] is None:
             y = linear_of_mode(x, weight, wide[3 + i])
         else:
             y, rows = linear_float8_with_codes(
-                x, weight, wide[3 + i], weight_scale=own[i], quantized=rows
+                x, weight, wide[3 + i], weight_scale=weight_scales[i], quantized=rows
             )
-        a, b = thin[2 * i], thin[2 * i + 1]
-        return y if a is None or b is None else lora_update(y, x, a, b, scale=by[i]), rows
+        a, b = factors[2 * i], factors[2 * i + 1]
+        return y if a is None or b is None else lora_update(y, x, a, b, scale=lora_scales[i]), rows
 
     gate, rows = layer(0, x, rows)
     up, _ = layer(1, x, rows)
-    if own[2] is not None:
+    if weight_scales[2] is not None:
         inner, rows = activated(gate, up, activation)
         assert inner is not None
         return layer(2, inner, rows)[0]
@@ -253,20 +253,20 @@ def _in_layers(
     return layer(2, inner, None)[0]
 
 
-def _layers(x: Tensor, args: Any, which: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
+def _layers(x: Tensor, args: Any, slots: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
     """Some layers of one input, as ``lora_qkv``; ``given`` are the arguments of the operator."""
 
-    def part(place: int, step: int = 1, of: int = 1) -> list[Any]:
-        some = [t for i in which for t in args[place + step * i : place + step * i + of]]
-        return [*some, *[None] * of * (3 - len(which))]
+    def part(start: int, step: int = 1, count: int = 1) -> list[Any]:
+        tensors = [t for i in slots for t in args[start + step * i : start + step * i + count]]
+        return [*tensors, *[None] * count * (3 - len(slots))]
 
-    scales = [args[13 + i] for i in which] + [1.0] * (3 - len(which))
+    scales = [args[13 + i] for i in slots] + [1.0] * (3 - len(slots))
     return qkv_op.fwd.run(  # type: ignore[no-any-return]
         x, *part(1), *part(4, 2, 2), *part(10), *scales, *part(17), *codes
-    )[: len(which)]
+    )[: len(slots)]
 
 
-def _first(*args: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+def _gate_and_up(*args: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """First part: gate, up, and an empty result."""
     x, down = args[0], args[3]
     dtypes = {t.dtype for t in (args[4], args[6]) if t is not None}
@@ -277,22 +277,22 @@ def _first(*args: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     return (empty_of(x, *x.shape[:-1], down.shape[0]), gate, up), (gate, up)
 
 
-def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
+def _down(gate_and_up: tuple[Tensor, Tensor], *args: Any) -> Tensor:
     """Second part: the result; without an adapter, the product of gate and up is FP8 only."""
     from liger_multi.ops import geglu, swiglu
 
     activation, coded = args[16], args[19] is not None
     if coded:
         outputs = OUTPUTS if args[8] is not None else ("quantized",)
-        inner, rows = activated(*handed, activation, outputs)
-        inner = empty_of(handed[0], *handed[0].shape) if inner is None else inner
+        inner, rows = activated(*gate_and_up, activation, outputs)
+        inner = empty_of(gate_and_up[0], *gate_and_up[0].shape) if inner is None else inner
         return _layers(inner, args, (2,), rows.codes.view(torch.uint8), rows.scale)[0]
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-    inner = swiglu(*handed) if approximate is None else geglu(*handed, approximate)
+    inner = swiglu(*gate_and_up) if approximate is None else geglu(*gate_and_up, approximate)
     return _layers(inner, args, (2,), None, None)[0]
 
 
-_early = EarlySave(op, _first, _rest)
+_early = EarlySave(op, _gate_and_up, _down)
 
 
 def _case(

@@ -88,16 +88,18 @@ def _unread(needs_x: bool, needs_gate_up_a: bool, needs_gate_up_b: bool) -> tupl
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     dy, gate_up, routing = (kwargs[n] for n in ("dy", "gate_up", "routing"))
 
-    def gradient(name: str, like: Tensor | None, shape: Any) -> Tensor:
-        if like is None:
+    def gradient(name: str, tensor: Tensor | None, shape: Any) -> Tensor:
+        if tensor is None:
             return gate_up.new_empty(0)  # type: ignore[no-any-return]
-        return like.new_empty(shape if kwargs[f"needs_{name}"] else (0,))
+        return tensor.new_empty(shape if kwargs[f"needs_{name}"] else (0,))
 
-    thin = [gradient(n, kwargs[n], () if kwargs[n] is None else kwargs[n].shape) for n in _FACTORS]
+    factor_gradients = [
+        gradient(n, kwargs[n], () if kwargs[n] is None else kwargs[n].shape) for n in _FACTORS
+    ]
     return (
         gradient("x", gate_up, dy.shape),
         gradient("routing", routing, routing.shape),
-        *thin,
+        *factor_gradients,
     )
 
 
@@ -174,7 +176,7 @@ def lora_moe(
     loras = adapters(name, gate_up=gate_up_lora, down=down_lora)
     checks.floating(name, **wide, routing=routing, **factors(loras), optional=_BIASES)
     checks.one_of(name, "activation", activation, ACTIVATIONS)
-    by = numbers(name, limit, alpha, up_offset)
+    clamps = numbers(name, limit, alpha, up_offset)
     checks.boolean(name, "interleaved", interleaved)
     checks.boolean(name, "transposed", transposed)
     shapes_fit(wide, index, routing, transposed, activation, name)
@@ -193,7 +195,7 @@ def lora_moe(
         *biases,
         *scales(loras),
         activation,
-        *by,
+        *clamps,
         interleaved,
         transposed,
         x.dtype,
@@ -249,8 +251,8 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     moe = moe_work(shapes, size, options)
     weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
     # frozen weights have no gradient, so backward has as many GEMMs as forward
-    both = moe.both_bytes - weights * size
-    return replace(moe, both_bytes=both, both_operations=2 * moe.forward_operations)
+    total_bytes = moe.both_bytes - weights * size
+    return replace(moe, both_bytes=total_bytes, both_operations=2 * moe.forward_operations)
 
 
 def _fitting(
@@ -261,26 +263,27 @@ def _fitting(
     wide, hidden = sizes[::-1] if transposed else sizes
     adapted: list[Tensor | None] = []
     inner = wide if activation == UNGATED else wide // 2
-    for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
-        lora, of = loras[layer], f"{layer}_lora."
+    for layer, (out, inputs) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
+        lora, prefix = loras[layer], f"{layer}_lora."
         if lora is None:
             adapted += [None, None]
             continue
         a, b, _ = lora
-        if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
+        if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, inputs):
             checks.refuse(
                 "lora_moe",
-                f"{of}a must have shape ({experts}, r, {into}), an expert's rank by its inputs",
+                f"{prefix}a must have shape ({experts}, r, {inputs}), "
+                "an expert's rank by its inputs",
                 a,
             )
         if b.shape != (experts, out, a.shape[1]):
             checks.refuse(
                 "lora_moe",
-                f"{of}b must have shape {(experts, out, a.shape[1])}, an expert's outputs by rows "
-                f"of {of}a",
+                f"{prefix}b must have shape {(experts, out, a.shape[1])}, an expert's outputs by "
+                f"rows of {prefix}a",
                 b,
             )
-        adapted += adapter_dtypes("lora_moe", {"x": x}, a, b, of)[1:]
+        adapted += adapter_dtypes("lora_moe", {"x": x}, a, b, prefix)[1:]
     return adapted
 
 
@@ -296,17 +299,17 @@ def _case(
     dtype: torch.dtype | None = None,
     frozen: tuple[str, ...] = (),
     parts: int = 2,
-    **more: Any,
+    **options: Any,
 ) -> dict[str, T]:
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     base = ("gate_up_weight", "down_weight", *_BIASES)
     tensors = experts_case(
-        rows, top_k, experts, hidden, inner, frozen=(*base, *frozen), parts=parts, **more
+        rows, top_k, experts, hidden, inner, frozen=(*base, *frozen), parts=parts, **options
     )
     sizes = {"gate_up": (parts * inner, hidden), "down": (hidden, inner)}
     for layer in layers:
-        out, into = sizes[layer]
-        for part, shape in (("a", (experts, rank, into)), ("b", (experts, out, rank))):
+        out, inputs = sizes[layer]
+        for part, shape in (("a", (experts, rank, inputs)), ("b", (experts, out, rank))):
             key = f"{layer}_{part}"
             tensors[key] = T(shape, dtype, shape[2] ** -0.5, grad=key not in frozen)
     return tensors
@@ -354,4 +357,9 @@ SAMPLES = (
 )
 COMPILE_SAMPLES = (
     Sample("8192x4096 14336 of 8 r64", _case((8192,), 2, 8, 4096, 14336, 64), _SCALES),
+    Sample(
+        "8192x4096 14336 of 8 r64-fp32",
+        _case((8192,), 2, 8, 4096, 14336, 64, dtype=torch.float32),
+        _SCALES,
+    ),
 )

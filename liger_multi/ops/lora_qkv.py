@@ -69,18 +69,25 @@ def forward(
     def build(weight: Tensor | None) -> Tensor:
         return x.new_empty((0,) if weight is None else (*x.shape[:-1], weight.shape[0]))
 
-    thin = [a for a in (q_a, k_a, v_a) if a is not None]
-    low = (thin[0] if thin else x).new_empty((*x.shape[:-1], sum(a.shape[0] for a in thin)))
-    return build(q_weight), build(k_weight), build(v_weight), low
+    factors = [a for a in (q_a, k_a, v_a) if a is not None]
+    low_rank = (factors[0] if factors else x).new_empty(
+        (*x.shape[:-1], sum(a.shape[0] for a in factors))
+    )
+    return build(q_weight), build(k_weight), build(v_weight), low_rank
 
 
 def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients; empty for adapters of layers whose output was not used."""
     x, outputs = kwargs["x"], []
     for name in [f"{layer}_{part}" for layer in LAYERS for part in "ab"]:
-        thin, used = kwargs[name], kwargs[f"needs_{name}"] and kwargs[f"d{name[0]}"] is not None
-        like = x if thin is None else thin
-        outputs.append(like.new_empty(thin.shape if thin is not None and used else (0,)))
+        factor, is_needed = (
+            kwargs[name],
+            kwargs[f"needs_{name}"] and kwargs[f"d{name[0]}"] is not None,
+        )
+        shaped_as = x if factor is None else factor
+        outputs.append(
+            shaped_as.new_empty(factor.shape if factor is not None and is_needed else (0,))
+        )
     return x.new_empty(x.shape if kwargs["needs_x"] else (0,)), *outputs
 
 
@@ -153,26 +160,28 @@ def lora_qkv(
     for name, lora in loras.items():
         weight, bias = weights[f"{name}_weight"], biases[f"{name}_bias"]
         if weight is None:
-            _absent(name, {f"{name}_bias": bias, f"{name}_lora": lora})
+            _check_omitted(name, {f"{name}_bias": bias, f"{name}_lora": lora})
             continue
-        _whole(name, x, weight, bias)
+        _check_layer(name, x, weight, bias)
         if lora is not None:
-            of = f"{name}_lora."
-            fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), lora.a, lora.b, of)
-            _, a, b = adapter_dtypes("lora_qkv", {"x": x}, lora.a, lora.b, of)
-            adapted |= {f"{of}a": a, f"{of}b": b}
+            prefix = f"{name}_lora."
+            fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), lora.a, lora.b, prefix)
+            _, a, b = adapter_dtypes("lora_qkv", {"x": x}, lora.a, lora.b, prefix)
+            adapted |= {f"{prefix}a": a, f"{prefix}b": b}
     if all(weight is None for weight in weights.values()):
         raise ValueError("lora_qkv: at least one of q_weight, k_weight and v_weight is needed")
-    own = (q_weight_scale, k_weight_scale, v_weight_scale)
-    weight_scales_fit("lora_qkv", weights, own)
+    weight_scales = (q_weight_scale, k_weight_scale, v_weight_scale)
+    weight_scales_fit("lora_qkv", weights, weight_scales)
     frozen("lora_qkv", {**weights, **biases}, "the layers themselves with lora_update")
     rows = fitting("lora_qkv", x, quantized)
     x, wide = one_dtype_but_codes("lora_qkv", x, weights, biases)
     if any(a is not None for a in adapted.values()):
         checks.one_dtype("lora_qkv", {n: a for n, a in adapted.items() if a is not None})
-    outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales(loras), *own, *rows)
-    there = [weight is not None for weight in weights.values()]
-    return LoraQKVOutput(*(y if kept else None for y, kept in zip(outputs, there, strict=True)))
+    outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales(loras), *weight_scales, *rows)
+    present = [weight is not None for weight in weights.values()]
+    return LoraQKVOutput(
+        *(y if is_present else None for y, is_present in zip(outputs, present, strict=True))
+    )
 
 
 def formula(
@@ -221,13 +230,13 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     return Work(forward, 2 * forward + rows * width * size, product, 2 * product)
 
 
-def _absent(name: str, parts: dict[str, Tensor | LoRA | None]) -> None:
+def _check_omitted(name: str, parts: dict[str, Tensor | LoRA | None]) -> None:
     for part, value in parts.items():
         if value is not None:
             raise ValueError(f"lora_qkv: {part} needs {name}_weight beside it, got None")
 
 
-def _whole(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_layer(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.ndim == 0 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         checks.refuse(
             "lora_qkv",

@@ -59,15 +59,15 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     """
     checks.floating("lora_update", base=base, x=x, a=a, b=b)
     fit("lora_update", x, base.shape, a, b)
-    by = checks.number("lora_update", "scale", scale)
+    factor = checks.number("lora_update", "scale", scale)
     x, a, b = adapter_dtypes("lora_update", {"base": base, "x": x}, a, b)
-    return op(base, x, a, b, by)  # type: ignore[no-any-return]
+    return op(base, x, a, b, factor)  # type: ignore[no-any-return]
 
 
 def formula(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
     """``base + scale * (x @ a.T) @ b.T``."""
-    low = F.linear(F.linear(x.to(a.dtype), a), b)
-    return (base + low * scale).to(base.dtype)
+    update = F.linear(F.linear(x.to(a.dtype), a), b)
+    return (base + update * scale).to(base.dtype)
 
 
 def adapted_layer(
@@ -95,9 +95,9 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     return Work(forward, forward + (outputs + 2 * inputs) * size, product, 4 * product)
 
 
-def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str = "") -> None:
+def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, prefix: str = "") -> None:
     """``(x @ a.T) @ b.T`` has the shape ``out``."""
-    a_name, b_name = f"{of}a", f"{of}b"
+    a_name, b_name = f"{prefix}a", f"{prefix}b"
     if x.ndim == 0 or x.shape[:-1] != out[:-1]:
         checks.refuse(
             op, "x and base must have the same leading axes", f"{tuple(x.shape)} and {tuple(out)}"
@@ -118,7 +118,7 @@ def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str 
 
 
 def adapter_dtypes(
-    op: str, base: dict[str, Tensor], a: Tensor, b: Tensor, of: str = ""
+    op: str, base: dict[str, Tensor], a: Tensor, b: Tensor, prefix: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """X (the last of ``base``), a and b, in autocast's dtype where it is on.
 
@@ -130,17 +130,17 @@ def adapter_dtypes(
         x, a, b = checks.one_dtype(op, {"x": x, "a": a, "b": b})  # type: ignore[assignment]
         return x, a, b
     checks.one_dtype(op, base)
-    checks.one_dtype(op, {f"{of}a": a, f"{of}b": b})
+    checks.one_dtype(op, {f"{prefix}a": a, f"{prefix}b": b})
     if a.dtype.itemsize < x.dtype.itemsize:
         dtypes = [str(t.dtype).removeprefix("torch.") for t in (x, a)]
         raise TypeError(
             f"{op}: adapters must not be narrower than the layer, got a layer of {dtypes[0]} with "
-            f"{of}a of {dtypes[1]}"
+            f"{prefix}a of {dtypes[1]}"
         )
     return x, a, b
 
 
-def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
+def frozen(op: str, weights: dict[str, Tensor | None], alternative: str) -> None:
     """No weight or bias of a layer asks for a gradient, which the operator does not compute."""
     if not torch.is_grad_enabled():
         return
@@ -149,7 +149,7 @@ def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
             checks.refuse(
                 op,
                 "the layers must be frozen",
-                f"a {name} that requires a gradient; call {instead}",
+                f"a {name} that requires a gradient; call {alternative}",
             )
 
 

@@ -130,38 +130,50 @@ def formula(
     return y if shift is None else y + _per_row(x, shift)
 
 
-def _per_row(x: Tensor, by: Tensor) -> Tensor:
+def _per_row(x: Tensor, modulation: Tensor) -> Tensor:
     """A modulation that broadcasts over x: by the leading axes that both have, or row by row."""
-    lead = list(by.shape[:-1])
-    while lead and lead[-1] == 1:
-        lead.pop()
-    if lead != [*x.shape[: len(lead)]]:
-        return by.repeat_interleave(x.shape[0] // lead[0], 0)
-    shape = (*lead, *[1] * (x.ndim - 1 - len(lead)), by.shape[-1])
-    return by if by.shape == shape else by.reshape(shape)
+    leading = list(modulation.shape[:-1])
+    while leading and leading[-1] == 1:
+        leading.pop()
+    if leading != [*x.shape[: len(leading)]]:
+        return modulation.repeat_interleave(x.shape[0] // leading[0], 0)
+    shape = (*leading, *[1] * (x.ndim - 1 - len(leading)), modulation.shape[-1])
+    return modulation if modulation.shape == shape else modulation.reshape(shape)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    once, by = math.prod(shapes["x"]) * size, math.prod(shapes["scale"]) * size
+    tensor_bytes, modulation_bytes = (
+        math.prod(shapes["x"]) * size,
+        math.prod(shapes["scale"]) * size,
+    )
     # x, scale and shift read, y written; dy, x and scale read, three gradients written
-    return Work(2 * once + 2 * by, 5 * once + 5 * by)
+    return Work(2 * tensor_bytes + 2 * modulation_bytes, 5 * tensor_bytes + 5 * modulation_bytes)
 
 
 def _fits(x: torch.Size, scale: torch.Size) -> bool:
     if not scale or scale[-1] != x[-1] or len(scale) > max(len(x), 2):
         return False
-    lead = list(scale[:-1])
-    while lead and lead[-1] == 1:
-        lead.pop()
-    if tuple(lead) == tuple(x[: len(lead)]):
+    leading = list(scale[:-1])
+    while leading and leading[-1] == 1:
+        leading.pop()
+    if tuple(leading) == tuple(x[: len(leading)]):
         return True
-    return len(x) == 2 and len(lead) == 1 and lead[0] > 0 and math.prod(x[:-1]) % lead[0] == 0
+    return (
+        len(x) == 2 and len(leading) == 1 and leading[0] > 0 and math.prod(x[:-1]) % leading[0] == 0
+    )
 
 
 def _case(
-    shape: tuple[int, ...], by: tuple[int, ...], layout: str = "contiguous", weight: bool = True
+    shape: tuple[int, ...],
+    modulation_shape: tuple[int, ...],
+    layout: str = "contiguous",
+    weight: bool = True,
 ) -> dict[str, T]:
-    tensors = {"x": T(shape, layout=layout), "scale": T(by, scale=0.5), "shift": T(by)}
+    tensors = {
+        "x": T(shape, layout=layout),
+        "scale": T(modulation_shape, scale=0.5),
+        "shift": T(modulation_shape),
+    }
     return tensors | ({"weight": T(shape[-1:])} if weight else {})
 
 

@@ -88,15 +88,17 @@ def multi_token_attention(
             "scores and weight must have four axes",
             f"{checks.describe(scores)} and {checks.describe(weight)}",
         )
-    for which, x in (("weight", weight), ("bias", bias)):
+    for argument, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != scores.dtype:
-            raise TypeError(f"{name}: scores are {scores.dtype}, got {which} {checks.describe(x)}")
-    least = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
+            raise TypeError(
+                f"{name}: scores are {scores.dtype}, got {argument} {checks.describe(x)}"
+            )
+    pairs = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
     sizes = []
-    for which, (value, low) in {**least, "groups": (groups, 1)}.items():
-        sizes.append(checks.integer(name, which, value))
-        if sizes[-1] < low:
-            raise ValueError(f"{name}: {which} must be at least {low}, got {value}")
+    for argument, (value, smallest) in {**pairs, "groups": (groups, 1)}.items():
+        sizes.append(checks.integer(name, argument, value))
+        if sizes[-1] < smallest:
+            raise ValueError(f"{name}: {argument} must be at least {smallest}, got {value}")
     stride, padding, dilation, groups = sizes
     if (
         min(weight.shape[2:]) < 1
@@ -110,14 +112,14 @@ def multi_token_attention(
             f"{tuple(weight.shape)}",
         )
     checks.vector(name, "bias", bias, weight.shape[0], "first axis of weight")
-    alone = checks.boolean(name, "sparse", sparse)
+    is_sparse = checks.boolean(name, "sparse", sparse)
     for axis in (2, 3):
         if _length(scores.shape[axis], weight.shape[axis], 1, padding, dilation) < 1:
             raise ValueError(
                 f"{name}: the padded scores {tuple(scores.shape)} are smaller than the kernel "
                 f"{tuple(weight.shape)}"
             )
-    result: Tensor = op(scores, weight, bias, stride, padding, dilation, groups, alone)
+    result: Tensor = op(scores, weight, bias, stride, padding, dilation, groups, is_sparse)
     return result
 
 
@@ -150,8 +152,8 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     # seen scores read, probabilities and y written with their zeros; what is seen of dy and the
     # probabilities read, dscores written; no product past the diagonal
     forward = (flops + scores * (1 + wide)) * size
-    both = forward + (flops * (1 + wide) + scores) * size
-    return Work(forward, both, product, 3 * product)
+    total_bytes = forward + (flops * (1 + wide) + scores) * size
+    return Work(forward, total_bytes, product, 3 * product)
 
 
 def _case(

@@ -61,13 +61,13 @@ def neighborhood_attention(
     """
     name = "neighborhood_attention"
     checks.floating(name, q=q, k=k, v=v)
-    for which, x in (("q", q), ("k", k), ("v", v)):
+    for argument, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
             checks.refuse(
-                name, f"{which} must have shape (B, heads, L, D) beside q {tuple(q.shape)}", x
+                name, f"{argument} must have shape (B, heads, L, D) beside q {tuple(q.shape)}", x
             )
         if x.dtype != q.dtype:
-            raise TypeError(f"{name}: q is {q.dtype}, got {which} as {checks.describe(x)}")
+            raise TypeError(f"{name}: q is {q.dtype}, got {argument} as {checks.describe(x)}")
     if k.shape[3] != q.shape[3] or v.shape[1] != k.shape[1] or q.shape[1] % max(1, k.shape[1]):
         checks.refuse(
             name,
@@ -80,8 +80,8 @@ def neighborhood_attention(
     steps = checks.integer(name, "dilation", dilation)
     if steps < 1:
         raise ValueError(f"{name}: dilation must be at least 1, got {dilation}")
-    by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
-    result: Tensor = op(q, k, v, size // 2, steps, by)
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
+    result: Tensor = op(q, k, v, size // 2, steps, factor)
     return result
 
 
@@ -95,15 +95,15 @@ def formula(
 ) -> Tensor:
     """Attention to the ``kernel_size`` positions around each query, ``dilation`` apart."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    place = torch.arange(q.shape[2], device=q.device)
+    position = torch.arange(q.shape[2], device=q.device)
     steps = (torch.arange(kernel_size, device=q.device) - kernel_size // 2) * dilation
-    near = place[:, None] + steps
-    inside = (near >= 0) & (near < q.shape[2])
-    near = near.clamp(0, max(0, q.shape[2] - 1))
-    s = torch.einsum("bhld,bhlnd->bhln", q, k[:, :, near])
+    neighbors = position[:, None] + steps
+    in_row = (neighbors >= 0) & (neighbors < q.shape[2])
+    neighbors = neighbors.clamp(0, max(0, q.shape[2] - 1))
+    s = torch.einsum("bhld,bhlnd->bhln", q, k[:, :, neighbors])
     s = s * (q.shape[-1] ** -0.5 if scale is None else scale)
-    p = torch.softmax(s.masked_fill(~inside, -torch.inf), -1)
-    return torch.einsum("bhln,bhlnd->bhld", p, v[:, :, near])
+    p = torch.softmax(s.masked_fill(~in_row, -torch.inf), -1)
+    return torch.einsum("bhln,bhlnd->bhld", p, v[:, :, neighbors])
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -126,18 +126,18 @@ def rms_norm_rope(
         expected = f"({width},), or ({x.shape[heads] * width},) for a norm of all heads"
         checks.refuse(name, f"weight must have shape {expected}", weight)
     if x.ndim == 3:
-        how: Any = {"offset": offset, "casting": casting, "rope_casting": rope_casting}
-        return rms_norm_rope(x[None], weight, cos, sin, eps, unsqueeze_dim=2, **how)[0]
-    rest = (*numbers(name, eps, offset), casting, rope_casting, heads, order(x))
+        options: Any = {"offset": offset, "casting": casting, "rope_casting": rope_casting}
+        return rms_norm_rope(x[None], weight, cos, sin, eps, unsqueeze_dim=2, **options)[0]
+    attributes = (*numbers(name, eps, offset), casting, rope_casting, heads, order(x))
     dtypes = {t.dtype for t in (x, weight, cos, sin)}
     if torch.float64 in dtypes and len(dtypes) > 1:
         # half of a call in fp64 would be computed in fp32, by the dtype that backends are chosen by
         from liger_multi.reference.rope.rms_norm_rope import output_dtype
 
         dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
-        wide: Tensor = op(*[t.double() for t in (x, weight, cos, sin)], *rest)
+        wide: Tensor = op(*[t.double() for t in (x, weight, cos, sin)], *attributes)
         return wide.to(dtype)
-    result: Tensor = op(x, weight, cos, sin, *rest)
+    result: Tensor = op(x, weight, cos, sin, *attributes)
     return result
 
 
@@ -165,9 +165,9 @@ def formula(
 
 # q, k, cos and sin read, q and k written, twice
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    once, angles = (math.prod(shapes[name]) * size for name in ("x", "cos"))
+    tensor_bytes, angles = (math.prod(shapes[name]) * size for name in ("x", "cos"))
     # x and angles read, y written; dy, x and angles read, dx written
-    return Work(2 * once + 2 * angles, 5 * once + 4 * angles)
+    return Work(2 * tensor_bytes + 2 * angles, 5 * tensor_bytes + 4 * angles)
 
 
 def _case(
@@ -178,7 +178,7 @@ def _case(
     *,
     angles: tuple[int, ...] = (1,),
     axis: int = 1,
-    whole: bool = False,
+    joined_weight: bool = False,
     layout: str = "contiguous",
     angle_dtype: Any = None,
     **weight: Any,
@@ -191,7 +191,7 @@ def _case(
     angle = T((*angles, tokens, width), dtype=angle_dtype, grad=False)
     return {
         "x": T(shape, layout=layout),
-        "weight": T((heads * width if whole else width,), **weight),
+        "weight": T((heads * width if joined_weight else width,), **weight),
         "cos": angle,
         "sin": angle,
     }
@@ -200,11 +200,15 @@ def _case(
 GEMMA, INSIDE = {"casting": "gemma", "offset": 1.0}, {"unsqueeze_dim": 2}
 SAMPLES = (
     Sample("heads", _case(2, 4, 3, 8)),
-    Sample("tokens", _case(2, 4, 3, 8, whole=True)),
+    Sample("tokens", _case(2, 4, 3, 8, joined_weight=True)),
     Sample("heads-inside", _case(2, 4, 3, 16, axis=2), INSIDE),
-    Sample("tokens-inside", _case(2, 3, 5, 16, axis=2, whole=True), INSIDE | {"casting": "olmo"}),
+    Sample(
+        "tokens-inside",
+        _case(2, 3, 5, 16, axis=2, joined_weight=True),
+        INSIDE | {"casting": "olmo"},
+    ),
     Sample("swapped", _case(2, 4, 5, 16, layout="swapped")),
-    Sample("swapped-tokens", _case(2, 4, 5, 16, layout="swapped", whole=True)),
+    Sample("swapped-tokens", _case(2, 4, 5, 16, layout="swapped", joined_weight=True)),
     Sample("gemma", _case(2, 3, 5, 24, scale=0.2), GEMMA),
     Sample("olmo", _case(2, 3, 5, 40), {"casting": "olmo"}),
     Sample("llama-offset", _case(1, 2, 5, 12), {"offset": 1.0}),
@@ -218,7 +222,7 @@ SAMPLES = (
     Sample("angles-of-a-batch", _case(3, 2, 4, 8, angles=(3,))),
     Sample("angles-of-two-axes", _case(2, 3, 4, 8, angles=())),
     Sample("odd-heads", _case(1, 7, 6, 40)),
-    Sample("odd-heads-tokens", _case(1, 7, 6, 40, whole=True)),
+    Sample("odd-heads-tokens", _case(1, 7, 6, 40, joined_weight=True)),
     Sample("one-head", _case(2, 1, 9, 16)),
     Sample("one-token", _case(3, 4, 1, 64)),
     Sample("two-channels", _case(2, 2, 3, 2), {"eps": 0.5}),
@@ -230,14 +234,16 @@ SAMPLES = (
     Sample("row-gaps", _case(2, 2, 3, 16, layout="rows")),
     Sample("expanded", _case(3, 2, 3, 8, layout="expanded")),
     Sample("without-a-batch", _case(0, 3, 5, 16, angles=())),
-    Sample("without-a-batch-tokens", _case(0, 3, 5, 16, angles=(), whole=True), GEMMA),
+    Sample("without-a-batch-tokens", _case(0, 3, 5, 16, angles=(), joined_weight=True), GEMMA),
     *each_frozen(_case(2, 2, 3, 8), "x weight"),
-    Sample("tokens-frozen-weight", _case(2, 2, 3, 8, whole=True, grad=False), GEMMA),
+    Sample("tokens-frozen-weight", _case(2, 2, 3, 8, joined_weight=True, grad=False), GEMMA),
     Sample("past-65535-rows", _case(1, 2, 65537, 4), size="thin"),
     Sample("8x2048 32x128", _case(8, 32, 2048, 128, layout="swapped"), size="bench"),
     Sample("8x2048 8x128", _case(8, 8, 2048, 128, layout="swapped"), size="bench"),
     Sample(
-        "4x2048 32x128 tokens", _case(4, 32, 2048, 128, layout="swapped", whole=True), size="bench"
+        "4x2048 32x128 tokens",
+        _case(4, 32, 2048, 128, layout="swapped", joined_weight=True),
+        size="bench",
     ),
 )
 COMPILE_SAMPLES = (
@@ -248,7 +254,7 @@ COMPILE_SAMPLES = (
     ),
     Sample(
         "4x2048 64x128 olmo",
-        _case(4, 64, 2048, 128, layout="swapped", whole=True),
+        _case(4, 64, 2048, 128, layout="swapped", joined_weight=True),
         {"casting": "olmo"},
     ),
 )

@@ -115,15 +115,15 @@ def rope(
     checks.constant("rope", "cos", cos)
     checks.constant("rope", "sin", sin)
     input_dtypes = {x.dtype for x in (q, k, cos, sin)}
-    rest = (style, heads, rotary, casting, order(q), order(k))
+    attributes = (style, heads, rotary, casting, order(q), order(k))
     if torch.float64 in input_dtypes and len(input_dtypes) > 1:
         # half of a call in fp64 would be computed in fp32, by the dtype that backends are chosen by
-        wide = op(*[x.double() for x in (q, k, cos, sin)], *rest)
+        wide = op(*[x.double() for x in (q, k, cos, sin)], *attributes)
         angle = torch.promote_types(cos.dtype, sin.dtype)
         dtypes = [torch.promote_types(x.dtype, angle) for x in (q, k)]
         dtypes = dtypes if casting == "llama" else [q.dtype, k.dtype]
         return wide[0].to(dtypes[0]), wide[1].to(dtypes[1])
-    result: tuple[Tensor, Tensor] = op(q, k, cos, sin, *rest)
+    result: tuple[Tensor, Tensor] = op(q, k, cos, sin, *attributes)
     return result
 
 
@@ -164,11 +164,11 @@ work = rope_work
 
 
 def _case(
-    *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), dtype: Any = None, **more: Any
+    *sizes: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), dtype: Any = None, **options: Any
 ) -> dict[str, T]:
-    _, _, tokens, width = lead
+    _, _, tokens, width = sizes
     angle = T((*angles, tokens, rotary or width), dtype=dtype, grad=False)
-    return {**queries_and_keys(*lead, **more), "cos": angle, "sin": angle}
+    return {**queries_and_keys(*sizes, **options), "cos": angle, "sin": angle}
 
 
 PAIRS, INTERLEAVED = {"rotary_dim": 8}, {"style": "interleaved"}
@@ -220,4 +220,12 @@ COMPILE_SAMPLES = (
         _case(4, (32, 2), 2048, 128, rotary=64, layout="swapped"),
         {"rotary_dim": 64},
     ),
+    *[
+        Sample(
+            f"2x2048 8/1x512 {options.get('style', 'half')} fp32 angles",
+            _case(2, (8, 1), 2048, 512, layout="swapped", dtype=torch.float32),
+            options,
+        )
+        for options in ({}, INTERLEAVED)
+    ],
 )

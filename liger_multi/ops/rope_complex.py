@@ -105,8 +105,8 @@ def formula(q: Tensor, k: Tensor, freqs: Tensor, *, unsqueeze_dim: int = 2) -> P
 work = rope_work
 
 
-def _case(angles: tuple[int, ...], *lead: Any, dtype: Any = None, **more: Any) -> Any:
-    tensors = _rotary.queries_and_keys(*lead, **more)
+def _case(angles: tuple[int, ...], *sizes: Any, dtype: Any = None, **options: Any) -> Any:
+    tensors = _rotary.queries_and_keys(*sizes, **options)
     return {**tensors, "freqs": T((*angles, 2), dtype=dtype, grad=False)}
 
 

@@ -103,7 +103,7 @@ def rope_multimodal(
     checks.one_of(name, "style", style, _rotary.STYLES)
     checks.one_of(name, "casting", casting, _rotary.CASTINGS)
     rotary = _rotary.rotary_width(name, q, cos, rotary_dim)
-    word, count = _rotary.sections_word(name, sections, rotary // 2)
+    sections_text, count = _rotary.sections_word(name, sections, rotary // 2)
     if cos.ndim not in (3, 4) or cos.shape[0] != count:
         checks.refuse(
             name,
@@ -114,8 +114,8 @@ def rope_multimodal(
     checks.same_shape(name, cos=cos, sin=sin)
     _rotary.check_angles(name, q, cos[0], sin[0], heads)
     cos, sin = (t if t.ndim == 4 else t.unsqueeze(1) for t in (cos, sin))
-    rest = (word, arrangement == "chunked", style, heads, rotary, casting)
-    return _rotary.run(op, q, k, (cos, sin), rest, casting)
+    attributes = (sections_text, arrangement == "chunked", style, heads, rotary, casting)
+    return _rotary.run(op, q, k, (cos, sin), attributes, casting)
 
 
 def formula(
@@ -143,8 +143,8 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     return rope_work({**shapes, "cos": shapes["cos"][1:], "sin": shapes["sin"][1:]}, size, options)
 
 
-def _case(grids: int, angles: tuple[int, ...], *lead: Any, **options: Any) -> dict[str, T]:
-    tensors = _rotary.queries_and_keys(*lead, **options)
+def _case(grids: int, angles: tuple[int, ...], *sizes: Any, **options: Any) -> dict[str, T]:
+    tensors = _rotary.queries_and_keys(*sizes, **options)
     shape = (grids, *angles)
     return {**tensors, "cos": T(shape, grad=False), "sin": T(shape, grad=False)}
 

@@ -107,13 +107,13 @@ def rope_positions(
             "one a pair of q's channels",
             inv_freq,
         )
-    word, count = "", 1
+    sections_text, count = "", 1
     if sections is not None:
-        word, count = _rotary.sections_word(name, sections, inv_freq.shape[0])
+        sections_text, count = _rotary.sections_word(name, sections, inv_freq.shape[0])
     positions = _positions(name, q, position_ids, heads, count, sections is not None)
     scale = checks.number(name, "scaling", scaling)
-    rest = (scale, word, arrangement == "chunked", style, heads, casting)
-    return _rotary.run(op, q, k, (positions, inv_freq), rest, "cohere")
+    attributes = (scale, sections_text, arrangement == "chunked", style, heads, casting)
+    return _rotary.run(op, q, k, (positions, inv_freq), attributes, "cohere")
 
 
 def formula(
@@ -163,18 +163,18 @@ def _positions(name: str, q: Tensor, ids: Tensor, heads: int, count: int, grids:
     shaped = shaped.unsqueeze(1) if shaped.ndim == 2 else shaped
     expected = (count, shaped.shape[1] if shaped.ndim == 3 else 0, tokens)
     if tuple(shaped.shape) != expected or shaped.shape[1] not in (1, batch):
-        lead = f"{count}, " if grids else ""
+        leading = f"{count}, " if grids else ""
         checks.refuse(
             name,
-            f"position_ids must have shape ({lead}{tokens},), ({lead}1, {tokens}) "
-            f"or ({lead}{batch}, {tokens})",
+            f"position_ids must have shape ({leading}{tokens},), ({leading}1, {tokens}) "
+            f"or ({leading}{batch}, {tokens})",
             ids,
         )
     return shaped
 
 
-def _case(ids: tuple[int, ...], *lead: Any, pairs: int, wide: bool = False, **more: Any) -> Any:
-    tensors = _rotary.queries_and_keys(*lead, **more)
+def _case(ids: tuple[int, ...], *sizes: Any, pairs: int, wide: bool = False, **options: Any) -> Any:
+    tensors = _rotary.queries_and_keys(*sizes, **options)
     cos_or_sin = T((pairs,), dtype=torch.float32 if wide else None, grad=False, positive=True)
     return {**tensors, "position_ids": T(ids, classes=8, grad=False), "inv_freq": cos_or_sin}
 

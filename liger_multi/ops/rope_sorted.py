@@ -105,9 +105,9 @@ def formula(
 ) -> Pair:
     """RoPE with interleaved input and half-split output (DeepSeek layout)."""
     width = rotary_dim or cos.shape[-1]
-    both = cos.shape[-1] == width  # a value for each channel of the output
+    per_channel = cos.shape[-1] == width  # a value for each channel of the output
     cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
-    cosines, sines = (t.chunk(2, dim=-1) if both else (t, t) for t in (cos, sin))
+    cosines, sines = (t.chunk(2, dim=-1) if per_channel else (t, t) for t in (cos, sin))
 
     def rotated(x: Tensor) -> Tensor:
         if width < x.shape[-1]:
@@ -122,8 +122,8 @@ def formula(
 work = rope_work
 
 
-def _case(angles: tuple[int, ...], *lead: Any, **more: Any) -> dict[str, T]:
-    tensors = _rotary.queries_and_keys(*lead, **more)
+def _case(angles: tuple[int, ...], *sizes: Any, **options: Any) -> dict[str, T]:
+    tensors = _rotary.queries_and_keys(*sizes, **options)
     return {**tensors, "cos": T(angles, grad=False), "sin": T(angles, grad=False)}
 
 

@@ -71,13 +71,16 @@ def selective_log_softmax(
     checks.floating(name, logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         checks.refuse(name, "logits must have shape (..., V) with V >= 1", logits)
-    lead, several = logits.shape[:-1], isinstance(index, Tensor) and index.ndim == logits.ndim
-    shape = (*lead, index.shape[-1]) if several else lead
+    row_shape, has_class_axis = (
+        logits.shape[:-1],
+        isinstance(index, Tensor) and index.ndim == logits.ndim,
+    )
+    shape = (*row_shape, index.shape[-1]) if has_class_axis else row_shape
     checks.targets(name, index, torch.Size(shape), logits, "index")
-    rows = lead.numel()
+    rows = row_shape.numel()
     output: Tensor = op(
         logits.reshape(rows, logits.shape[-1]),
-        index.reshape(rows, index.shape[-1] if several else 1).to(torch.int64),
+        index.reshape(rows, index.shape[-1] if has_class_axis else 1).to(torch.int64),
         1 / checks.number(name, "temperature", temperature, 0.0, above=True),
         checks.integer(name, "ignore_index", ignore_index),
         checks.boolean(name, "validate", validate),
@@ -95,11 +98,11 @@ def formula(
 ) -> Tensor:
     """Log-probabilities of one class or of several classes per row."""
     log_p = torch.log_softmax(logits / temperature, -1)
-    several = index.ndim == logits.ndim
-    places = index if several else index.unsqueeze(-1)
-    valid = places != ignore_index
-    log_prob = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
-    return log_prob if several else log_prob.squeeze(-1)
+    has_class_axis = index.ndim == logits.ndim
+    classes = index if has_class_axis else index.unsqueeze(-1)
+    valid = classes != ignore_index
+    log_prob = torch.where(valid, log_p.gather(-1, torch.where(valid, classes, 0)), 0)
+    return log_prob if has_class_axis else log_prob.squeeze(-1)
 
 
 # logits read; the gradient written, which one pass can do

@@ -20,7 +20,7 @@ def forward(x: Tensor) -> Tensor:
 op.backward(reads="dy y", returns="dx", shapes={"x": "y"})
 
 
-def along(op: Op, x: Tensor, dim: int) -> Tensor:
+def over_axis(op: Op, x: Tensor, dim: int) -> Tensor:
     """Run an operator of the last axis along any axis."""
     name = op.name
     checks.floating(name, x=x)
@@ -57,7 +57,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     Source:
         ``torch.nn.functional.softmax``.
     """
-    return along(op, x, dim)
+    return over_axis(op, x, dim)
 
 
 def formula(x: Tensor, dim: int = -1) -> Tensor:

@@ -34,9 +34,9 @@ class SparseAttentionOutput(NamedTuple):
     weights: Tensor
 
 
-def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
+def _ordered(tensor: Tensor, heads: int, length: int, size: int) -> Tensor:
     """``(B, heads, length, size)`` whose memory has the order (B, length, heads, size)."""
-    return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
+    return tensor.new_empty(tensor.shape[0], length, heads, size).transpose(1, 2)
 
 
 @op.forward(returns="y weights", residuals="lse")
@@ -144,16 +144,16 @@ def _y_and_weights(
     """Check the arguments and call the operator; without ``output_weights``, no weights."""
     checks.floating(op.name, q=q, k=k, v=v, optional=("v",))
     size = _shapes_fit(q, k, v, value_dim)
-    places = _indices(q, k, indices)
-    by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
-    return op(q, k, v, places, size, by, output_weights)  # type: ignore[no-any-return]
+    lists = _indices(q, k, indices)
+    factor = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
+    return op(q, k, v, lists, size, factor, output_weights)  # type: ignore[no-any-return]
 
 
 def _counts(indices: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     """How often every key is listed: ``(..., K)`` to (..., S)."""
-    inside = (indices >= 0).to(dtype)
+    is_listed = (indices >= 0).to(dtype)
     counts = torch.zeros(*indices.shape[:-1], keys + 1, dtype=dtype, device=indices.device)
-    return counts.scatter_add(-1, indices.long() % (keys + 1), inside)[..., :keys]
+    return counts.scatter_add(-1, indices.long() % (keys + 1), is_listed)[..., :keys]
 
 
 def _outputs_and_probabilities(
@@ -179,33 +179,35 @@ def formula(
     """Attention with the scores of all keys; many of them are made a head at a time, twice."""
     v = k[..., :value_dim] if v is None else v
     lists = indices[:, None] if indices.ndim == 3 else indices
-    by = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     shared = q.shape[1] // k.shape[1]
     counts = _counts(lists, k.shape[2], statistics_dtype(q)).expand(-1, k.shape[1], -1, -1)
     if not q.is_meta and q.shape[:3].numel() * k.shape[2] > MOST_SCORES and not output_weights:
         heads = []
         for h in range(q.shape[1]):
             g = slice(h // shared, h // shared + 1)
-            part = (q[:, h : h + 1], k[:, g], v[:, g], counts[:, g], by)
+            part = (q[:, h : h + 1], k[:, g], v[:, g], counts[:, g], factor)
             heads.append(checkpoint(_outputs_and_probabilities, *part, use_reentrant=False)[0])
         return torch.cat(heads, 1)
     k, v, counts = (x.repeat_interleave(shared, 1) for x in (k, v, counts))
-    y, p = _outputs_and_probabilities(q, k, v, counts, by)
+    y, p = _outputs_and_probabilities(q, k, v, counts, factor)
     if not output_weights:
         return y
-    once = (p / counts.clamp(min=1)).detach().unflatten(1, (lists.shape[1], -1)).mean(2)
-    return SparseAttentionOutput(y, at_listed_keys(once, lists, 0.0).view(indices.shape))
+    weights = (p / counts.clamp(min=1)).detach().unflatten(1, (lists.shape[1], -1)).mean(2)
+    return SparseAttentionOutput(y, at_listed_keys(weights, lists, 0.0).view(indices.shape))
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
-    (batch, heads, length, width), listed = shapes["q"], shapes["indices"][-1]
+    (batch, heads, length, width), list_length = shapes["q"], shapes["indices"][-1]
     value = shapes["v"][-1] if "v" in shapes else width  # a latent's value is nearly all of it
-    once = (math.prod(shapes["q"]) + batch * heads * length * value) * size
-    once += math.prod(shapes["k"]) * size + math.prod(shapes["indices"]) * 4
+    tensor_bytes = (math.prod(shapes["q"]) + batch * heads * length * value) * size
+    tensor_bytes += math.prod(shapes["k"]) * size + math.prod(shapes["indices"]) * 4
     # forward: two products of listed pairs; backward: the scores again and four more
-    product = 2.0 * batch * heads * length * listed
+    product = 2.0 * batch * heads * length * list_length
     forward = product * (width + value)
-    return Work(once, 3 * once, forward, forward + product * (3 * width + 2 * value))
+    return Work(
+        tensor_bytes, 3 * tensor_bytes, forward, forward + product * (3 * width + 2 * value)
+    )
 
 
 def _shapes_fit(q: Tensor, k: Tensor, v: Tensor | None, value_dim: int | None) -> int:
@@ -249,9 +251,9 @@ def _indices(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
     """Lists as (B, 1 or G, L, K) int32."""
     checks.integers(op.name, "indices", indices)
     batch, _, queries, _ = q.shape
-    places = indices[:, None] if indices.ndim == 3 else indices
-    lists = (batch, places.shape[1] if places.ndim == 4 else 0, queries)
-    if places.ndim != 4 or places.shape[:3] != lists or lists[1] not in (1, k.shape[1]):
+    grouped = indices[:, None] if indices.ndim == 3 else indices
+    lists = (batch, grouped.shape[1] if grouped.ndim == 4 else 0, queries)
+    if grouped.ndim != 4 or grouped.shape[:3] != lists or lists[1] not in (1, k.shape[1]):
         checks.refuse(
             op.name,
             f"indices must have shape ({batch}, {queries}, K) or ({batch}, "
@@ -260,37 +262,43 @@ def _indices(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
         )
     if indices.device != q.device:
         checks.refuse(op.name, "all tensors must be on one device", indices)
-    return places.to(torch.int32)
+    return grouped.to(torch.int32)
 
 
 def _case(
     shape: tuple[int, int, int, int],
-    listed: int,
+    list_length: int,
     keys: int = 0,
     groups: int = 1,
     value: int = 0,
     layout: str = "contiguous",
     lists: int = 0,
-    absent: float = 0.2,
+    absent_share: float = 0.2,
 ) -> dict[str, T]:
-    """Queries of a shape with ``listed`` keys each; values of their own where ``value`` is not 0.
+    """Queries with ``list_length`` keys each; separate values where ``value`` is not 0.
 
     The first lists are of absent keys, and random lists have keys twice.
     """
     batch, _, length, size = shape
-    lead = (batch, groups, keys or length)
-    values = {"v": T((*lead, value), layout=layout)} if value else {}
+    key_rows = (batch, groups, keys or length)
+    values = {"v": T((*key_rows, value), layout=layout)} if value else {}
     rows = (batch, lists, length) if lists else (batch, length)
     return {
         "q": T(shape, layout=layout),
-        "k": T((*lead, size), layout=layout),
+        "k": T((*key_rows, size), layout=layout),
         **values,
-        "indices": T((*rows, listed), classes=lead[2], ignored=absent, ignore_index=-1, grad=False),
+        "indices": T(
+            (*rows, list_length),
+            classes=key_rows[2],
+            ignored=absent_share,
+            ignore_index=-1,
+            grad=False,
+        ),
     }
 
 
-def _latent(value: int, **more: Any) -> dict[str, Any]:
-    return {"v": None, "value_dim": value, **more}
+def _latent(value: int, **options: Any) -> dict[str, Any]:
+    return {"v": None, "value_dim": value, **options}
 
 
 WEIGHTS: dict[str, Any] = {"output_weights": True}
@@ -308,7 +316,7 @@ SAMPLES = (
     Sample("odd-sizes", _case((1, 5, 10, 37), 9, value=21)),
     Sample("many-heads", _case((1, 70, 5, 24), 9), _latent(16)),
     Sample("many-listed", _case((1, 2, 5, 24), 150, keys=90), _latent(16)),
-    Sample("no-keys-listed", _case((1, 2, 6, 8), 5, absent=1.0), _latent(8)),
+    Sample("no-keys-listed", _case((1, 2, 6, 8), 5, absent_share=1.0), _latent(8)),
     Sample("empty-lists", _case((1, 2, 6, 8), 0), _latent(8)),
     Sample("one-query", _case((2, 2, 1, 8), 9, keys=30), _latent(4)),
     Sample("two-keys", _case((1, 2, 40, 8), 3, keys=2), _latent(4)),
@@ -322,13 +330,13 @@ SAMPLES = (
     Sample("past-65535-rows", _case((1, 1, 65537, 2), 2, keys=3), _latent(2), size="thin"),
     Sample(
         "latent-8192x32x576-2048",
-        _case((1, 32, 8192, 576), 2048, layout="swapped", absent=0.0),
+        _case((1, 32, 8192, 576), 2048, layout="swapped", absent_share=0.0),
         _latent(512),
         size="bench",
     ),
     Sample(
         "latent-8192x128x576-2048",
-        _case((1, 128, 8192, 576), 2048, layout="swapped", absent=0.0),
+        _case((1, 128, 8192, 576), 2048, layout="swapped", absent_share=0.0),
         _latent(512),
         size="bench",
     ),

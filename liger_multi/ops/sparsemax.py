@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import elementwise
-from liger_multi.ops.softmax import along, samples_of
+from liger_multi.ops.softmax import over_axis, samples_of
 
 op = Op("sparsemax", family="cross_entropy", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
@@ -44,7 +44,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
     Source:
         Martins and Astudillo 2016 (arXiv:1602.02068).
     """
-    return along(op, x, dim)
+    return over_axis(op, x, dim)
 
 
 def formula(x: Tensor, dim: int = -1) -> Tensor:

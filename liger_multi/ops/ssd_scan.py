@@ -343,11 +343,11 @@ def first_tokens(ids: Tensor | None) -> Tensor | None:
     """Where the run of equal ids of every token begins, ``(B, T)`` int32."""
     if ids is None:
         return None
-    place = torch.arange(ids.shape[1], device=ids.device)
+    token = torch.arange(ids.shape[1], device=ids.device)
     change = ids[:, 1:] != ids[:, :-1]
     edge = change.new_ones(ids.shape[0], 1)
     begins = torch.cat([edge, change], 1)[:, : ids.shape[1]]
-    return torch.where(begins, place, 0).cummax(-1).values.to(torch.int32)
+    return torch.where(begins, token, 0).cummax(-1).values.to(torch.int32)
 
 
 def _case(
@@ -358,10 +358,10 @@ def _case(
     ids: int = 0,
     dtype: torch.dtype | None = None,
     strength: float = 1.0,
-    without: str = "",
+    omitted: str = "",
     wide: bool = False,
 ) -> dict[str, T]:
-    """Tensors of x (B, T, H, P), all of them but for those named by ``without``."""
+    """Tensors of x (B, T, H, P), all of them but for those named by ``omitted``."""
     batch, length, heads, value = shape
     tensors = {
         "x": T(shape, layout=layout),
@@ -376,7 +376,7 @@ def _case(
     }
     if ids:
         tensors["seq_idx"] = T((batch, length), classes=ids, grad=False)
-    return {n: t for n, t in tensors.items() if n not in without.split()}
+    return {n: t for n, t in tensors.items() if n not in omitted.split()}
 
 
 SOFT: dict[str, Any] = {"dt_softplus": True}
@@ -384,29 +384,29 @@ FINAL: dict[str, Any] = {"output_final_state": True}
 MAMBA2, MANY = "z initial_state", (2, 8192, 128, 64)
 LIMITED: dict[str, Any] = {"dt_limit": (0.4, 1.2)}
 SAMPLES = (
-    Sample("mamba2", _case(2, 70, 4, 16, groups=2, dtype=torch.float32, without=MAMBA2), SOFT),
+    Sample("mamba2", _case(2, 70, 4, 16, groups=2, dtype=torch.float32, omitted=MAMBA2), SOFT),
     Sample("everything", _case(2, 70, 4, 6, groups=2, ids=3), SOFT | FINAL, path="gate"),
-    Sample("plain", _case(1, 40, 2, 8, without="D z dt_bias initial_state")),
-    Sample("tiny", _case(1, 5, 2, 3, states=4, without="D z initial_state"), SOFT),
+    Sample("plain", _case(1, 40, 2, 8, omitted="D z dt_bias initial_state")),
+    Sample("tiny", _case(1, 5, 2, 3, states=4, omitted="D z initial_state"), SOFT),
     Sample("tiny-everything", _case(1, 6, 2, 3, states=2, wide=True), SOFT | FINAL),
     Sample("tiny-packed", _case(1, 8, 2, 2, groups=2, states=3, ids=2), SOFT | FINAL),
-    Sample("tiny-limits", _case(2, 4, 3, 2, states=3, without="z"), SOFT | LIMITED),
-    Sample("tiny-raw-steps", _case(1, 7, 1, 2, states=2, without="D"), FINAL | {"chunk": 3}),
+    Sample("tiny-limits", _case(2, 4, 3, 2, states=3, omitted="z"), SOFT | LIMITED),
+    Sample("tiny-raw-steps", _case(1, 7, 1, 2, states=2, omitted="D"), FINAL | {"chunk": 3}),
     Sample("one-token", _case(2, 1, 2, 8), SOFT | FINAL),
     Sample("no-tokens", _case(2, 0, 2, 8), SOFT | FINAL),
     Sample("no-sequences", _case(0, 9, 2, 8), SOFT | FINAL),
     Sample("chunk-and-one", _case(1, 65, 2, 8, groups=2), SOFT | FINAL),
-    Sample("several-chunks", _case(1, 200, 6, 20, groups=2, states=24, without="z"), SOFT),
-    Sample("small-chunks", _case(1, 100, 2, 8, without="z"), SOFT | {"chunk": 16}),
-    Sample("packed", _case(2, 150, 4, 8, groups=4, ids=2, without=MAMBA2), SOFT),
-    Sample("strong-decay", _case(1, 130, 2, 8, strength=16.0, without=MAMBA2), SOFT),
+    Sample("several-chunks", _case(1, 200, 6, 20, groups=2, states=24, omitted="z"), SOFT),
+    Sample("small-chunks", _case(1, 100, 2, 8, omitted="z"), SOFT | {"chunk": 16}),
+    Sample("packed", _case(2, 150, 4, 8, groups=4, ids=2, omitted=MAMBA2), SOFT),
+    Sample("strong-decay", _case(1, 130, 2, 8, strength=16.0, omitted=MAMBA2), SOFT),
     Sample(
         "no-decay",
-        _case(1, 130, 2, 8, strength=0.0, dtype=torch.float32, without=MAMBA2),
+        _case(1, 130, 2, 8, strength=0.0, dtype=torch.float32, omitted=MAMBA2),
         SOFT,
     ),
-    Sample("two-parts", _case(1, 20, 4, 8, groups=2, states=136, without="z"), SOFT | FINAL),
-    Sample("wide-states", _case(1, 67, 2, 12, states=96, without=MAMBA2), SOFT),
+    Sample("two-parts", _case(1, 20, 4, 8, groups=2, states=136, omitted="z"), SOFT | FINAL),
+    Sample("wide-states", _case(1, 67, 2, 12, states=96, omitted=MAMBA2), SOFT),
     Sample("fp32-parameters", _case(1, 20, 2, 8, dtype=torch.float32), SOFT | FINAL),
     Sample("swapped", _case(2, 40, 2, 8, layout="swapped"), SOFT),
     Sample("sliced", _case(2, 20, 2, 8, layout="sliced"), SOFT),
@@ -414,16 +414,16 @@ SAMPLES = (
     *each_frozen(
         _case(1, 20, 2, 8), "x dt A B C D z dt_bias initial_state", SOFT | FINAL | LIMITED
     ),
-    Sample("past-65535-rows", _case(65537, 1, 1, 2, states=2, without=MAMBA2), size="thin"),
+    Sample("past-65535-rows", _case(65537, 1, 1, 2, states=2, omitted=MAMBA2), size="thin"),
     Sample(
         "2x8192 128x64 G8 N128",
-        _case(*MANY, groups=8, states=128, dtype=torch.float32, without=MAMBA2),
+        _case(*MANY, groups=8, states=128, dtype=torch.float32, omitted=MAMBA2),
         SOFT,
         "bench",
     ),
     Sample(
         "2x8192 128x64 G1 N256",
-        _case(*MANY, states=256, dtype=torch.float32, without=MAMBA2),
+        _case(*MANY, states=256, dtype=torch.float32, omitted=MAMBA2),
         SOFT,
         "bench",
     ),
@@ -440,7 +440,7 @@ COMPILE_SAMPLES = (
                 groups=groups,
                 states=states,
                 dtype=torch.float32,
-                without=MAMBA2,
+                omitted=MAMBA2,
             ),
             SOFT,
         )

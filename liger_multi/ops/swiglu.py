@@ -13,9 +13,9 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
     quantized_output,
     with_codes,
+    with_optional_codes,
 )
 from liger_multi.ops._formulas import scaled_swiglu
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
@@ -79,8 +79,8 @@ def swiglu(
         Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``, ``FalconH1MLP``.
     """
     gate_and_up("swiglu", gate, up)
-    by = multipliers("swiglu", gate_multiplier, down_multiplier)
-    return op(gate, up, *by)  # type: ignore[no-any-return]
+    factors = multipliers("swiglu", gate_multiplier, down_multiplier)
+    return op(gate, up, *factors)  # type: ignore[no-any-return]
 
 
 def swiglu_quantized(
@@ -97,8 +97,8 @@ def swiglu_quantized(
     ``outputs=("quantized",)`` leaves y out, which then has no gradient.
     """
     gate_and_up("swiglu", gate, up)
-    by = multipliers("swiglu", gate_multiplier, down_multiplier)
-    return quantized_output(quantized_op, quantize, outputs, gate, up, *by)
+    factors = multipliers("swiglu", gate_multiplier, down_multiplier)
+    return quantized_output(quantized_op, quantize, outputs, gate, up, *factors)
 
 
 def formula(
@@ -111,7 +111,9 @@ def formula(
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> Tensor | QuantizedOutput:
     """``silu(gate_multiplier * gate) * up * down_multiplier``."""
-    return either(scaled_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs)
+    return with_optional_codes(
+        scaled_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs
+    )
 
 
 # gate and up read, y written; dy, gate and up read, two gradients written

@@ -12,8 +12,8 @@ from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_linear_log_prob import (
     OUTPUTS,
     LogProbOutput,
+    as_output,
     formula_of_logits,
-    named,
 )
 from liger_multi.testing.samples import Sample, Tensor as T
 
@@ -107,7 +107,7 @@ def token_log_prob(
         validate=validate,
         outputs=outputs,
     )
-    return named(op(*arguments), target, arguments[-1])
+    return as_output(op(*arguments), target, arguments[-1])
 
 
 formula = formula_of_logits

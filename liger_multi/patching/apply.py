@@ -2,7 +2,7 @@
 
 A patch call reads the facts of a model once, runs the parts of :data:`PARTS` in order, carries out
 the changes that they yield, and returns a report. This module also patches models of a type when
-they are built (:func:`register_type`), and the models of trainers (:class:`HeldPatch`).
+they are built (:func:`register_type`), and the models of trainers (:class:`TrainerPatch`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def register_type(model_type: str, action: Callable[[nn.Module], Any]) -> None:
     _check_type(model_type)
     with _type_lock:
         blocks = [r for r in _requests.get(model_type, ()) if not r.lasting]
-        _hold(model_type, (*blocks, TypeRequest(action, lasting=True)))
+        _set_requests(model_type, (*blocks, TypeRequest(action, lasting=True)))
 
 
 def begin_type(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[[], None]:
@@ -102,11 +102,13 @@ def begin_type(model_type: str, action: Callable[[nn.Module], Any]) -> Callable[
     _check_type(model_type)
     request = TypeRequest(action, lasting=False)
     with _type_lock:
-        _hold(model_type, (*_requests.get(model_type, ()), request))
+        _set_requests(model_type, (*_requests.get(model_type, ()), request))
 
     def end() -> None:
         with _type_lock:
-            _hold(model_type, tuple(r for r in _requests.get(model_type, ()) if r is not request))
+            _set_requests(
+                model_type, tuple(r for r in _requests.get(model_type, ()) if r is not request)
+            )
 
     return end
 
@@ -123,7 +125,7 @@ def unregister_type(model_type: str) -> None:
                 f"model type {model_type!r} is not patched; patched types: "
                 f"{', '.join(sorted(_requests)) or 'none'}"
             )
-        _hold(model_type, ())
+        _set_requests(model_type, ())
 
 
 def is_type_patched(model_type: str) -> bool:
@@ -135,10 +137,12 @@ def _check_type(model_type: str) -> None:
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        raise PatchError(_place(model_type) or unknown("model type", model_type, CONFIG_MAPPING))
+        raise PatchError(
+            _task_head_hint(model_type) or unknown("model type", model_type, CONFIG_MAPPING)
+        )
 
 
-def _place(name: str) -> str:
+def _task_head_hint(name: str) -> str:
     """The message for a model's name on the hub, or its folder; "" for other names."""
     if "/" not in name and os.sep not in name and not os.path.isdir(name):
         return ""
@@ -149,7 +153,7 @@ def _place(name: str) -> str:
     )
 
 
-def _hold(model_type: str, requests: tuple[TypeRequest, ...]) -> None:
+def _set_requests(model_type: str, requests: tuple[TypeRequest, ...]) -> None:
     """Set the requests of a type, and install the hook while there are any."""
     if requests:
         _requests[model_type] = requests
@@ -187,8 +191,8 @@ def _remove() -> None:
         return
     from transformers import PreTrainedModel
 
-    ours, stock = _installed
-    if PreTrainedModel.post_init is ours:
+    wrapper, stock = _installed
+    if PreTrainedModel.post_init is wrapper:
         PreTrainedModel.post_init = stock
         _installed = None
 
@@ -305,14 +309,14 @@ def _patch_built(model: nn.Module, request: Request, strict: bool) -> None:
     report = _patch(model, replace(request, whole=False), strict)
     refused = [s for s in report.skipped if s.strict]
     if refused:
-        few = PatchReport(report.target, [], refused)
-        warn_once(f"not everything was patched: {few}", f"skipped {report.target}")
+        refusals = PatchReport(report.target, [], refused)
+        warn_once(f"not everything was patched: {refusals}", f"skipped {report.target}")
 
 
 def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
     report = PatchReport(type(model).__name__)
     with lock:
-        before = Block(model)
+        block = Block(model)
         try:
             _run_parts(report, request, ModelFacts(model))
             if strict and any(s.strict for s in report.skipped):
@@ -320,9 +324,9 @@ def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
                     f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
                 )
         except BaseException:
-            before.end()
+            block.end()
             raise
-        before.forget()
+        block.forget()
     return report
 
 
@@ -384,13 +388,13 @@ def _replace(report: PatchReport, change: Replace) -> None:
     path, module, swap = change.path, change.module, change.swap
     status = "already patched"
     if isinstance(module, Patched) and buried(module):
-        below = type(module)._liger_multi_swap
-        if (below.op, below.settings) != (swap.op, swap.settings):
+        current_swap = type(module)._liger_multi_swap
+        if (current_swap.op, current_swap.settings) != (swap.op, swap.settings):
             name = type(module).__name__
             reason = f"its class is now {name}, on top of an earlier patch; options are fixed"
             report.skipped.append(Skipped(path, swap.op, reason))
             return
-        swap = below
+        swap = current_swap
     else:
         status = apply(module, swap)
     if change.replaced_by is not None:
@@ -404,8 +408,12 @@ _ALONE = ("fused_moe", "rope", "lora", "linear", "linear_float8", "four_bits", S
 
 
 def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> None:
-    """Report operators without a module; by default, one operator of a family is enough."""
-    names = {own.module_class.__name__ for own in model.classes}
+    """Report operators without a module that were named or that a language model would have.
+
+    By default, one operator of a family is enough, and a model without a configuration, such as
+    ``nn.Sequential``, need not have any.
+    """
+    names = {facts.module_class.__name__ for facts in model.classes}
     experts = sorted(name for name in names if name.endswith("Experts"))
     experts = [] if report.count("fused_moe") else experts
     covered = {e.op for e in report.entries if e.status != "restored"}
@@ -415,17 +423,18 @@ def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> Non
         reason = f"{', '.join(experts)} does not use the experts interface of transformers"
         strict = "fused_moe" in request.named
         report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
+    usual = REPORTED if model.with_attribute("config") else ()
     for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *((op,) for op in _ALONE)):
         requested = [op for op in family if op in request.enabled]
         missing = [op for op in requested if op not in covered]
         for op in missing:
-            named = op in request.named
+            is_requested = op in request.named
             # most models have no experts, for example, which is not reported
-            if named or (len(missing) == len(requested) and op in REPORTED):
+            if is_requested or (len(missing) == len(requested) and op in usual):
                 reason = "the model has no module of this kind"
                 if family is MLP_OPS and experts:
                     reason += f" (its experts, {', '.join(experts)}, are not patched)"
-                report.skipped.append(Skipped("", op, reason, strict=named))
+                report.skipped.append(Skipped("", op, reason, strict=is_requested))
 
 
 # --- callbacks of trainers ---
@@ -433,7 +442,7 @@ def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> Non
 logger = logging.getLogger("liger_multi")
 
 
-class HeldPatch:
+class TrainerPatch:
     """The patch of a trainer's model, one at a time.
 
     Args:
@@ -475,4 +484,4 @@ class HeldPatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start over with the options."""
-        HeldPatch.__init__(self, **state)
+        TrainerPatch.__init__(self, **state)

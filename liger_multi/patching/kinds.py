@@ -56,8 +56,8 @@ class NormKind:
         return self.op in ("rms_norm", "layer_norm", "gated_rms_norm")
 
 
-def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted({"casting": casting, "offset": offset, **more}.items()))
+def _cast(casting: str, offset: float = 0.0, **options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted({"casting": casting, "offset": offset, **options}.items()))
 
 
 def _layer_norm(name: str, plus: float = 0.0, axis: int = -1, ndim: int = 0) -> NormKind:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_multi import ops
 from liger_multi.dispatch.resolve import by_rows, inside_operator
-from liger_multi.parameters import is_computed, stored
+from liger_multi.modules.parameters import is_computed, stored
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import LINEAR_FORWARDS, ModelFacts, home_of
 from liger_multi.patching.evidence.signature import code_holds
@@ -82,7 +82,9 @@ def linear_refusal(layer: nn.Module) -> str | None:
         "weight_class": type(weight).__name__,
         "dtype": getattr(weight, "dtype", None),
     }
-    return next((why.format(**names) for met, why in _REFUSALS if met(layer, weight)), None)
+    return next(
+        (reason.format(**names) for applies, reason in _REFUSALS if applies(layer, weight)), None
+    )
 
 
 class LinearByRows(Patched):
@@ -123,11 +125,11 @@ class _LinearCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        run = _called if func is F.linear and not inside_operator() else func
+        run = _linear_by_operator if func is F.linear and not inside_operator() else func
         return run(*args, **(kwargs or {}))
 
 
-def _called(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_by_operator(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The operator with the signature of ``F.linear``."""
     return ops.linear(input, weight, bias)
 
@@ -178,8 +180,8 @@ def _find_calls(path: str, module: nn.Module, options: Options) -> Iterator[Chan
     gemms = _gemms(module)
     if not gemms or (isinstance(module, Patched) and not isinstance(module, CallsLinear)):
         return
-    others = ", ".join(sorted(gemms - {"linear"}))
-    itself = f"it multiplies with its weights itself ({others})" if others else None
+    other_gemms = ", ".join(sorted(gemms - {"linear"}))
+    itself = f"it multiplies with its weights itself ({other_gemms})" if other_gemms else None
     reason = conflict_of(module) or itself
     yield from _changes_of(path, module, options, reason, CallsLinear, "linear in its forward")
 
@@ -205,7 +207,7 @@ def find_linear(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Linear layers that no other part has patched."""
     options = request.get("linear")
     if options is None:
-        yield from (Restore(*one) for one in model.instances(LinearByRows, CallsLinear))
+        yield from (Restore(*entry) for entry in model.instances(LinearByRows, CallsLinear))
         return
     linears = {id(module) for _, module in model.linears}
     for path, module in model.modules:

@@ -72,8 +72,8 @@ FORWARDS = {
 """Forwards of PEFT, by module and name, that add adapters to the output of the base layer."""
 
 
-together: ContextVar[Any] = ContextVar("liger_multi_together", default=None)
-"""The projections (:class:`Together`) of the running module."""
+active_group: ContextVar[Any] = ContextVar("liger_multi_together", default=None)
+"""The projections (:class:`SharedCall`) of the running module."""
 
 
 class Adapter(NamedTuple):
@@ -159,14 +159,14 @@ class FusedLora(Patched):
             return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
         if not code_holds(module_class):
             return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
-        group = None if torch.compiler.is_compiling() else together.get()
+        group = None if torch.compiler.is_compiling() else active_group.get()
         if group is not None and not (args or kwargs):
-            handed = group.output(self, x)
-            if handed is not None:
-                return cast(Tensor, handed)
-        other = args or kwargs or type(x) is not Tensor or globally_hooked()
-        low_rank = "called in another form" if other else adapters(self)
-        if isinstance(low_rank, str) or not all(fits(x, one) for one in low_rank):
+            output = group.output(self, x)
+            if output is not None:
+                return cast(Tensor, output)
+        is_other_form = args or kwargs or type(x) is not Tensor or globally_hooked()
+        low_rank = "called in another form" if is_other_form else adapters(self)
+        if isinstance(low_rank, str) or not all(fits(x, adapter) for adapter in low_rank):
             return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
         options = cast(Options, module_class._liger_multi_swap.settings)
         base_output = cast(Any, self).base_layer(x)
@@ -196,7 +196,7 @@ def projections(module: nn.Module) -> list[Any]:
     return []
 
 
-class Together:
+class SharedCall:
     """The projections in one call of their module, whose outputs are computed at once."""
 
     def __init__(self, layers: Sequence[Any], x: Tensor) -> None:
@@ -208,7 +208,7 @@ class Together:
     def output(self, layer: nn.Module, x: Any) -> Tensor | None:
         """The output of a layer for the module's input, once; None for other calls."""
         shared = self.x
-        if shared is None or x is not shared or not any(layer is one for one in self.layers):
+        if shared is None or x is not shared or not any(layer is member for member in self.layers):
             return None
         state = (shared._version, torch.is_grad_enabled(), autocast_dtype(shared.device.type))
         if self.outputs is None:
@@ -237,15 +237,15 @@ def in_one(
     group = None if torch.compiler.is_compiling() else _group(module, args, kwargs)
     if group is None:
         return inner()
-    token = together.set(group)
+    token = active_group.set(group)
     try:
         return inner()
     finally:
-        together.reset(token)
+        active_group.reset(token)
         group.outputs = group.x = None  # a traceback may keep this frame alive
 
 
-def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Together | None:
+def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall | None:
     layers = [] if globally_hooked() else projections(module)
     if not layers:
         return None
@@ -254,7 +254,7 @@ def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     # a second input of that shape may be the source of keys and values
     if not inputs or any(t is not inputs[0] and t.ndim == inputs[0].ndim for t in inputs):
         return None
-    return Together(layers, inputs[0])
+    return SharedCall(layers, inputs[0])
 
 
 def _may_be_input(x: Any, width: int) -> bool:
@@ -279,8 +279,8 @@ def _usable(layer: Any, x: Tensor) -> Adapter | None:
     adapter = one_adapter(layer)
     if adapter is None or not fits(x, adapter):
         return None
-    same = wide_dtype(layer.base_layer, x.dtype) == x.dtype
-    return adapter if same or autocast_dtype(x.device.type) is not None else None
+    same_dtype = wide_dtype(layer.base_layer, x.dtype) == x.dtype
+    return adapter if same_dtype or autocast_dtype(x.device.type) is not None else None
 
 
 def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
@@ -292,8 +292,8 @@ def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
         operands |= {f"{slot}_weight": weight, f"{slot}_bias": bias_of(layer.base_layer, x.dtype)}
         operands |= {f"{slot}_weight_scale": scale}
         operands[f"{slot}_lora"] = ops.LoRA(adapter.a, adapter.b, adapter.scale)
-    known = None if all(scale is None for scale in scales) else shared_codes(x)
-    return ops.lora_qkv(x, **operands, quantized=known)  # type: ignore[return-value]
+    codes = None if all(scale is None for scale in scales) else shared_codes(x)
+    return ops.lora_qkv(x, **operands, quantized=codes)  # type: ignore[return-value]
 
 
 # --- which layers ---
@@ -302,7 +302,7 @@ def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
 def find_lora(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Linear layers with LoRA adapters."""
     options = request.get("lora")
-    for path, module in model.of_class(lambda own: home_of(own.module_class) in FORWARDS):
+    for path, module in model.of_class(lambda facts: home_of(facts.module_class) in FORWARDS):
         if buried(module) or hasattr(type(module), "stock_forward"):  # a patched head
             continue
         if options is None:
@@ -324,21 +324,21 @@ def find_shared_inputs(model: ModelFacts, request: Request) -> Iterator[Change]:
         layers = [] if request.get("lora") is None else projections(module)
         yield from _shared(path, module, bool(layers) and not conflict_of(module))
         if isinstance(module, SharedInput):
-            names = {n for n, m in module.named_children() if any(m is one for one in layers)}
+            names = {n for n, m in module.named_children() if any(m is layer for layer in layers)}
             paths = frozenset(f"{path}.{name}".strip(".") for name in names)
             yield Relabel(paths, "lora", "lora_qkv")
 
 
-def _shared(path: str, module: nn.Module, together: bool) -> Iterator[Change]:
+def _shared(path: str, module: nn.Module, is_shared: bool) -> Iterator[Change]:
     """Patch a module to compute its projections at once, or undo that."""
     swap = swapped(module)
-    if together == isinstance(module, SharedInput) or buried(module):
+    if is_shared == isinstance(module, SharedInput) or buried(module):
         return
-    if together and swap is None:
+    if is_shared and swap is None:
         yield Replace(path, module, Swap("lora", type(module), SharedInput, None))
-    elif together and swap is not None and swap.behavior is FusedRotary:
+    elif is_shared and swap is not None and swap.behavior is FusedRotary:
         yield Replace(path, module, replace(swap, around=SharedInput, around_settings=None))
     elif swap is not None and swap.around is not None and issubclass(swap.around, SharedInput):
         yield Replace(path, module, replace(swap, around=None, around_settings=None))
-    elif not together:
+    elif not is_shared:
         yield Restore(path, module)

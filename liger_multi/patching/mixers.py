@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
-from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.errors import PackingError
-from liger_multi.parameters import has
+from liger_multi.modules.arguments import cache_parameter, has_cache, parameters_of
+from liger_multi.modules.parameters import has
 from liger_multi.patching import shards
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
-    alike,
     disagreement,
     linear,
     probe_context,
     random,
+    rows_agree,
     scalars,
     skeleton,
 )
@@ -47,9 +47,9 @@ from liger_multi.patching.swap import (
     Restore,
     Swap,
     conflict_of,
-    named,
     renew,
     unpatched_class,
+    with_name_and_options,
 )
 
 # --- the functions, and whether they compute what an operator does ---
@@ -84,16 +84,16 @@ def sizes_of(op: str, module: nn.Module) -> dict[str, list[int]]:
         n: [getattr(module, a, None) for a in attributes]
         for n, attributes in SIZES.get(op, {}).items()
     }
-    known = all(isinstance(size, int) for sizes in sizes_by_name.values() for size in sizes)
-    return sizes_by_name if known else {}  # type: ignore[return-value]
+    all_known = all(isinstance(size, int) for sizes in sizes_by_name.values() for size in sizes)
+    return sizes_by_name if all_known else {}  # type: ignore[return-value]
 
 
 def without_kernels(op: str, module: nn.Module) -> str | None:
     """Why no kernel of the module's device supports its sizes; None if one does, or for a CPU."""
-    like, sizes = next(module.parameters(), None), sizes_of(op, module)
-    if like is None or like.device.type == "meta" or not sizes:
+    parameter, sizes = next(module.parameters(), None), sizes_of(op, module)
+    if parameter is None or parameter.device.type == "meta" or not sizes:
         return None
-    return passed_over(op, {name: like.new_empty(1, 1, *last) for name, last in sizes.items()})
+    return passed_over(op, {name: parameter.new_empty(1, 1, *last) for name, last in sizes.items()})
 
 
 def mixer_calls(
@@ -101,9 +101,9 @@ def mixer_calls(
 ) -> list[tuple[str, FunctionType, str, Any]]:
     """The calls of a class to functions with these names."""
     return [
-        (method, function, name, called)
+        (method, function, name, target)
         for method, function in redirect.methods(module_class).items()
-        for name, called in redirect.calls(function, lambda n, f: n in served).items()
+        for name, target in redirect.calls(function, lambda n, f: n in served).items()
     ]
 
 
@@ -112,15 +112,17 @@ def unserved(module_class: type) -> list[str]:
     return sorted({call[2] for call in mixer_calls(module_class) if refusal(*call[1:])})
 
 
-def refusal(function: FunctionType, name: str, called: Any) -> str | None:
+def refusal(function: FunctionType, name: str, target: Any) -> str | None:
     """Why a call cannot be replaced by an operator, or None."""
-    if why := redirect.refusal(function, name):
-        return why
-    body = inspect.unwrap(called) if callable(called) else None
+    if reason := redirect.refusal(function, name):
+        return reason
+    body = inspect.unwrap(target) if callable(target) else None
     if not isinstance(body, FunctionType):
-        return f"{name} is {type(called).__name__}, not a function"
+        return f"{name} is {type(target).__name__}, not a function"
     places = reached.reached([body])
-    return f"{name}: {places}" if isinstance(places, str) else _known(name, body, places)
+    return (
+        f"{name}: {places}" if isinstance(places, str) else _cached_difference(name, body, places)
+    )
 
 
 def differs(
@@ -132,13 +134,13 @@ def differs(
     """
     try:
         with probe_context() as generator:
-            same = _PROBES[name](body, _Draw(generator))
+            agrees = _PROBES[name](body, _Draw(generator))
     except Exception as error:  # a function of another signature
         return f"{name} cannot be probed: {type(error).__name__}: {error}"
-    return None if same else f"{name} computes something else than {SERVED[name]}"
+    return None if agrees else f"{name} computes something else than {SERVED[name]}"
 
 
-_known = functools.lru_cache(maxsize=256)(differs)
+_cached_difference = functools.lru_cache(maxsize=256)(differs)
 
 
 class _Draw:
@@ -153,14 +155,14 @@ class _Draw:
         self.leaves.append(leaf)
         return leaf * 1  # functions may write to it
 
-    def close(self, ours: Tensor, stock: Tensor) -> bool:
+    def close(self, actual: Tensor, stock: Tensor) -> bool:
         """Whether two results and all their gradients agree."""
-        if not _close(ours, stock):
+        if not _close(actual, stock):
             return False
-        upstream = random(self.generator, *ours.shape)
+        upstream = random(self.generator, *actual.shape)
         return all(
             torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max().clamp(min=1)))
-            for a, b in zip(*(self._gradients(y, upstream) for y in (ours, stock)), strict=True)
+            for a, b in zip(*(self._gradients(y, upstream) for y in (actual, stock)), strict=True)
         )
 
     def _gradients(self, result: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -183,8 +185,8 @@ _MASKING = "apply_mask_to_padding_states"
 
 def masking(forward: Callable[..., Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
     """A file's function that zeroes masked tokens; before 5.17 it did nothing for one row."""
-    own = getattr(inspect.unwrap(forward), "__globals__", {})
-    return own.get(_MASKING, _without_padding)  # type: ignore[no-any-return]
+    namespace = getattr(inspect.unwrap(forward), "__globals__", {})
+    return namespace.get(_MASKING, _without_padding)  # type: ignore[no-any-return]
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -206,26 +208,26 @@ def gates(module: nn.Module) -> bool:
 
     A small copy is compared with ``gated_short_conv`` and its projections, with and without a mask.
     """
-    inner, into, out = (getattr(module, n, None) for n in ("conv", "in_proj", "out_proj"))
-    projected = all(isinstance(getattr(m, "in_features", None), int) for m in (into, out))
+    inner, in_proj, out = (getattr(module, n, None) for n in ("conv", "in_proj", "out_proj"))
+    projected = all(isinstance(getattr(m, "in_features", None), int) for m in (in_proj, out))
     if type(inner) is not nn.Conv1d or not projected or inner.padding_mode != "zeros":
         return False
     width = inner.in_channels
-    like = (inner.groups, inner.out_channels, inner.padding, inner.stride, inner.dilation)
+    layout = (inner.groups, inner.out_channels, inner.padding, inner.stride, inner.dilation)
     plain = (width, width, (inner.kernel_size[0] - 1,), (1,), (1,))
-    if like != plain or (into.in_features, into.out_features) != (width, 3 * width):  # type: ignore[union-attr]
+    if layout != plain or (in_proj.in_features, in_proj.out_features) != (width, 3 * width):  # type: ignore[union-attr]
         return False
     module_class = unpatched_class(module)
     if not _takes_a_row(module_class.forward):
         return False
-    biased = tuple(m is not None and has(m, "bias") for m in (inner, into, out))
+    biased = tuple(m is not None and has(m, "bias") for m in (inner, in_proj, out))
     return _gates(module_class, scalars(module), biased, inner.kernel_size[0], module)
 
 
 def _gates(
-    module_class: type, known: Any, biased: tuple[bool, ...], reach: int, module: nn.Module
+    module_class: type, attributes: Any, biased: tuple[bool, ...], reach: int, module: nn.Module
 ) -> bool:
-    key = (module_class, getattr(module_class, "forward", None), known, biased, reach)
+    key = (module_class, getattr(module_class, "forward", None), attributes, biased, reach)
     is_gated = _GATES.get(key)
     if is_gated is None:
         try:
@@ -244,9 +246,9 @@ _POWERS = (-10, -6, -3, -1, 1, 3)  # of inputs; results are products of three nu
 def _is_gated(
     replica: Any, biased: tuple[bool, ...], reach: int, generator: torch.Generator
 ) -> bool:
-    width, (bias, into, out) = 6, biased
-    replica.in_proj = linear(generator, width, 3 * width, into)
-    replica.out_proj = linear(generator, width, width, out)
+    width, (bias, in_bias, out_bias) = 6, biased
+    replica.in_proj = linear(generator, width, 3 * width, in_bias)
+    replica.out_proj = linear(generator, width, width, out_bias)
     shape = {"kernel_size": reach, "padding": reach - 1, "groups": width, "bias": bias}
     replica.conv = nn.Conv1d(width, width, **shape, device="meta")  # type: ignore[arg-type]
     replica.conv.weight = nn.Parameter(random(generator, width, 1, reach))
@@ -260,17 +262,17 @@ def _is_gated(
         def stock(x: Tensor) -> Any:
             return replica.forward(x, attention_mask=mask)
 
-        def ours(x: Tensor) -> Tensor:
+        def formula(x: Tensor) -> Tensor:
             rows = replica.in_proj(without_padding(x, mask))
             weight = replica.conv.weight.squeeze(1)
             return replica.out_proj(ops.gated_short_conv(rows, weight, replica.conv.bias))  # type: ignore[no-any-return]
 
         x = random(generator, batch, 9, width)
-        difference = disagreement(replica, stock, ours, [x], _close, generator)
+        difference = disagreement(replica, stock, formula, [x], _close, generator)
         with torch.no_grad():
             sizes = [x * 10.0**power for power in _POWERS] + [x * 0]
-            alone = difference or all(alike(stock(y), ours(y)) for y in sizes)
-        return difference or (None if alone else "its output differs for tiny or large numbers")
+            extreme = difference or all(rows_agree(stock(y), formula(y)) for y in sizes)
+        return difference or (None if extreme else "its output differs for tiny or large numbers")
 
     cases = ((None, 2), (mask, 2), (mask[:1], 1))
     return all(difference_of(*case) is None for case in cases)
@@ -279,8 +281,8 @@ def _is_gated(
 # --- functions ---
 
 
-def _close(ours: Tensor, stock: Tensor) -> bool:
-    return ours.shape == stock.shape and torch.allclose(ours, stock, rtol=1e-4, atol=1e-5)
+def _close(actual: Tensor, stock: Tensor) -> bool:
+    return actual.shape == stock.shape and torch.allclose(actual, stock, rtol=1e-4, atol=1e-5)
 
 
 def _convolves(body: Callable[..., Tensor], draw: _Draw) -> bool:
@@ -317,8 +319,8 @@ def _same_rule(
             raise
         return True  # callers repeat the keys themselves
     rule = getattr(ops, f"{op}_with_state")
-    ours = rule(q, k, v, g, beta, qk_l2norm=True, initial_state=state)
-    return all(draw.close(a, b) for a, b in zip(ours, stock, strict=True))
+    actual = rule(q, k, v, g, beta, qk_l2norm=True, initial_state=state)
+    return all(draw.close(a, b) for a, b in zip(actual, stock, strict=True))
 
 
 def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
@@ -334,8 +336,8 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> boo
     stock = body(
         x, dt, a, b, c, chunk_size=16, initial_states=state, return_final_states=True, **options
     )
-    ours = ops.ssd_scan_with_state(x, dt, a, b, c, initial_state=state, chunk=16, **options)
-    return all(draw.close(p, q) for p, q in zip(ours, stock, strict=True))
+    actual = ops.ssd_scan_with_state(x, dt, a, b, c, initial_state=state, chunk=16, **options)
+    return all(draw.close(p, q) for p, q in zip(actual, stock, strict=True))
 
 
 def _scans_channels(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
@@ -343,14 +345,14 @@ def _scans_channels(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> 
     b, c, d, bias = draw(2, 4, 11), draw(2, 4, 11), draw(6), draw(6)
     options: dict[str, Any] = {"D": d, "delta_bias": bias, "delta_softplus": True}
     stock = body(u, delta, a, b, c, z=z, return_last_state=True, **options)
-    ours = ops.selective_scan_with_state(u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, **options)
-    return draw.close(ours[0].mT, stock[0]) and draw.close(ours[1], stock[1])
+    actual = ops.selective_scan_with_state(u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, **options)
+    return draw.close(actual[0].mT, stock[0]) and draw.close(actual[1], stock[1])
 
 
 def _does_nothing(body: Callable[..., Any], draw: _Draw) -> bool:
-    taken = inspect.signature(body).parameters.values()
-    needed = [p for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return body(*[draw(2, 2) for _ in needed]) is None
+    parameters = inspect.signature(body).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return body(*[draw(2, 2) for _ in required]) is None
 
 
 _PROBES: dict[str, Callable[[Any, _Draw], bool]] = {
@@ -418,13 +420,15 @@ def scan(tree: Tree, inputs: Sequence[PerToken], run: Run, *, equal: bool = Fals
     results: list[Tensor] = []
     states: list[Tensor] = []
     for call in calls:
-        before = None
+        state_before = None
         if call.parents is not None:
-            every = torch.cat(states)
+            all_states = torch.cat(states)
             # the gradient of an index is summed in a fixed order, unlike that of index_select
-            before = every[call.parents] if call.parent is None else every[call.parent][None]
-            before = before.expand(len(call.places), *before.shape[1:])
-        y, state = run([x.of(call) for x in inputs], before, call.states)
+            state_before = (
+                all_states[call.parents] if call.parent is None else all_states[call.parent][None]
+            )
+            state_before = state_before.expand(len(call.places), *state_before.shape[1:])
+        y, state = run([x.of(call) for x in inputs], state_before, call.states)
         results.append(y.flatten(0, 1))
         if call.states and state is not None:
             states.append(state)
@@ -432,20 +436,20 @@ def scan(tree: Tree, inputs: Sequence[PerToken], run: Run, *, equal: bool = Fals
     return (y if order is None else y.index_select(0, order))[None]
 
 
-def windowed(tree: Tree, x: Tensor, before: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The results ``(1, T, ...)`` of a function of every token and ``before`` earlier tokens.
+def windowed(tree: Tree, x: Tensor, reach: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The results ``(1, T, ...)`` of a function of every token and ``reach`` earlier tokens.
 
     Args:
         tree: The tree of the row.
         x: The tokens ``(1, T, ...)``.
-        before: The number of earlier tokens on its path that a token depends on.
+        reach: The number of earlier tokens on its path that a token depends on.
         run: The function of tokens and ids of samples.
     """
-    window = tree.window(x.device, before)
+    window = tree.window(x.device, reach)
     return run(x[:, window.places], window.ids).index_select(1, window.own)
 
 
-def refuse_states(what: str, refused: bool) -> None:
+def refuse_states(caller: str, refused: bool) -> None:
     """Raise for a call with states in a row of trees.
 
     Raises:
@@ -453,7 +457,7 @@ def refuse_states(what: str, refused: bool) -> None:
     """
     if refused:
         raise PackingError(
-            f"{what} got a cache, or what its operator does not take, with shared prefixes; pass "
+            f"{caller} got a cache, or what its operator does not take, with shared prefixes; pass "
             "use_cache=False"
         )
 
@@ -479,13 +483,13 @@ class FusedMixer(Calling):
         return [call for call in mixer_calls(stock) if refusal(*call[1:]) is None]
 
     @staticmethod
-    def served(name: str, called: Any, settings: Any) -> FunctionType:
+    def served(name: str, target: Any, settings: Any) -> FunctionType:
         """The function that replaces a call; the original function if its operator is off."""
         op = SERVED[name]
         options = getattr(settings, op)
         if options is None:
-            return named(_unchanged(called), f"stock_{name}", Options())
-        return named(_BUILDERS[name](op, called, options), name, options)
+            return with_name_and_options(_unchanged(target), f"stock_{name}", Options())
+        return with_name_and_options(_BUILDERS[name](op, target, options), name, options)
 
     @staticmethod
     def new_method(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
@@ -501,12 +505,12 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
     if isinstance(code, str):  # it depends on what cannot be compared
         return copy
     places = tuple(place for place in code if place[1] not in SERVED)  # the copy compares those
-    reads, names = reached.reads_values(places), parameters_of(method)
+    has_values, names = reached.reads_values(places), parameters_of(method)
     masked = masking(method)
 
     @constant_in_graphs
     def unchanged() -> bool:
-        return reached.holds(places)
+        return reached.still_current(places)
 
     @functools.wraps(copy)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -514,7 +518,7 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
         inner, hidden_states = self.conv, arguments["hidden_states"]
         hooked = inner._forward_hooks or inner._forward_pre_hooks or hasattr(inner, "_hf_hook")
         by_parts = has_cache((), arguments) or hooked or _has_states(arguments)
-        by_parts = by_parts or (reads and torch.compiler.is_compiling()) or not unchanged()
+        by_parts = by_parts or (has_values and torch.compiler.is_compiling()) or not unchanged()
         if by_parts or type(inner.weight).__name__ == "DTensor":
             return copy(self, *args, **kwargs)
         rows = self.in_proj(masked(hidden_states, arguments.get("attention_mask")))
@@ -538,20 +542,22 @@ def _convolve(
     tree, function = tree_of(call.keywords["seq_idx"]), call.func
     if tree is not None:
 
-        def along(x: Tensor, weight: Tensor, bias: Tensor | None, **named: Any) -> Tensor:
+        def convolve_paths(
+            x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+        ) -> Tensor:
             def convolve(rows: Tensor, ids: Tensor) -> Tensor:
-                return function(rows, weight, bias, **{**named, "seq_idx": ids})  # type: ignore[no-any-return]
+                return function(rows, weight, bias, **{**options, "seq_idx": ids})  # type: ignore[no-any-return]
 
             return windowed(tree, x, weight.shape[-1] - 1, convolve)
 
-        call = functools.partial(along, **call.keywords)
+        call = functools.partial(convolve_paths, **call.keywords)
     return _run(op, options, call, x, weight, bias)  # type: ignore[no-any-return]
 
 
-def _unchanged(called: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(called)
+def _unchanged(target: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(target)
     def unchanged(*args: Any, **kwargs: Any) -> Any:
-        return called(*args, **kwargs)
+        return target(*args, **kwargs)
 
     return unchanged
 
@@ -562,8 +568,8 @@ def _run(op: str, options: Options, call: functools.partial[Any], *rows: Any) ->
     if shards.ranks() is None:
         return function(call, *rows)
 
-    def run(*rows: Any, **named: Any) -> Any:
-        return function(functools.partial(call.func, **named), *rows)
+    def run(*rows: Any, **options: Any) -> Any:
+        return function(functools.partial(call.func, **options), *rows)
 
     return shards.spread(op, run, rows, call.keywords)
 
@@ -631,7 +637,7 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
             refuse_states(op, initial_state is not None or output_final_state)
             inputs = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
             norm = {"qk_l2norm": use_qk_l2norm_in_kernel}
-            return _along(tree, op, options, inputs, norm), None
+            return _recurrence_along(tree, op, options, inputs, norm), None
         packed = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
             getattr(ops, f"{op}_with_state" if output_final_state else op),
@@ -647,14 +653,14 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     return served
 
 
-def _along(
+def _recurrence_along(
     tree: Tree,
     op: str,
     options: Options,
     rows: tuple[Any, ...],
-    named: dict[str, Any],
+    kwargs: dict[str, Any],
     *,
-    still: float = 0.0,
+    padding_value: float = 0.0,
     equal: bool = False,
 ) -> Tensor:
     """A recurrence along the paths of a row of trees; over ranks, of this rank's heads.
@@ -664,29 +670,29 @@ def _along(
         op: The operator.
         options: Its options.
         rows: Its positional arguments.
-        named: Its keyword arguments.
-        still: The second argument, as a time step, of padding tokens.
+        kwargs: Its keyword arguments.
+        padding_value: The second argument, as a time step, of padding tokens.
         equal: As for :func:`scan`.
     """
     axes = shards.AXES[op]
     letters: dict[Any, str] = {**dict(enumerate(axes.rows)), **axes.named}
 
-    def along(*rows: Any, **named: Any) -> Tensor:
-        every: dict[Any, Any] = {**dict(enumerate(rows)), **named}
-        per_token = [key for key in every if "t" in letters.get(key, "")]
+    def scan_paths(*rows: Any, **kwargs: Any) -> Tensor:
+        arguments: dict[Any, Any] = {**dict(enumerate(rows)), **kwargs}
+        per_token = [key for key in arguments if "t" in letters.get(key, "")]
 
         def run(parts: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
-            values = every | dict(zip(per_token, parts, strict=True))
+            values = arguments | dict(zip(per_token, parts, strict=True))
             args = [values.pop(n) for n in range(len(rows))]
             function = getattr(ops, f"{op}_with_state" if output_state else op)
             call = functools.partial(function, initial_state=state, **values)
             y = run_bound(options, (op,), call, *args)
             return y if output_state else (y, None)
 
-        inputs = [PerToken(every[key], still if key == 1 else 0.0) for key in per_token]
+        inputs = [PerToken(arguments[key], padding_value if key == 1 else 0.0) for key in per_token]
         return scan(tree, inputs, run, equal=equal)
 
-    return shards.spread(op, along, rows, named)  # type: ignore[no-any-return]
+    return shards.spread(op, scan_paths, rows, kwargs)  # type: ignore[no-any-return]
 
 
 def _saved_state(state: Tensor | None) -> Tensor | None:
@@ -717,10 +723,18 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         if tree is not None:
             refuse_states(op, initial_states is not None or return_final_states)
             limits = {"dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit), "chunk": chunk_size}
-            more = {"D": D, "dt_bias": dt_bias, "z": z, **limits}
-            still = STILL if dt_softplus else 0.0
+            options_of_call = {"D": D, "dt_bias": dt_bias, "z": z, **limits}
+            padding_value = STILL if dt_softplus else 0.0
             rows = (hidden_states, dt, A, B, C)
-            return _along(tree, op, options, rows, more, still=still, equal=dt_limit[0] > 0)
+            return _recurrence_along(
+                tree,
+                op,
+                options,
+                rows,
+                options_of_call,
+                padding_value=padding_value,
+                equal=dt_limit[0] > 0,
+            )
         function: Any = ops.ssd_scan_with_state if return_final_states else ops.ssd_scan
         call = functools.partial(
             function,
@@ -755,15 +769,22 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
         **kwargs: Any,
     ) -> Any:
         tree, rows = tree_of(seq_idx), (hidden_states.mT, dt.mT, A, B.mT, C.mT)
-        more: dict[str, Any] = {"D": D, "z": None if z is None else z.mT}
-        more |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        options_of_call: dict[str, Any] = {"D": D, "z": None if z is None else z.mT}
+        options_of_call |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
         if tree is not None:
             refuse_states(op, return_last_state)
-            return _along(tree, op, options, rows, more, still=STILL if delta_softplus else 0.0).mT
+            return _recurrence_along(
+                tree,
+                op,
+                options,
+                rows,
+                options_of_call,
+                padding_value=STILL if delta_softplus else 0.0,
+            ).mT
         call = functools.partial(
             ops.selective_scan_with_state if return_last_state else ops.selective_scan,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
-            **more,
+            **options_of_call,
         )
         y = _run(op, options, call, *rows)
         return (y[0].mT, y[1]) if return_last_state else y.mT
@@ -790,16 +811,16 @@ _BUILDERS: dict[str, Callable[[str, Callable[..., Any], Options], Callable[..., 
 }
 
 
-def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
+def serving(name: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The operator with the signature of a function; None if that computes something else.
 
     Args:
         name: The name of the function in modeling files, a key of ``SERVED``.
-        called: The function, which also runs calls that the operator does not support.
+        function: The function, which also runs calls that the operator does not support.
     """
-    if differs(name, called) is not None:
+    if differs(name, function) is not None:
         return None
-    return _BUILDERS[name](SERVED[name], called, Options())
+    return _BUILDERS[name](SERVED[name], function, Options())
 
 
 # --- which modules ---
@@ -807,27 +828,37 @@ def serving(name: str, called: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def find_mixers(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Convolutions and recurrences of hybrids."""
-    for path, module in model.of_class(lambda own: mixer_calls(own.module_class)):
+    for path, module in model.of_class(lambda facts: mixer_calls(facts.module_class)):
         stock = unpatched_class(module)
         calls = mixer_calls(stock)
         settings = MixerSettings(*(request.get(op) for op in MIXER_OPS))
         overridden = conflict_of(module)
-        reasons = {SERVED[rest[1]]: overridden or refusal(*rest) for _, *rest in calls}
+        reasons = {SERVED[details[1]]: overridden or refusal(*details) for _, *details in calls}
         if settings.gated_short_conv is not None and gates(module):
             reasons["gated_short_conv"] = reasons["causal_conv1d"]  # it includes the convolution
         else:
             settings = replace(settings, gated_short_conv=None)
-        on = {op: why for op, why in reasons.items() if getattr(settings, op) is not None}
-        yield from (Skipped(path, op, why) for op, why in on.items() if why)
-        served = sorted(op for op, why in on.items() if not why)
+        enabled = {
+            op: reason for op, reason in reasons.items() if getattr(settings, op) is not None
+        }
+        yield from (Skipped(path, op, reason) for op, reason in enabled.items() if reason)
+        served = sorted(op for op, reason in enabled.items() if not reason)
         if not served:
             yield Restore(path, module)
             continue
         slow = {op: without_kernels(op, module) for op in served}
         slower = "patched, but runs by the chunked PyTorch reference: "
-        yield from (Skipped(path, op, slower + why, False) for op, why in slow.items() if why)
-        shown = [getattr(settings, op).shown() for op in served]
+        yield from (
+            Skipped(path, op, slower + reason, False) for op, reason in slow.items() if reason
+        )
+        options_shown = [getattr(settings, op).shown() for op in served]
         swap = Swap(served[-1], stock, FusedMixer, settings)
-        by = " + ".join(served)
-        yield Replace(path, module, swap, by, {k: v for one in shown for k, v in one.items()})
+        label = " + ".join(served)
+        yield Replace(
+            path,
+            module,
+            swap,
+            label,
+            {k: v for options in options_shown for k, v in options.items()},
+        )
         renew(type(module))

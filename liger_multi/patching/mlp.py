@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from liger_multi import ops
 from liger_multi.checks import autocast_dtype
+from liger_multi.modules.parameters import dtype_of, has, stored
 from liger_multi.ops.linear import linear_of_mode
-from liger_multi.parameters import dtype_of, has, stored
 from liger_multi.patching import registered
 from liger_multi.patching.evidence.facts import ModelFacts, has_features
 from liger_multi.patching.evidence.probe import (
@@ -43,7 +43,7 @@ from liger_multi.patching.evidence.signature import (
     cached_verdict,
     code_holds,
     globally_hooked,
-    holds,
+    is_current,
     is_plain_linear,
     is_watched,
     signature_of,
@@ -105,10 +105,10 @@ class MlpSettings:
 
     def shown(self, module: nn.Module) -> str:
         """The operator for the report."""
-        whole = bool(self.spec.activation) and self.options.whole
-        if whole and _bare(module, self.names, is_plain_linear):
+        is_fused = bool(self.spec.activation) and self.options.whole
+        if is_fused and _all_layers(module, self.names, is_plain_linear):
             return f"gated_mlp[{self.spec.activation}]"
-        if whole and _bare(module, self.names, bare_float8):
+        if is_fused and _all_layers(module, self.names, bare_float8):
             return f"gated_mlp_float8[{self.spec.activation}]"
         if self.spec.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.spec.activation}]"
@@ -130,8 +130,8 @@ class FusedMlp(Patched):
         if not issubclass(module_class, FusedMlp):
             return cast(Tensor, module_class.forward(self, *args, **kwargs))
         settings: MlpSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]
-        known = len(args) == 1 and not kwargs and code_holds(module_class)
-        if not known or not serves(self, settings):
+        is_usual_call = len(args) == 1 and not kwargs and code_holds(module_class)
+        if not is_usual_call or not serves(self, settings):
             return cast(Tensor, original(module_class)(self, *args, **kwargs))
         op = settings.spec.op
         names = ("gated_mlp", "gated_mlp_float8", "lora_mlp", op, f"{op}_packed")
@@ -140,7 +140,7 @@ class FusedMlp(Patched):
 
 def serves(module: nn.Module, settings: MlpSettings) -> bool:
     """Whether the settings of an instance still hold, and no hooks on all modules exist."""
-    return not globally_hooked() and holds(module, settings.signature)
+    return not globally_hooked() and is_current(module, settings.signature)
 
 
 def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
@@ -165,7 +165,7 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
         else:
             inner = operator(*operands, **options)
     inner = _dropped(module, inner, settings.inner)
-    inner = _for(down, inner) if settings.casts else inner
+    inner = _in_layer_dtype(down, inner) if settings.casts else inner
     return _dropped(module, cast(Tensor, down(inner)), settings.outer)
 
 
@@ -186,7 +186,7 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     layers = [module._modules[name] for name in names.all]
     parts = [bare_parts(layer) for layer in layers]
     if None in parts:
-        if settings.options.whole and _bare(module, names, bare_float8):
+        if settings.options.whole and _all_layers(module, names, bare_float8):
             return _float8(x, layers, settings.spec.activation)
         low_rank = _adapted(module, names) if settings.lora else None
         if low_rank is None:
@@ -273,7 +273,7 @@ def _silent(module: Any, name: str | None) -> bool:
     return rests and not is_watched(drop)
 
 
-def _for(down: Any, x: Tensor) -> Tensor:
+def _in_layer_dtype(down: Any, x: Tensor) -> Tensor:
     """``x`` in the dtype of a layer, which T5 keeps in fp32."""
     weight, dtype = stored(down), dtype_of(down)
     if weight is not None and type(weight) not in PLAIN:
@@ -283,7 +283,7 @@ def _for(down: Any, x: Tensor) -> Tensor:
     return x if autocast_dtype(x.device.type) is not None else x.to(dtype)
 
 
-def _bare(module: nn.Module, names: MlpNames, is_bare: Callable[[Any], bool]) -> bool:
+def _all_layers(module: nn.Module, names: MlpNames, is_bare: Callable[[Any], bool]) -> bool:
     """Whether gate, up and down are plain layers, of the type that ``is_bare`` accepts."""
     if names.up is None or globally_hooked():
         return False
@@ -297,9 +297,9 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     low_rank = []
     for name in names.all:
         layer: Any = module._modules[name]
-        bare = is_plain_linear(layer) or bare_frozen_float8(layer) or is_four_bit(layer)
-        adapter = None if bare else one_adapter(layer)
-        if adapter is None and not (bare and _frozen(layer)):
+        has_no_adapter = is_plain_linear(layer) or bare_frozen_float8(layer) or is_four_bit(layer)
+        adapter = None if has_no_adapter else one_adapter(layer)
+        if adapter is None and not (has_no_adapter and _frozen(layer)):
             return None
         low_rank.append(adapter)
     return low_rank if any(low_rank) else None
@@ -330,13 +330,13 @@ def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
     linears = {n: m for n, m in module._modules.items() if has_features(m)}
     if len(linears) not in (2, 3) or module._parameters:
         return [], False
-    others = [m for n, m in module._modules.items() if n not in linears and m is not None]
-    acts = [m for m in others if not isinstance(m, (nn.Dropout, nn.Identity))]
+    other_modules = [m for n, m in module._modules.items() if n not in linears and m is not None]
+    acts = [m for m in other_modules if not isinstance(m, (nn.Dropout, nn.Identity))]
     if len(acts) > 1 or any(list(m.parameters()) or m._modules for m in acts):
         return [], False
-    known = [n for n in registered.rows_of(MlpNames) if set(n.all) == set(linears)]
-    if known:
-        return known, True
+    registered_names = [n for n in registered.rows_of(MlpNames) if set(n.all) == set(linears)]
+    if registered_names:
+        return registered_names, True
     candidates = []
     for order in permutations(linears):
         gate, up, down = order if len(order) == 3 else (order[0], None, order[1])
@@ -350,14 +350,14 @@ def _fit(module: nn.Module, names: MlpNames) -> bool:
     layers: Any = module._modules
     gate, down = layers[names.gate], layers[names.down]
     wide = 2 * down.in_features if names.up is None else down.in_features
-    same = names.up is None or (
+    up_fits = names.up is None or (
         (layers[names.up].in_features, layers[names.up].out_features)
         == (gate.in_features, gate.out_features)
     )
-    return bool(gate.out_features == wide and same and down.out_features == gate.in_features)
+    return bool(gate.out_features == wide and up_fits and down.out_features == gate.in_features)
 
 
-_known: dict[Any, MlpSettings | str] = {}
+_verdicts: dict[Any, MlpSettings | str] = {}
 
 
 def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
@@ -372,10 +372,10 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
         for m in (module._modules[name] for name in linears)
         if m is not None
     )
-    others = tuple((n, type(m)) for n, m in module._modules.items() if n not in linears)
-    attributes = (sizes, others, scalars(module), registered.generation(), tuple(candidates))
+    other_classes = tuple((n, type(m)) for n, m in module._modules.items() if n not in linears)
+    attributes = (sizes, other_classes, scalars(module), registered.generation(), tuple(candidates))
     probe = functools.partial(_measure_mlp, module, candidates)
-    return cached_verdict(_known, module_class, signature, attributes, probe, 1)
+    return cached_verdict(_verdicts, module_class, signature, attributes, probe, 1)
 
 
 class _Marker(nn.Module):
@@ -407,7 +407,9 @@ def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings |
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
             settings = _formula(replica, x, module, fitting)
             if settings is not None:
-                verdict = _tried(replica, x, settings, generator) or _narrow(replica, x, settings)
+                verdict = _differs_anywhere(replica, x, settings, generator) or _narrow(
+                    replica, x, settings
+                )
                 if isinstance(verdict, str):
                     return f"{module_class.__name__} is no {settings.spec.formula}: {verdict}"
                 settings = verdict
@@ -429,13 +431,13 @@ def _formula(
     set_mode(replica, False)
     stock = replica.forward(x)
     for settings in _settings(module, candidates) if isinstance(stock, Tensor) else ():
-        ours = apply_mlp(replica, x, settings)
-        if _close(stock, ours):
+        actual = apply_mlp(replica, x, settings)
+        if _close(stock, actual):
             return settings
     return None
 
 
-def _tried(
+def _differs_anywhere(
     replica: nn.Module, x: Tensor, settings: MlpSettings, generator: torch.Generator
 ) -> str | None:
     """How a replica differs in any mode, form of a call or dtype; or None."""
@@ -443,25 +445,25 @@ def _tried(
     def stock(x: Tensor) -> Any:
         return replica.forward(x)
 
-    def ours(x: Tensor) -> Tensor:
+    def formula(x: Tensor) -> Tensor:
         return apply_mlp(replica, x, settings)
 
-    difference = disagreement(replica, stock, ours, [x], _close, generator)
+    difference = disagreement(replica, stock, formula, [x], _close, generator)
     if difference:
         return difference
-    difference = differs_at_extremes(replica, stock, ours, [x], generator)
+    difference = differs_at_extremes(replica, stock, formula, [x], generator)
     if difference:
         return difference
     with torch.no_grad():
         for shape in ((6, 24), (1, 2, 3, 24)):
             with contextlib.suppress(RuntimeError, ValueError, IndexError):  # it takes no such rank
-                if not _close(stock(x.view(shape)), ours(x.view(shape))):
+                if not _close(stock(x.view(shape)), formula(x.view(shape))):
                     return f"its output differs for {len(shape)} axes"
         with torch.autocast("cpu", torch.bfloat16):
-            if not _near_mlp(stock(x), ours(x)):
+            if not _near_mlp(stock(x), formula(x)):
                 return "its output differs under autocast"
         hooks = [_shifted(cast(nn.Module, replica._modules[n])) for n in settings.names.all]
-        agree = _close(stock(x), ours(x))
+        agree = _close(stock(x), formula(x))
         for hook in hooks:
             hook.remove()
         if not agree:
@@ -492,16 +494,16 @@ def _shifted(layer: nn.Module) -> Any:
     return layer.register_forward_hook(lambda module, args, output: output * 1.25 + 0.125)
 
 
-def _near_mlp(stock: Tensor, ours: Tensor) -> bool:
+def _near_mlp(stock: Tensor, actual: Tensor) -> bool:
     """Within the roundings of bf16."""
     bound = 2**-5 * stock.abs().amax(-1, keepdim=True)
-    return stock.dtype == ours.dtype and bool(((stock - ours).abs() <= bound).all())
+    return stock.dtype == actual.dtype and bool(((stock - actual).abs() <= bound).all())
 
 
-def _close(stock: Tensor, ours: Tensor) -> bool:
+def _close(stock: Tensor, actual: Tensor) -> bool:
     """Whether rows agree relative to their largest number: large rows hide the form of gelu."""
     bound = 1e-5 * stock.abs().amax(-1, keepdim=True) + 1e-6
-    return stock.shape == ours.shape and bool(((stock - ours).abs() <= bound).all())
+    return stock.shape == actual.shape and bool(((stock - actual).abs() <= bound).all())
 
 
 def _replica_mlp(
@@ -533,7 +535,7 @@ _FEATURES = ("in_features", "out_features")
 def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSettings]:
     """All formulas, roles of layers and places of dropouts that a module may have."""
     drops = [n for n, m in module._modules.items() if isinstance(m, nn.Dropout)]
-    places: dict[int, list[tuple[str | None, str | None]]] = {
+    dropout_names: dict[int, list[tuple[str | None, str | None]]] = {
         0: [(None, None)],
         1: [(drops[0], None), (None, drops[0])] if drops else [],
         2: [(drops[0], drops[1]), (drops[1], drops[0])] if len(drops) == 2 else [],
@@ -547,14 +549,14 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
                 (number, next((n for n in floats if number in n), "")) for number in spec.numbers
             )
             if all(attribute for _, attribute in numbers):
-                for inner, outer in places.get(len(drops), []):
+                for inner, outer in dropout_names.get(len(drops), []):
                     yield MlpSettings(spec, names, inner, outer, numbers)
 
 
 def find_mlps(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Gated MLPs."""
     for path, module in model.with_linears(2, 3):
-        candidates, named = mlp_names(module)
+        candidates, is_known_layout = mlp_names(module)
         if not candidates:
             continue
         choices = {op: request.enabled[op] for op in MLP_OPS if op in request.enabled}
@@ -564,7 +566,7 @@ def find_mlps(model: ModelFacts, request: Request) -> Iterator[Change]:
         verdict = conflict_of(module) or mlp_kind(module, candidates)
         if isinstance(verdict, str):
             reported = [op for op in choices if op in REPORTED or op in request.named]
-            if named and reported:
+            if is_known_layout and reported:
                 yield Skipped(path, reported[0], verdict)
         elif verdict.spec.op not in choices:
             yield Restore(path, module)

@@ -45,7 +45,7 @@ from liger_multi.patching.evidence.signature import (
     Signature,
     cached_verdict,
     code_holds,
-    holds,
+    is_current,
     signature_of,
 )
 from liger_multi.patching.float8.linear import handed_out, hands_out
@@ -102,8 +102,10 @@ class NormSettings:
     @property
     def shown(self) -> str:
         """The operator and formula for the report."""
-        bare = all(name is None for _, name in self.tensors) and self.spec.op != "relu_squared"
-        name = "no weight" if bare else self.spec.name
+        has_no_tensor = (
+            all(name is None for _, name in self.tensors) and self.spec.op != "relu_squared"
+        )
+        name = "no weight" if has_no_tensor else self.spec.name
         return self.spec.op if name == "plain" else f"{self.spec.op}[{name}]"
 
 
@@ -120,8 +122,8 @@ class FusedNorm(Patched):
         settings: NormSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
-        known = form and code_holds(module_class)
-        tensors = operands(self, args[0], gate, settings) if known else None
+        is_usual_call = form and code_holds(module_class)
+        tensors = operands(self, args[0], gate, settings) if is_usual_call else None
         if tensors is None:
             return cast(Tensor, original(module_class)(self, *args, **kwargs))
         bound = (self, args[0], gate, tensors, settings)
@@ -160,7 +162,7 @@ def _rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
 def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
     """The tensors of the operator, or None for calls that the original forward must serve."""
     spec = settings.spec
-    if not holds(module, settings.signature):
+    if not is_current(module, settings.signature):
         return None
     if (gate is not None) != spec.gated or not isinstance(x, Tensor):  # a proxy of torch.fx
         return None
@@ -182,8 +184,8 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
         return None
     if spec.one_dtype:
         # autocast chooses the dtype of torch's layer_norm
-        outside = spec.op != "layer_norm" or autocast_dtype(x.device.type) is None
-        if not outside or (first is not None and first.dtype != x.dtype):
+        allowed_dtype = spec.op != "layer_norm" or autocast_dtype(x.device.type) is None
+        if not allowed_dtype or (first is not None and first.dtype != x.dtype):
             return None
     return tensors
 
@@ -344,13 +346,13 @@ def looks_like_norm(module: nn.Module) -> str | None:
     """The operator that a module may compute, for :func:`norm_settings`; None for no norm."""
     roles = {_ROLES.get(name) for name, p in module._parameters.items() if p is not None}
     traits = _Traits(module, unpatched_class(module), roles)
-    return next((op for op, holds in _OPERATORS if holds(traits)), None)
+    return next((op for op, is_current in _OPERATORS if is_current(traits)), None)
 
 
 # --- which of them compute a known formula ---
 
-_ROLES = {name: role for role, several in TENSOR_NAMES.items() for name in several}
-_known: dict[Any, NormSettings | str] = {}
+_ROLES = {name: role for role, tensor_names in TENSOR_NAMES.items() for name in tensor_names}
+_verdicts: dict[Any, NormSettings | str] = {}
 _GATED = "gated_rms_norm"
 _STOCK = Options()
 
@@ -370,16 +372,16 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
     shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in parameters.items())
     attributes = (shapes, scalars(module), likely, registered.generation())
     probe, arguments = functools.partial(_measure, module, likely), 1 + (likely == _GATED)
-    return cached_verdict(_known, module_class, signature, attributes, probe, arguments)
+    return cached_verdict(_verdicts, module_class, signature, attributes, probe, arguments)
 
 
 def _candidates(likely: str) -> list[NormKind]:
     """The formulas to try, those of the likely operator first."""
     order = (likely, *_LIKELY[likely].also)
-    every = [
+    formulas = [
         k for k in registered.rows_of(NormKind) if k.gated == (likely == _GATED) and k.op in order
     ]
-    return sorted(every, key=lambda k: k.op != likely)
+    return sorted(formulas, key=lambda k: k.op != likely)
 
 
 def _measure(module: nn.Module, likely: str) -> NormSettings | str:
@@ -387,8 +389,8 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
     if eps is not None and not isinstance(getattr(module, eps), float):
         return f"its {eps} is {getattr(module, eps)!r}, not a number"
     shapes = [p.shape for p in module._parameters.values() if p is not None]
-    least = _LIKELY[likely].least
-    vectors = [s for s in shapes if least is not None and s.numel() >= least]
+    smallest = _LIKELY[likely].least
+    vectors = [s for s in shapes if smallest is not None and s.numel() >= smallest]
     row = tuple(vectors[0] if vectors else (_width(module),))
     if any(not 0 < len(s) < 3 or s.numel() == 0 or s[:-1] != row[:-1] for s in shapes):
         return "its weight is not a vector with elements (is it partitioned?)"
@@ -398,10 +400,12 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
             settings = NormSettings(spec, _tensors(module, spec), eps, group, _STOCK)
             if len([n for _, n in settings.tensors if n]) != len(shapes):
                 continue  # a parameter is no argument of the operator
-            own = _by_head(row, getattr(module, group[0])) if spec.joined and group else row
+            row_of_formula = (
+                _by_head(row, getattr(module, group[0])) if spec.joined and group else row
+            )
             try:
-                if _agrees(module, settings, own):
-                    return _settled(module, settings, own)
+                if _agrees(module, settings, row_of_formula):
+                    return _with_signature(module, settings, row_of_formula)
                 ran = True
             except Exception as raised:  # of any forward, which then is another formula
                 error = error or raised
@@ -484,16 +488,16 @@ def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> 
             inputs = [x.to(of_x).requires_grad_() for _ in range(2)]
             gates = [] if gate is None else [gate.to(of_x).requires_grad_() for _ in range(2)]
             stock = cast(Tensor, replica.forward(inputs[0], *gates[:1]))
-            ours = _formula(replica, inputs[1], gates[1] if gates else None, settings)
-            same = stock.dtype == ours.dtype and stock.shape == ours.shape
-            if not same or not _equal(stock, ours, spec.exact):
+            actual = _formula(replica, inputs[1], gates[1] if gates else None, settings)
+            same_form = stock.dtype == actual.dtype and stock.shape == actual.shape
+            if not same_form or not _equal(stock, actual, spec.exact):
                 return False
         if not _same_in_every_rank(replica, x, gate, settings):
             return False
         leaves = [p for p in replica._parameters.values() if p is not None]
         upstream = random(generator, *stock.shape)
         gradients = torch.autograd.grad(stock, [inputs[0], *gates[:1], *leaves], upstream)
-        by_formula = torch.autograd.grad(ours, [inputs[1], *gates[1:], *leaves], upstream)
+        by_formula = torch.autograd.grad(actual, [inputs[1], *gates[1:], *leaves], upstream)
         return all(
             torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max().clamp(min=1)))
             for a, b in zip(by_formula, gradients, strict=True)
@@ -502,10 +506,10 @@ def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> 
 
 def _rows(generator: torch.Generator, spec: NormKind, rows: int, row: tuple[int, ...]) -> Tensor:
     """Rows of different norms in the layout of a formula; ``row`` has the channels last."""
-    lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[spec.ndim]
+    leading = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[spec.ndim]
     if len(row) > 1:
-        lead = (rows,) if not spec.ndim else (2, -(-rows // 2))
-    x = random(generator, *lead, *row) * random(generator, *lead, *row[:-1], 1).exp()
+        leading = (rows,) if not spec.ndim else (2, -(-rows // 2))
+    x = random(generator, *leading, *row) * random(generator, *leading, *row[:-1], 1).exp()
     return x.movedim(-1, spec.axis).contiguous()
 
 
@@ -534,7 +538,9 @@ def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormS
     return apply_norm(replica, x, gate, tensors, settings)
 
 
-def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> NormSettings | str:
+def _with_signature(
+    module: nn.Module, settings: NormSettings, row: tuple[int, ...]
+) -> NormSettings | str:
     """The settings with a signature, or why the formula is not true in all modes."""
     module_class, watch, parameters = unpatched_class(module), Watch(), module._parameters
     with probe_context() as generator:
@@ -551,15 +557,15 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
         def stock(*args: Tensor) -> Any:
             return replica.forward(*args)
 
-        def ours(x: Tensor, gate: Tensor | None = None) -> Tensor:
+        def formula(x: Tensor, gate: Tensor | None = None) -> Tensor:
             return _formula(replica, x, gate, settings)
 
         def close(a: Tensor, b: Tensor) -> bool:
             return _equal(a, b, False)
 
-        difference = disagreement(replica, stock, ours, inputs, close, generator)
+        difference = disagreement(replica, stock, formula, inputs, close, generator)
         difference = difference or _differs_at_extremes(
-            replica, stock, ours, inputs, settings, generator
+            replica, stock, formula, inputs, settings, generator
         )
     if watch.written:
         difference = f"its forward sets its {', '.join(sorted(watch.written))}"
@@ -597,7 +603,7 @@ def _copied(
 def _differs_at_extremes(
     replica: nn.Module,
     stock: Call,
-    ours: Call,
+    formula: Call,
     inputs: list[Tensor],
     settings: NormSettings,
     generator: torch.Generator,
@@ -613,21 +619,23 @@ def _differs_at_extremes(
             replica._parameters[name] = None if p is None else nn.Parameter(p.to(of_weight))
         cast_inputs = [x.to(of_x) for x in inputs]
         difference = differs_at_extremes(
-            replica, stock, ours, cast_inputs, generator, powers, spec.exact, spec.axis
+            replica, stock, formula, cast_inputs, generator, powers, spec.exact, spec.axis
         )
     replica._parameters.update(weights)
     return difference
 
 
-def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
-    if stock.shape != ours.shape:
+def _equal(stock: Tensor, actual: Tensor, exact: bool) -> bool:
+    if stock.shape != actual.shape:
         return False
     if exact:
-        return torch.equal(stock, ours)
+        return torch.equal(stock, actual)
     rtol, atol = _CLOSE[stock.dtype]
     # nearly all bits in bf16, or it rounds elsewhere
-    same = stock.dtype != torch.bfloat16 or bool((stock == ours).double().mean() > 0.95)
-    return same and torch.allclose(stock, ours, rtol=rtol, atol=atol)
+    enough_equal_bits = stock.dtype != torch.bfloat16 or bool(
+        (stock == actual).double().mean() > 0.95
+    )
+    return enough_equal_bits and torch.allclose(stock, actual, rtol=rtol, atol=atol)
 
 
 def find_norms(model: ModelFacts, request: Request) -> Iterator[Change]:

@@ -232,11 +232,13 @@ def parse_request(
     """
     if not isinstance(strict, bool):
         raise PatchError(f"strict must be True or False, got {describe(strict)}")
-    defaults = {name: on() if callable(on) else on for name, on in _DEFAULTS.items()}
+    defaults = {
+        name: default() if callable(default) else default for name, default in _DEFAULTS.items()
+    }
     defaults |= dict.fromkeys(probes, True)
     for name in ops:
         check_name(PatchError, "patch key", name, defaults)
-    parsed = {name: _parse(name, ops.get(name, on)) for name, on in defaults.items()}
+    parsed = {name: _parse(name, ops.get(name, default)) for name, default in defaults.items()}
     enabled = {name: options for name, options in parsed.items() if options is not None}
     return Request(enabled, frozenset(name for name in ops if name in enabled))
 
@@ -254,17 +256,17 @@ def _parse(op: str, choice: OpChoice) -> Any:
             f"{op} must be True, False, a backend's name or a mapping of options, "
             f"got {choice!r} ({type(choice).__name__})"
         )
-    known = [f.name for f in fields(options_class)]
+    allowed = [f.name for f in fields(options_class)]
     for name in choice:
-        check_name(PatchError, f"option of {op}", name, known)
+        check_name(PatchError, f"option of {op}", name, allowed)
     return _checked(op, options_class(**choice))
 
 
 def _checked(op: str, options: Options) -> Options:
     """Refuse invalid values before training."""
     for name in (f.name for f in fields(options)):
-        value, (requirement, good) = getattr(options, name), _RULES[name]
-        if not good(value):
+        value, (requirement, is_valid) = getattr(options, name), _RULES[name]
+        if not is_valid(value):
             raise PatchError(f"{op}: {name} must be {requirement}, got {value!r:.60}")
     if options.backend is not None:
         from liger_multi.dispatch.config import parse

@@ -98,8 +98,8 @@ def register(item: Row | Probe, name: str | None = None) -> None:
             f"{type(item).__name__}: {item!r:.80}"
         )
     elif not name or name in BUILT_IN or _probes.get(name, item) is not item:
-        taken = f"{name!r} is taken" if name else "a probe needs a name"
-        raise PatchError(f"{taken}; patch keys now: {', '.join([*BUILT_IN, *_probes])}")
+        problem = f"{name!r} is taken" if name else "a probe needs a name"
+        raise PatchError(f"{problem}; patch keys now: {', '.join([*BUILT_IN, *_probes])}")
     else:
         _probes[name] = item
     _changes += 1

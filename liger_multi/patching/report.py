@@ -54,9 +54,9 @@ class Executed:
         """Calls by operator of a module, without its submodules."""
         return self.called.get(path, Counter())
 
-    def _count(self, op: str, inside: list[int]) -> None:
-        known = (self.paths[module] for module in reversed(inside) if module in self.paths)
-        self.called.setdefault(next(known, None), Counter())[op] += 1
+    def _count(self, op: str, active_modules: list[int]) -> None:
+        paths = (self.paths[module] for module in reversed(active_modules) if module in self.paths)
+        self.called.setdefault(next(paths, None), Counter())[op] += 1
 
 
 @contextlib.contextmanager
@@ -65,9 +65,9 @@ def executed(model: nn.Module) -> Iterator[Executed]:
 
     Blocks may overlap. Compiled modules are not recorded.
     """
-    named = list(model.named_modules())
-    losses = tuple(path for path, module in named if isinstance(module, Losses))
-    current = Executed(paths={id(module): path for path, module in named}, losses=losses)
+    modules = list(model.named_modules())
+    losses = tuple(path for path, module in modules if isinstance(module, Losses))
+    current = Executed(paths={id(module): path for path, module in modules}, losses=losses)
     with _lock:
         _records.append(current)
         if len(_records) == 1:
@@ -90,35 +90,35 @@ _ORIGINAL: Any = (module_call, Op.__call__)
 _lock, _records = threading.Lock(), list[Executed]()
 
 
-class _Inside(threading.local):
+class _ActiveModules(threading.local):
     """Identities of the modules that run in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.modules: list[int] = []
 
 
-_inside = _Inside()
+_active = _ActiveModules()
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return _ORIGINAL[0](module, *args, **kwargs)
-    _inside.modules.append(id(module))
+    _active.modules.append(id(module))
     try:
         result = _ORIGINAL[0](module, *args, **kwargs)
     finally:
-        _inside.modules.pop()
+        _active.modules.pop()
     for record in tuple(_records):
         if id(module) in record.paths:
             record.ran.add(record.paths[id(module)])
     return result
 
 
-def _dispatch(op: Op, *args: Any, **named: Any) -> Any:
+def _dispatch(op: Op, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         for record in tuple(_records):
-            record._count(op.name, _inside.modules)
-    return _ORIGINAL[1](op, *args, **named)
+            record._count(op.name, _active.modules)
+    return _ORIGINAL[1](op, *args, **kwargs)
 
 
 # --- whether a patched module called its operator ---
@@ -127,9 +127,12 @@ def _dispatch(op: Op, *args: Any, **named: Any) -> Any:
 def serves(op: str, path: str, record: Executed) -> bool:
     """Whether the module at ``path``, patched for an operator, called it in a block."""
     if op in _HEADS:  # the loss may be computed around the head, or after the model
-        return any(record.calls_of(at)[op] for at in (None, *_with_outer(path), *record.losses))
+        return any(
+            record.calls_of(path_of_call)[op]
+            for path_of_call in (None, *_with_outer(path), *record.losses)
+        )
     if op == "lora":
-        return bool(record.calls_of(path)) or _together(path, record)
+        return bool(record.calls_of(path)) or _computed_with_others(path, record)
     if op in ("rope", ROTATED) and _with_norms(path, record):
         return True
     # an attention module rotates, and may call other operators
@@ -139,7 +142,9 @@ def serves(op: str, path: str, record: Executed) -> bool:
 def _with_norms(path: str, record: Executed) -> bool:
     """Whether norms within an attention module called ``rms_norm_rope``."""
     return any(
-        ROTATED in calls for at, calls in record.called.items() if (at or "").startswith(f"{path}.")
+        ROTATED in calls
+        for inner_path, calls in record.called.items()
+        if (inner_path or "").startswith(f"{path}.")
     )
 
 
@@ -152,18 +157,20 @@ def _with_outer(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
-def _together(path: str, record: Executed) -> bool:
+def _computed_with_others(path: str, record: Executed) -> bool:
     """Whether an adapter was computed with others, by its MLP or by the first projection.
 
     An adapter that ran PEFT's forward called its own low-rank layers.
     """
-    around = path.rpartition(".")[0]
-    if any(one.startswith(f"{path}.lora_") for one in record.ran):
+    parent = path.rpartition(".")[0]
+    if any(path_ran.startswith(f"{path}.lora_") for path_ran in record.ran):
         return False
     neighbors = (
-        calls for at, calls in record.called.items() if at and at.rpartition(".")[0] == around
+        calls
+        for neighbor, calls in record.called.items()
+        if neighbor and neighbor.rpartition(".")[0] == parent
     )
-    return record.calls_of(around)["lora_mlp"] > 0 or any(calls["lora_qkv"] for calls in neighbors)
+    return record.calls_of(parent)["lora_mlp"] > 0 or any(calls["lora_qkv"] for calls in neighbors)
 
 
 @dataclass(frozen=True)
@@ -232,17 +239,19 @@ class PatchReport:
         groups: dict[tuple[str, ...], list[str]] = {}
         for e in self.entries:
             options = ", ".join(f"{k}={v}" for k, v in e.options.items())
-            by = f"{e.replaced_by} ({options})" if options else e.replaced_by
-            groups.setdefault((e.op, e.stock, by, _pattern(e.path), e.status), []).append(e.path)
+            replacement = f"{e.replaced_by} ({options})" if options else e.replaced_by
+            groups.setdefault((e.op, e.stock, replacement, _pattern(e.path), e.status), []).append(
+                e.path
+            )
         return [
-            (op, f"{len(paths)} x {stock}", by, place, status)
-            for (op, stock, by, place, status), paths in groups.items()
+            (op, f"{len(paths)} x {stock}", replacement, where, status)
+            for (op, stock, replacement, where, status), paths in groups.items()
         ]
 
     def skipped_rows(self) -> list[tuple[str, ...]]:
         """Table rows (op, modules, reason) of modules that were not patched."""
         groups = Counter((s.op, _pattern(s.path), s.reason) for s in self.skipped)
-        return [(op, f"{n} x {place}", why) for (op, place, why), n in groups.items()]
+        return [(op, f"{n} x {where}", reason) for (op, where, reason), n in groups.items()]
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[Watched]:
@@ -316,19 +325,19 @@ class Watched:
     @property
     def served(self) -> list[Entry]:
         """Modules that called their operator."""
-        return self._that("called it")
+        return self._in_state("called it")
 
     @property
     def stock(self) -> list[Entry]:
         """Modules that ran without calling their operator."""
-        return self._that("ran without")
+        return self._in_state("ran without")
 
     @property
     def idle(self) -> list[Entry]:
         """Modules that did not run, and that no other module computed."""
-        return self._that("did not run")
+        return self._in_state("did not run")
 
-    def _that(self, state: str) -> list[Entry]:
+    def _in_state(self, state: str) -> list[Entry]:
         return [e for e in self.entries if self._state(e) == state]
 
     def _state(self, entry: Entry) -> str:
@@ -342,8 +351,8 @@ class Watched:
         for e in self.entries:
             groups.setdefault((e.op, _pattern(e.path)), Counter())[self._state(e)] += 1
         return [
-            (*where, str(n.total()), *(str(n[state]) for state in _WATCHED[3:]))
-            for where, n in groups.items()
+            (*operator_and_path, str(n.total()), *(str(n[state]) for state in _WATCHED[3:]))
+            for operator_and_path, n in groups.items()
         ]
 
     def __str__(self) -> str:
@@ -379,10 +388,10 @@ def promised(model_type: str, enabled: Mapping[str, Any]) -> PatchReport:
 
 def caller_level() -> tuple[int, str]:
     """Stack level and place of the first frame outside of torch and of this package."""
-    own = str(Path(os.path.abspath(__file__)).parents[1])
-    inside = (own + os.sep, os.path.dirname(torch.__file__) + os.sep)
+    package = str(Path(os.path.abspath(__file__)).parents[1])
+    skipped_prefixes = (package + os.sep, os.path.dirname(torch.__file__) + os.sep)
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped_prefixes):
         frame, level = frame.f_back, level + 1
     return level, f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -392,7 +401,7 @@ _warned: set[str] = set()
 
 def warn_once(message: str, key: str | None = None) -> None:
     """Warn at the caller's line, once per key (the line itself by default)."""
-    level, place = caller_level()
-    if (key or place) not in _warned:
-        _warned.add(key or place)
-        warnings.warn(message.replace("{place}", place), stacklevel=level, category=UserWarning)
+    level, location = caller_level()
+    if (key or location) not in _warned:
+        _warned.add(key or location)
+        warnings.warn(message.replace("{place}", location), stacklevel=level, category=UserWarning)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import ModelFacts
-from liger_multi.patching.evidence.probe import alike, probe_context, random, unusual
+from liger_multi.patching.evidence.probe import probe_context, random, rows_agree, unusual
 from liger_multi.patching.evidence.reached import Outcomes, Reached
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
@@ -37,10 +37,10 @@ from liger_multi.patching.swap import (
     Swap,
     conflict_of,
     library_of,
-    named,
     renew,
     swapped,
     unpatched_class,
+    with_name_and_options,
 )
 
 
@@ -201,7 +201,7 @@ def apply_rotary(
     )
 
 
-_known: dict[Any, Rotary | str] = {}
+_verdicts: dict[Any, Rotary | str] = {}
 
 
 def recognized(function: Callable[..., Any]) -> Rotary | str:
@@ -215,21 +215,21 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
     if code.refusal:
         return f"{_name(function)}: {code.refusal}"
     try:
-        verdict = _known.get((function, code.places))
+        verdict = _verdicts.get((function, code.places))
     except TypeError:  # cannot be hashed
-        return _followed(function, code)
+        return _measure_all_branches(function, code)
     if verdict is None:
-        verdict = _known[function, code.places] = _followed(function, code)
+        verdict = _verdicts[function, code.places] = _measure_all_branches(function, code)
     return verdict
 
 
-def _followed(function: Callable[..., Any], code: Reached) -> Rotary | str:
+def _measure_all_branches(function: Callable[..., Any], code: Reached) -> Rotary | str:
     """The same as :func:`_measure`, or the reason that a branch had one outcome only."""
     outcomes = Outcomes(code.functions)
     with outcomes.watched():
         verdict = _measure(function)
-    where = outcomes.one_sided(argument_count=0) if isinstance(verdict, Rotary) else None
-    return f"{_name(function)}: {where}" if where else verdict
+    one_sided = outcomes.one_sided(argument_count=0) if isinstance(verdict, Rotary) else None
+    return f"{_name(function)}: {one_sided}" if one_sided else verdict
 
 
 def _name(function: Any) -> str:
@@ -238,21 +238,21 @@ def _name(function: Any) -> str:
 
 def _measure(function: Callable[..., Any]) -> Rotary | str:
     """Compare a function with all formulas, in all forms of a call that it accepts."""
-    called = function.forward if isinstance(function, nn.Module) else function
+    rotate = function.forward if isinstance(function, nn.Module) else function
     try:
-        parameters = list(inspect.signature(called).parameters.values())
+        parameters = list(inspect.signature(rotate).parameters.values())
     except (TypeError, ValueError):
         return f"{_name(function)} does not say what its arguments are"
     names = tuple(p.name for p in parameters)
     if names == ROTARY_COMPLEX:
-        return _measure_complex(called)
+        return _measure_complex(rotate)
     arguments = names[:3] if names[:3] in ROTARY_SINGLE else ROTARY_ARGUMENTS
     if arguments in ROTARY_SINGLE:
-        single = called
+        single = rotate
 
-        def called(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
+        def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
             angles = (sin, cos) if arguments[-1] == "cos" else (cos, sin)
-            return single(q, *angles, **more), single(k, *angles, **more)
+            return single(q, *angles, **options), single(k, *angles, **options)
 
         names = (*ROTARY_ARGUMENTS, *names[3:])
     options = names[len(ROTARY_ARGUMENTS) :]
@@ -266,7 +266,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     with probe_context():
         for form in ROTARY_FORMS:
             extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
-            stock = functools.partial(called, **extra)
+            stock = functools.partial(rotate, **extra)
             try:
                 results_by_form[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
             except Exception as raised:  # of a form that it does not accept
@@ -275,7 +275,7 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
             return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
         for spec in ROTARY_KINDS:
             if all(_agrees(spec, form, results) for form, results in results_by_form.items()):
-                difference = _at_extremes(called, spec, next(iter(results_by_form)), default)
+                difference = _at_extremes(rotate, spec, next(iter(results_by_form)), default)
                 if difference:
                     return f"{_name(function)} is more than a rotation: {difference}"
                 failed = {
@@ -303,10 +303,10 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
                 except Exception as raised:  # heads are on the other axis
                     error = error or raised
                     break
-                ours = ops.rope_complex(inputs[0], inputs[1], freqs, unsqueeze_dim=axis)
+                outputs = ops.rope_complex(inputs[0], inputs[1], freqs, unsqueeze_dim=axis)
                 upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
                 expected = (*stock, *torch.autograd.grad(stock, inputs, upstream))
-                actual = (*ours, *torch.autograd.grad(ours, inputs, upstream))
+                actual = (*outputs, *torch.autograd.grad(outputs, inputs, upstream))
                 rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-6, 2**-5)
                 if any(
                     a.dtype != b.dtype
@@ -343,34 +343,34 @@ def _run(
 
 
 def _at_extremes(
-    called: Callable[..., Any], spec: RotaryKind, form: RotaryForm, default: int | None
+    rotate: Callable[..., Any], spec: RotaryKind, form: RotaryForm, default: int | None
 ) -> str | None:
     """How a function differs for zeros, tiny and huge numbers; or None."""
     generator = torch.Generator(device="cpu").manual_seed(8)
     q, k = (random(generator, *s) for s in (form.q, form.k))
     cos, sin = (random(generator, *form.angles).cos() for _ in range(2))
     extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
-    several = zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True)
-    for queries, keys in several:
-        expected = called(queries, keys, cos, sin, **extra)
+    pairs = zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True)
+    for queries, keys in pairs:
+        expected = rotate(queries, keys, cos, sin, **extra)
         actual = apply_rotary(spec, queries, keys, cos, sin, form.axis)
-        if not all(alike(a, b) for a, b in zip(expected, actual, strict=True)):
+        if not all(rows_agree(a, b) for a, b in zip(expected, actual, strict=True)):
             return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     return None
 
 
 def _agrees(spec: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
     """Whether shapes and dtypes are equal and values close; bf16 may be rounded elsewhere."""
-    ours = functools.partial(apply_rotary, spec, axis=form.axis)
+    formula = functools.partial(apply_rotary, spec, axis=form.axis)
     for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
         try:
-            our_out, our_grads = _run(ours, form, dtypes)
+            our_out, our_grads = _run(formula, form, dtypes)
         except ValueError:  # the formula has no such form
             return False
         rtol, atol = (2**-6, 2**-5) if torch.bfloat16 in dtypes else (1e-5, 1e-5)
         for a, b in zip((*our_out, *our_grads), (*out, *grads), strict=True):
-            same = a.dtype == b.dtype and a.shape == b.shape
-            if not same or not torch.allclose(a, b, rtol=rtol, atol=atol):
+            same_form = a.dtype == b.dtype and a.shape == b.shape
+            if not same_form or not torch.allclose(a, b, rtol=rtol, atol=atol):
                 return False
     return True
 
@@ -384,17 +384,17 @@ class FusedRotary(Calling):
         return [c for c in rotary_calls(stock) if isinstance(_usable(*c[1:]), Rotary)]
 
     @staticmethod
-    def served(name: str, called: Any, settings: Any) -> FunctionType:
+    def served(name: str, target: Any, settings: Any) -> FunctionType:
         """The function that replaces a rotary function."""
-        return served_function(name, called, cast(Options, settings))
+        return served_function(name, target, cast(Options, settings))
 
 
 def rotary_calls(module_class: type) -> list[Call]:
     """Calls of a class to functions with the name of a rotary function, for :func:`recognized`."""
     return [
-        (method, function, name, called)
+        (method, function, name, target)
         for method, function in redirect.methods(module_class).items()
-        for name, called in redirect.calls(
+        for name, target in redirect.calls(
             function, lambda n, f: bool(ROTARY_NAME.match(n)) and callable(f)
         ).items()
     ]
@@ -407,8 +407,8 @@ def rotary_kinds(module_class: type) -> tuple[list[str], list[str]]:
     return sorted(kinds), sorted({f for f in verdicts if isinstance(f, str)})
 
 
-def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
-    return redirect.refusal(function, name) or recognized(called)
+def _usable(function: FunctionType, name: str, target: Any) -> Rotary | str:
+    return redirect.refusal(function, name) or recognized(target)
 
 
 def served_function(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
@@ -418,23 +418,23 @@ def served_function(name: str, stock: Callable[..., Any], options: Options) -> F
         return _served_complex(name, stock, rotary.axes[COMPLEX], options)
     spec, arguments, default, axes = rotary.spec, rotary.options, rotary.unsqueeze_dim, rotary.axes
 
-    needed = rotary.arguments
+    names = rotary.arguments
 
-    def served(*args: Any, **named: Any) -> Any:
-        by_keyword = dict(named)
+    def served(*args: Any, **kwargs: Any) -> Any:
+        by_keyword = dict(kwargs)
         try:
-            (q, *ks, cos, sin), rest = (
-                [*args[: len(needed)], *[by_keyword.pop(name) for name in needed[len(args) :]]],
-                args[len(needed) :],
+            (q, *ks, cos, sin), others = (
+                [*args[: len(names)], *[by_keyword.pop(name) for name in names[len(args) :]]],
+                args[len(names) :],
             )
         except KeyError:
-            return stock(*args, **named)
+            return stock(*args, **kwargs)
         if rotary.sin_first:
             cos, sin = sin, cos
         if not set(by_keyword) <= set(arguments):
-            return stock(*args, **named)
-        for at, value in enumerate(rest):
-            by_keyword[arguments[at]] = value
+            return stock(*args, **kwargs)
+        for index, value in enumerate(others):
+            by_keyword[arguments[index]] = value
         axis = axes.get(
             (
                 q.ndim,
@@ -444,22 +444,22 @@ def served_function(name: str, stock: Callable[..., Any], options: Options) -> F
             )
         )
         if axis is None or by_keyword.get("position_ids") is not None:
-            return stock(*args, **named)
+            return stock(*args, **kwargs)
         k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: q and k are separate calls
         if not _fits(q, k, cos, sin, axis):
-            return stock(*args, **named)
+            return stock(*args, **kwargs)
         rotated = run_bound(options, ("rope",), apply_rotary, spec, q, k, cos, sin, axis)
         return rotated[0] if rotary.single else rotated
 
-    return named(served, name, options)
+    return with_name_and_options(served, name, options)
 
 
 def _served_complex(
     name: str, stock: Callable[..., Any], axis: int, options: Options
 ) -> FunctionType:
-    def served(*args: Any, **named: Any) -> Any:
-        if named or not all(type(x) is Tensor for x in args) or len(args) != 3:
-            return stock(*args, **named)
+    def served(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not all(type(x) is Tensor for x in args) or len(args) != 3:
+            return stock(*args, **kwargs)
         q, k, freqs = args
         fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
         if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
@@ -467,7 +467,7 @@ def _served_complex(
         rotate = functools.partial(ops.rope_complex, unsqueeze_dim=axis)
         return run_bound(options, ("rope_complex",), rotate, q, k, freqs)
 
-    return named(served, name, options)
+    return with_name_and_options(served, name, options)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
@@ -487,22 +487,24 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
 def find_rotary(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Modules that call a rotary function."""
     options = request.get("rope")
-    calling = [] if options is None else model.of_class(lambda own: rotary_calls(own.module_class))
-    known = {id(module) for _, module in calling}
+    calling = (
+        [] if options is None else model.of_class(lambda facts: rotary_calls(facts.module_class))
+    )
+    calling_ids = {id(module) for _, module in calling}
     for path, module in model.instances(FusedRotary):
-        if id(module) not in known:
+        if id(module) not in calling_ids:
             yield Restore(path, module)
     for path, module in calling:
         overridden, stock = conflict_of(module), unpatched_class(module)
         kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
         yield from (Skipped(path, "rope", reason) for reason in reasons)
         if kinds:
-            swap = Swap("rope", stock, FusedRotary, options, *_around(module))
+            swap = Swap("rope", stock, FusedRotary, options, *_shared_input_of(module))
             yield Replace(path, module, swap, f"rope[{'; '.join(kinds)}]", options.shown())
             renew(type(module))
 
 
-def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
+def _shared_input_of(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
     """The behavior around the rotary functions of a module, which other parts manage."""
     current = swapped(module)
     if current is None:

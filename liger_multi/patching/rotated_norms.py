@@ -21,8 +21,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import cache_parameter, has_cache
-from liger_multi.parameters import has
+from liger_multi.modules.arguments import cache_parameter, has_cache
+from liger_multi.modules.parameters import has
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (
@@ -36,7 +36,12 @@ from liger_multi.patching.evidence.probe import (
     skeleton,
     with_weights,
 )
-from liger_multi.patching.evidence.signature import code_holds, globally_hooked, holds, is_watched
+from liger_multi.patching.evidence.signature import (
+    code_holds,
+    globally_hooked,
+    is_current,
+    is_watched,
+)
 from liger_multi.patching.lora import SharedInput, in_one
 from liger_multi.patching.norms import FusedNorm, NormSettings, Rotation, apply_rotated
 from liger_multi.patching.options import ROTATED, Options, Request
@@ -101,7 +106,7 @@ class Copy(NamedTuple):
 
     run: FunctionType
     original: FunctionType
-    holds: Callable[[], bool]
+    is_current: Callable[[], bool]
     caches_get_cos: bool
     updated: str | None
 
@@ -143,7 +148,7 @@ class RotatedNorms(Patched):
             cls._liger_multi_rotated = copied(cast(Any, swap.stock), names)
             cls._liger_multi_below = swap, vars(cls)["_liger_multi_inner"]
             for name in _BARE.values():
-                setattr(cls, name, _bare)
+                setattr(cls, name, _skip_norm)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The copy, if norms and angles are as they were probed."""
@@ -190,27 +195,27 @@ def _rotated(
         cast(RotatedNormsSettings, swap.around_settings),
     )
     cos_sin, names = kwargs.get(ANGLES), settings.norms
-    known = (
+    is_usual_call = (
         rotated is not None
         and getattr(swap.stock, "forward", None) is rotated.original
-        and rotated.holds()
+        and rotated.is_current()
         and _norms_hold(module, names)
     )
-    if rotated is None or not known or not _angles_fit(module, args, kwargs, cos_sin):
+    if rotated is None or not is_usual_call or not _angles_fit(module, args, kwargs, cos_sin):
         return inner.forward(module, *args, **kwargs)
-    handed = kwargs
+    kwargs_of_copy = kwargs
     if rotated.caches_get_cos and has_cache(args, kwargs):
         cache = kwargs.get(rotated.updated) if rotated.updated else None
         if cache is None:
             return inner.forward(module, *args, **kwargs)
-        handed = {**kwargs, cast(str, rotated.updated): CosForCache(cache)}
+        kwargs_of_copy = {**kwargs, cast(str, rotated.updated): CosForCache(cache)}
     norms = (module._modules[names[0]], module._modules[names[1]])
     first, second = norm_of(norms[0]), norm_of(norms[1])
     if first is None or second is None:  # another thread has just restored a class
         return inner.forward(module, *args, **kwargs)
     cos, sin = cast(Any, cos_sin)
     angles = (Angles(cos, norms, settings.options, (first, second)), sin)
-    run = functools.partial(rotated.run, module, *args, **{**handed, ANGLES: angles})
+    run = functools.partial(rotated.run, module, *args, **{**kwargs_of_copy, ANGLES: angles})
     if torch.compiler.is_compiling():
         return run()
     try:
@@ -222,7 +227,7 @@ def _rotated(
         return inner.forward(module, *args, **kwargs)
 
 
-def _bare(self: Any, x: Tensor) -> Tensor:
+def _skip_norm(self: Any, x: Tensor) -> Tensor:
     """The input of a norm, which is applied later."""
     return x
 
@@ -233,10 +238,14 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
     calls = rotary_calls(stock)
     if len(calls) != 1 or calls[0][0] != "forward":
         return None
-    _, function, name, called = calls[0]
-    rotary = recognized(called)
-    takes = inspect.signature(function).parameters
-    if redirect.refusal(function, name) or not isinstance(rotary, Rotary) or ANGLES not in takes:
+    _, function, name, target = calls[0]
+    rotary = recognized(target)
+    parameters = inspect.signature(function).parameters
+    if (
+        redirect.refusal(function, name)
+        or not isinstance(rotary, Rotary)
+        or ANGLES not in parameters
+    ):
         return None
     spec = rotary.spec
     plain = (
@@ -244,42 +253,49 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
     )
     if not plain or rotary.single or not set(norms) <= redirect.names(function):
         return None
-    targets: dict[str, FunctionType] = {name: _served(name, rotary, called)}
+    targets: dict[str, FunctionType] = {name: _served(name, rotary, target)}
     for norm in norms:
 
-        def passed(x: Tensor) -> Tensor:
+        def skip_norm(x: Tensor) -> Tensor:
             return x
 
-        passed.__name__ = _BARE[norm]  # an attribute of the class has this name
-        targets[norm] = cast(FunctionType, passed)
+        skip_norm.__name__ = _BARE[norm]  # an attribute of the class has this name
+        targets[norm] = cast(FunctionType, skip_norm)
     function_copy = redirect.redirected(function, targets)
-    holds, cache = redirect.currency_of(function, name), cache_parameter(function)
-    only = cache is not None and redirect.only_calls(function, cache, "update")
+    is_current, cache = redirect.currency_of(function, name), cache_parameter(function)
+    only_updates = cache is not None and redirect.only_calls(function, cache, "update")
     hands_cos = "cache_kwargs" in redirect.variables(function)
-    return Copy(function_copy, function, holds, hands_cos, cache if only else None)
+    return Copy(function_copy, function, is_current, hands_cos, cache if only_updates else None)
 
 
 def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
     """The function that replaces a rotary function in the copy."""
     casting, default, axes = rotary.spec.casting, rotary.unsqueeze_dim, rotary.axes
 
-    def served(q: Tensor, k: Tensor, cos: Any, sin: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
-        axis = axes[q.ndim, cos.cos.ndim, named.get("unsqueeze_dim", default), True]
+    def served(q: Tensor, k: Tensor, cos: Any, sin: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        axis = axes[q.ndim, cos.cos.ndim, kwargs.get("unsqueeze_dim", default), True]
         if type(q).__name__ == "DTensor" or type(k).__name__ == "DTensor":
             q, k = (_normalized(norm, x, axis) for norm, x in zip(cos.norms, (q, k), strict=True))
-            return cast("tuple[Tensor, Tensor]", stock(q, k, cos.cos, sin, **named))
+            return cast("tuple[Tensor, Tensor]", stock(q, k, cos.cos, sin, **kwargs))
         first, second = (
-            Rotation(cos.cos, sin, axis, casting, cos.options, of) for of in cos.settings
+            Rotation(cos.cos, sin, axis, casting, cos.options, settings)
+            for settings in cos.settings
         )
-        return _turned(cos.norms[0], q, first), _turned(cos.norms[1], k, second)
+        return _normalized_and_rotated(cos.norms[0], q, first), _normalized_and_rotated(
+            cos.norms[1], k, second
+        )
 
     served.__name__ = f"_liger_multi_normed_{name}"
     return cast(FunctionType, served)
 
 
-def _turned(norm: Any, x: Tensor, by: Rotation) -> Tensor:
+def _normalized_and_rotated(norm: Any, x: Tensor, rotation: Rotation) -> Tensor:
     """A norm with its rotation, also if another thread has just restored its class."""
-    y = norm(x, rotation=by) if isinstance(norm, FusedNorm) else apply_rotated(norm, x, by)
+    y = (
+        norm(x, rotation=rotation)
+        if isinstance(norm, FusedNorm)
+        else apply_rotated(norm, x, rotation)
+    )
     return cast(Tensor, y)
 
 
@@ -319,7 +335,7 @@ def _norm_holds(norm: nn.Module) -> bool:
     settings = norm_of(norm)
     if settings is None or is_watched(norm) or not issubclass(module_class, FusedNorm):
         return False
-    return code_holds(module_class) and holds(norm, settings.signature)
+    return code_holds(module_class) and is_current(norm, settings.signature)
 
 
 def norm_of(norm: nn.Module | None) -> NormSettings | None:
@@ -329,10 +345,12 @@ def norm_of(norm: nn.Module | None) -> NormSettings | None:
         return None
     settings = cast(NormSettings, swap.settings)
     spec = settings.spec
-    known = spec.op == "rms_norm" and spec.weight == "inside" and not spec.plus and spec.axis == -1
+    is_supported = (
+        spec.op == "rms_norm" and spec.weight == "inside" and not spec.plus and spec.axis == -1
+    )
     casting = dict(spec.options).get("casting")
     weighted = [name for _, name in settings.tensors] == ["weight"]
-    usual = known and weighted and settings.eps is not None
+    usual = is_supported and weighted and settings.eps is not None
     weight = norm._parameters.get("weight") if usual and norm is not None else None
     usual = usual and (weight is None or weight.numel() <= WIDEST)
     return settings if usual and casting in ("llama", "olmo", "gemma") else None
@@ -359,14 +377,14 @@ class Probed:
             patched: The class that it would get.
             norms: The names of its norms.
         """
-        key, own = _key(module, patched), dict(scalars(module))
-        for read, verdict in self._known.get(key, ()):
-            if all(own.get(name, _NOTHING) == value for name, value in read.items()):
+        key, attributes = _key(module, patched), dict(scalars(module))
+        for values, verdict in self._known.get(key, ()):
+            if all(attributes.get(name, _NOTHING) == value for name, value in values.items()):
                 return verdict
         watch = Watch()
         verdict = _refusal(module, patched, norms, watch)
-        read = {name: value for name, value in own.items() if name in watch.read}
-        self._known.setdefault(key, []).append((read, verdict))
+        values = {name: value for name, value in attributes.items() if name in watch.read}
+        self._known.setdefault(key, []).append((values, verdict))
         return verdict
 
 
@@ -410,7 +428,7 @@ def _turns_in_part(config: Any) -> bool:
     """Whether a configuration rotates a part of the channels only."""
     parameters = getattr(config, "rope_parameters", None)
     parameters = parameters if isinstance(parameters, dict) else {}
-    tables = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
+    tables = [parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))]
     factors = [table.get(_FACTOR) for table in tables] + [getattr(config, _FACTOR, None)]
     return any(factor not in (None, 1) for factor in factors)
 
@@ -430,9 +448,11 @@ def _replica(module: nn.Module, generator: torch.Generator) -> Any:
         if hasattr(part, "in_features"):
             layer: Any = part
             last = name in LAST
-            inside, out = (layer.in_features, HIDDEN) if last else (HIDDEN, layer.out_features)
+            in_features, out_features = (
+                (layer.in_features, HIDDEN) if last else (HIDDEN, layer.out_features)
+            )
             bias = has(layer, "bias")
-            replica._modules[name] = linear(generator, inside, out, bias)
+            replica._modules[name] = linear(generator, in_features, out_features, bias)
         else:
             replica._modules[name] = with_weights(skeleton(part), part, generator)
     return replica
@@ -447,22 +467,22 @@ def _compared(
     generator: torch.Generator,
 ) -> str | None:
     cos, sin = (random(generator, 1, TOKENS, width).cos() for _ in range(2))
-    takes = inspect.signature(unpatched_class(module).forward).parameters
-    rest = {"attention_mask": None} if "attention_mask" in takes else {}
+    parameters = inspect.signature(unpatched_class(module).forward).parameters
+    mask_argument = {"attention_mask": None} if "attention_mask" in parameters else {}
 
     def stock(x: Tensor) -> Any:
-        return _first(replica.forward(x, **{ANGLES: (cos, sin)}, **rest))
+        return _first(replica.forward(x, **{ANGLES: (cos, sin)}, **mask_argument))
 
-    def ours(x: Tensor) -> Tensor:
+    def formula(x: Tensor) -> Tensor:
         with _as(module, replica, patched, norms):
-            return cast(Tensor, _first(replica.forward(x, **{ANGLES: (cos, sin)}, **rest)))
+            return cast(Tensor, _first(replica.forward(x, **{ANGLES: (cos, sin)}, **mask_argument)))
 
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
     x = random(generator, 2, TOKENS, HIDDEN)
     with executed(replica) as executed_ops:
-        difference = disagreement(replica, stock, ours, [x], close, generator)
+        difference = disagreement(replica, stock, formula, [x], close, generator)
     if difference and not executed_ops.calls[ROTATED]:
         return "it rotates nothing: a layer without positions"
     return difference and f"it does more than normalize and then rotate: {difference}"
@@ -479,13 +499,13 @@ def _as(
     """Give the replica and its norms the patched classes within a block."""
     parts: list[tuple[Any, type]] = [(replica, patched)]
     parts += [(replica._modules[name], type(module._modules[name])) for name in norms]
-    before = [type(part) for part, _ in parts]
+    classes = [type(part) for part, _ in parts]
     for part, module_class in parts:
         part.__class__ = module_class
     try:
         yield
     finally:
-        for (part, _), module_class in zip(parts, before, strict=True):
+        for (part, _), module_class in zip(parts, classes, strict=True):
             part.__class__ = module_class
 
 
@@ -514,6 +534,6 @@ def find_rotated_norms(model: ModelFacts, request: Request) -> Iterator[Change]:
 
 def _rotated_options(request: Request) -> Any:
     """The options; None by default if a backend is named for one of both operators."""
-    named = (options.backend for op in ("rms_norm", "rope") if (options := request.get(op)))
-    apart = any(named) and ROTATED not in request.named
-    return None if apart else request.get(ROTATED)
+    backends = (options.backend for op in ("rms_norm", "rope") if (options := request.get(op)))
+    is_separate = any(backends) and ROTATED not in request.named
+    return None if is_separate else request.get(ROTATED)

@@ -89,8 +89,8 @@ class Row:
 
         def within_samples(batch: Any, head: Any, query: Any, key: Any) -> Any:
             row = batch if len(ids) > 1 else 0
-            places = positions[row, query], positions[row, key]
-            return function(batch, head, *places) & (ids[row, query] == ids[row, key])
+            query_and_key = positions[row, query], positions[row, key]
+            return function(batch, head, *query_and_key) & (ids[row, query] == ids[row, key])
 
         return within_samples
 
@@ -115,25 +115,25 @@ def row() -> Row | None:
 @contextlib.contextmanager
 def in_force(value: Ranks | Row) -> Iterator[None]:
     """Set the value of :func:`ranks` or :func:`row` within a block."""
-    place: ContextVar[Any] = _ranks if isinstance(value, Ranks) else _row
-    token = place.set(value)
+    variable: ContextVar[Any] = _ranks if isinstance(value, Ranks) else _row
+    token = variable.set(value)
     try:
         yield
     finally:
-        place.reset(token)
+        variable.reset(token)
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """Within a block, rows are whole on every rank, as without sharding."""
-    before, values = _suspended.get(), (_ranks.get(), _row.get())
+    was_suspended, values = _suspended.get(), (_ranks.get(), _row.get())
     _suspended.set(True)
     _ranks.set(None)
     _row.set(None)
     try:
         yield
     finally:
-        _suspended.set(before)
+        _suspended.set(was_suspended)
         _ranks.set(values[0])
         _row.set(values[1])
 
@@ -176,7 +176,7 @@ def cut_elsewhere() -> str | None:
 # --- all-to-all ---
 
 
-def _sent(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
+def _received_parts(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
     """The parts that all ranks sent to this one, on the first axis; ``x`` has an axis of parts.
 
     Memory:
@@ -211,7 +211,7 @@ def _to_heads(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T / P, H, ...)`` to ``(B, T, H / P, ...)``."""
     batch, share, heads = x.shape[:3]
     x = x.reshape(batch, share, ranks.size, heads // ranks.size, *x.shape[3:])
-    received = _sent(x, ranks, 2)
+    received = _received_parts(x, ranks, 2)
     return received.movedim(0, 1).reshape(batch, ranks.size * share, *x.shape[3:])
 
 
@@ -219,7 +219,7 @@ def _to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T, H / P, ...)`` to ``(B, T / P, H, ...)``."""
     batch, tokens = x.shape[:2]
     x = x.reshape(batch, ranks.size, tokens // ranks.size, *x.shape[2:])
-    received = _sent(x, ranks, 1).movedim(0, 2)
+    received = _received_parts(x, ranks, 1).movedim(0, 2)
     # a reshape may leave strides with which modeling files cannot call view
     return received.reshape(*received.shape[:2], -1, *received.shape[4:]).contiguous()
 
@@ -240,8 +240,8 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(x: Tensor, ranks: Ranks, tokens: int, heads: int, to_heads: bool) -> Tensor:
     """The all-to-all of a tensor with these axes of tokens and heads, in the same layout."""
-    moved = _Exchange.apply(x.movedim((tokens, heads), (1, 2)), ranks, to_heads)  # type: ignore[no-untyped-call]
-    return moved.movedim((1, 2), (tokens, heads))  # type: ignore[no-any-return]
+    exchanged = _Exchange.apply(x.movedim((tokens, heads), (1, 2)), ranks, to_heads)  # type: ignore[no-untyped-call]
+    return exchanged.movedim((1, 2), (tokens, heads))  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -291,7 +291,7 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        parts = _sent(dy.unflatten(ctx.axis, (ctx.ranks.size, -1)), ctx.ranks, ctx.axis)
+        parts = _received_parts(dy.unflatten(ctx.axis, (ctx.ranks.size, -1)), ctx.ranks, ctx.axis)
         return (
             parts.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype),
             None,
@@ -305,10 +305,10 @@ def keys_of_row(x: Tensor, axis: int) -> Tensor:
     For mixers whose heads share keys (latents, keys of an indexer): every rank gets all keys, and
     queries stay.
     """
-    over = ranks()
-    if over is None:
+    ranks_in_force = ranks()
+    if ranks_in_force is None:
         return x
-    keys: Tensor = _Keys.apply(x, over, axis)  # type: ignore[no-untyped-call]
+    keys: Tensor = _Keys.apply(x, ranks_in_force, axis)  # type: ignore[no-untyped-call]
     return keys
 
 
@@ -338,7 +338,7 @@ def total(x: Tensor, ranks: Ranks) -> Tensor:
     return loss
 
 
-def outside(x: Tensor, ranks: Ranks) -> Tensor:
+def shared_input(x: Tensor, ranks: Ranks) -> Tensor:
     """A number that all ranks have, each with the gradient of its share of tokens.
 
     For losses outside of the model, as :func:`gather` with a factor of P.
@@ -346,12 +346,12 @@ def outside(x: Tensor, ranks: Ranks) -> Tensor:
     return ranks.size * x - (ranks.size - 1) * x.detach()
 
 
-def merge(x: Tensor, places: Tensor, count: int, ranks: Ranks) -> Tensor:
+def merge(x: Tensor, indices: Tensor, count: int, ranks: Ranks) -> Tensor:
     """Numbers of every rank's tokens at their places among ``count``, on all ranks.
 
     For inputs of a loss outside of the model, as :func:`gather` with a factor of P.
     """
-    return total(x.new_zeros(count).index_copy(0, places, x), ranks)
+    return total(x.new_zeros(count).index_copy(0, indices, x), ranks)
 
 
 # --- operators ---
@@ -394,9 +394,9 @@ PARTS = 3  # of an axis ``p``
 
 
 def spread(
-    op: str, function: Callable[..., Any], rows: tuple[Any, ...], named: dict[str, Any]
+    op: str, function: Callable[..., Any], rows: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``function(*rows, **named)``, an operator, on whole rows of this rank's heads.
+    """``function(*rows, **kwargs)``, an operator, on whole rows of this rank's heads.
 
     Without ranks in force, it is just called.
 
@@ -404,25 +404,25 @@ def spread(
         ValueError: The number of heads is no multiple of the ranks.
         RuntimeError: Another library shards rows.
     """
-    over = ranks()
-    if over is None:
+    ranks_in_force = ranks()
+    if ranks_in_force is None:
         reason = cut_elsewhere()
         if reason:
             raise RuntimeError(f"{op} was called on a share of a row, not on all of it: {reason}")
-        return function(*rows, **named)
+        return function(*rows, **kwargs)
     axes = AXES[op]
     heads = _heads(op, axes, rows)
-    if heads % over.size:
+    if heads % ranks_in_force.size:
         raise ValueError(
-            f"{op} has {heads} heads or channels, which {over.size} ranks do not divide: a row of "
-            "this model is spread over as many ranks as divide the heads of all of its mixers"
+            f"{op} has {heads} heads or channels, which {ranks_in_force.size} ranks do not divide: "
+            "a row of this model is spread over as many ranks as divide the heads of all mixers"
         )
-    part = functools.partial(_part, over=over, heads=heads)
+    part = functools.partial(_part, ranks=ranks_in_force, heads=heads)
     rows = tuple(part(x, letters) for x, letters in zip(rows, axes.rows, strict=True))
-    named = {name: part(x, axes.named.get(name, "")) for name, x in named.items()}
-    result = function(*rows, **named)
+    kwargs = {name: part(x, axes.named.get(name, "")) for name, x in kwargs.items()}
+    result = function(*rows, **kwargs)
     y, *states = result if isinstance(result, tuple) else (result,)
-    y = _exchange(y, over, axes.result.index("t"), axes.result.index("h"), False)
+    y = _exchange(y, ranks_in_force, axes.result.index("t"), axes.result.index("h"), False)
     # states are of this rank's heads only: None, so that they are not taken for all
     return (y, *(None for _ in states)) if states else y
 
@@ -432,22 +432,22 @@ def _heads(op: str, axes: Axes, rows: tuple[Any, ...]) -> int:
     return x.shape[-1] // PARTS if "p" in letters else x.shape[letters.index("h")]  # type: ignore[no-any-return]
 
 
-def _part(x: Any, letters: str, over: Ranks, heads: int) -> Any:
+def _part(x: Any, letters: str, ranks: Ranks, heads: int) -> Any:
     """This rank's part of an argument."""
     if not isinstance(x, Tensor) or not letters:
         return x
     if "t" not in letters:
-        return over.share(x, letters.index("h"))
+        return ranks.share(x, letters.index("h"))
     tokens = letters.index("t")
     if "s" in letters:
-        shared = x.unsqueeze(2).expand(*x.shape[:2], over.size, *x.shape[2:])
-        return _exchange(shared, over, tokens, 2, True).squeeze(2)
+        shared = x.unsqueeze(2).expand(*x.shape[:2], ranks.size, *x.shape[2:])
+        return _exchange(shared, ranks, tokens, 2, True).squeeze(2)
     if "p" in letters:
-        return _exchange(x.unflatten(-1, (PARTS, heads)), over, tokens, 3, True).flatten(-2)
+        return _exchange(x.unflatten(-1, (PARTS, heads)), ranks, tokens, 3, True).flatten(-2)
     axis = letters.index("h" if "h" in letters else "g")
     if "g" in letters:
-        x = x.repeat_interleave(_copies(x.shape[axis], heads, over.size), axis)
-    return _exchange(x, over, tokens, axis, True)
+        x = x.repeat_interleave(_copies(x.shape[axis], heads, ranks.size), axis)
+    return _exchange(x, ranks, tokens, axis, True)
 
 
 def _copies(groups: int, heads: int, size: int) -> int:

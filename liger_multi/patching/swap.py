@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi._torch_private import DYNAMO, constant_in_graphs
-from liger_multi.around import Around
 from liger_multi.errors import PatchError
+from liger_multi.modules.forward_wrapper import ForwardWrapper
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.reached import Place, reads_values
 from liger_multi.patching.evidence.signature import Signature, code_of
@@ -81,16 +81,16 @@ class Patched(nn.Module):
     _liger_multi_inner: ClassVar[type[nn.Module]]
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Called after a module gets this behavior, or other settings of it."""
 
     @staticmethod
-    def left(module: nn.Module) -> None:
-        """Called after a module loses this behavior; undoes ``entered``."""
+    def on_leave(module: nn.Module) -> None:
+        """Called after a module loses this behavior; undoes ``on_enter``."""
 
     @staticmethod
     def fixed(module: nn.Module) -> str | None:
-        """Why ``entered`` cannot be undone now, or None."""
+        """Why ``on_enter`` cannot be undone now, or None."""
         return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -99,7 +99,7 @@ class Patched(nn.Module):
         module_class = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
         if not isinstance(module_class, type) or "_liger_multi_swap" not in vars(module_class):
             return reduced
-        return (_new, (module_class._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
+        return (_unpickled, (module_class._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
 
 
 COMPILERS = (DYNAMO, "torch.jit")
@@ -157,13 +157,13 @@ _types: dict[type, type[SwappedType]] = {type: SwappedType}
 
 
 def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
-    known = _types.get(type(stock))
-    if known is None:
+    metaclass_cached = _types.get(type(stock))
+    if metaclass_cached is None:
         metaclass: Any = type(stock)
         if not issubclass(metaclass, SwappedType):
             metaclass = type(SwappedType.__name__, (SwappedType, metaclass), {})
-        known = _types.setdefault(type(stock), metaclass)
-    return known
+        metaclass_cached = _types.setdefault(type(stock), metaclass)
+    return metaclass_cached
 
 
 _classes: dict[Swap, type[nn.Module]] = {}
@@ -200,7 +200,7 @@ def _note_code(module_class: Any, swap: Swap) -> None:
     module_class._liger_multi_code, module_class._liger_multi_reads = code, reads_values(code)
 
 
-def _new(swap: Swap) -> nn.Module:
+def _unpickled(swap: Swap) -> nn.Module:
     swapped_class = patched_class(swap)
     return swapped_class.__new__(swapped_class)
 
@@ -235,17 +235,17 @@ def buried(module: nn.Module) -> bool:
 
 def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``, and return its status for the report."""
-    before = swapped(module)
+    previous = swapped(module)
     _drop_own_forward(module)
     _note_code(patched_class(swap), swap)  # as just probed
-    if before == swap:
-        swap.behavior.entered(module, swap.settings)  # weights may have been replaced
+    if previous == swap:
+        swap.behavior.on_enter(module, swap.settings)  # weights may have been replaced
         return "already patched"
     module.__class__ = patched_class(swap)
-    if before and before.behavior is not swap.behavior:
-        before.behavior.left(module)
-    swap.behavior.entered(module, swap.settings)
-    return "options changed" if before else "patched"
+    if previous and previous.behavior is not swap.behavior:
+        previous.behavior.on_leave(module)
+    swap.behavior.on_enter(module, swap.settings)
+    return "options changed" if previous else "patched"
 
 
 def restore(module: nn.Module) -> Swap | None:
@@ -254,7 +254,7 @@ def restore(module: nn.Module) -> Swap | None:
     if swap:
         _drop_own_forward(module)
         module.__class__ = swap.stock
-        swap.behavior.left(module)
+        swap.behavior.on_leave(module)
     return swap
 
 
@@ -269,8 +269,8 @@ def has_own_forward(module: nn.Module) -> bool:
     if getattr(own_forward, "__self__", None) is not module or function is None:
         return False
     written_in = str(getattr(function, "__globals__", {}).get("__name__"))
-    ours = written_in.startswith("liger_multi.patching.")
-    return ours or function in (type(module).forward, stock_class(module).forward)
+    is_wrapper = written_in.startswith("liger_multi.patching.")
+    return is_wrapper or function in (type(module).forward, stock_class(module).forward)
 
 
 def _drop_own_forward(module: nn.Module) -> None:
@@ -294,9 +294,9 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
     ]
     if buried_modules:
         path, name = buried_modules[0]
-        more = f" and {len(buried_modules) - 1} more" if len(buried_modules) > 1 else ""
+        others = f" and {len(buried_modules) - 1} more" if len(buried_modules) > 1 else ""
         raise PatchError(
-            f"cannot {action}: the class of {path or 'the model'!r}{more} was swapped again "
+            f"cannot {action}: the class of {path or 'the model'!r}{others} was swapped again "
             "after the patch and is now "
             f"{name} (FSDP2 does this); {action} before wrapping the model"
         )
@@ -313,8 +313,8 @@ def swap_of(module_class: type[nn.Module]) -> Swap | None:
     Reads attributes and not ``vars(module_class)``, which Dynamo refuses to read after a write to
     the class during tracing.
     """
-    ours = getattr(module_class, "_liger_multi_made", None) is module_class
-    return module_class._liger_multi_swap if ours else None  # type: ignore[attr-defined]
+    is_patched = getattr(module_class, "_liger_multi_made", None) is module_class
+    return module_class._liger_multi_swap if is_patched else None  # type: ignore[attr-defined]
 
 
 def stock_of(module_class: type[nn.Module]) -> type[nn.Module]:
@@ -347,7 +347,7 @@ def conflict_of(module: nn.Module) -> str | None:
     """Why a module is not patched: other code has replaced its forward or its class; else None."""
     module_class = stock_class(module)
     own_forward = vars(module).get("forward")
-    while isinstance(own_forward, Around):  # it calls the forward of the class
+    while isinstance(own_forward, ForwardWrapper):  # it calls the forward of the class
         own_forward = own_forward.before
     if own_forward is not None and not has_own_forward(module):
         return f"{library_of(own_forward) or 'somebody else'} replaced its forward"
@@ -396,20 +396,20 @@ class Block:
             if self not in _open:
                 return
             _open.discard(self)
-            now = list(self.model.named_modules())
-            added = {id(m): (m, stock_class(m)) for _, m in now if id(m) not in self.before}
+            modules = list(self.model.named_modules())
+            added = {id(m): (m, stock_class(m)) for _, m in modules if id(m) not in self.before}
             restored = {}
             # also modules that have left the model since
             for module, module_class in (self.before | added).values():
-                later = self._next(module)
-                if later is None:
+                next_block = self._next(module)
+                if next_block is None:
                     restored[id(module)] = (module, module_class)
-                elif stock_of(later.before[id(module)][1]) is stock_of(module_class):
-                    later.before[id(module)] = (module, module_class)
+                elif stock_of(next_block.before[id(module)][1]) is stock_of(module_class):
+                    next_block.before[id(module)] = (module, module_class)
             refuse_buried(
                 [
                     (path, m)
-                    for path, m in now
+                    for path, m in modules
                     if id(m) in restored and (id(m) in added or type(m) is not restored[id(m)][1])
                 ],
                 "unpatch",
@@ -424,8 +424,8 @@ class Block:
 
     def _next(self, module: nn.Module) -> Block | None:
         """The first later open block that has recorded the module."""
-        later = [b for b in _open if b.number > self.number and id(module) in b.before]
-        return min(later, key=lambda block: block.number, default=None)
+        later_blocks = [b for b in _open if b.number > self.number and id(module) in b.before]
+        return min(later_blocks, key=lambda block: block.number, default=None)
 
 
 def _give_back(module: nn.Module, module_class: type[nn.Module]) -> None:
@@ -526,8 +526,8 @@ class Calling(Patched):
         raise NotImplementedError
 
     @staticmethod
-    def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that replaces a call; :func:`named` by its options."""
+    def served(name: str, target: Any, settings: Any) -> FunctionType:
+        """The function that replaces a call; :func:`with_name_and_options` by its options."""
         raise NotImplementedError
 
     @staticmethod
@@ -544,21 +544,21 @@ def renew(module_class: type) -> None:
     swap: Swap = vars(calling)["_liger_multi_swap"]
     behavior = cast("type[Calling]", swap.behavior)
     methods: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
-    for method, function, name, called in behavior.find_calls(swap.stock):
-        methods.setdefault(method, (function, {}))[1][name] = called
+    for method, function, name, target in behavior.find_calls(swap.stock):
+        methods.setdefault(method, (function, {}))[1][name] = target
     if methods == vars(calling).get("_liger_multi_methods"):
         return
     for method in vars(calling).get("_liger_multi_methods", {}):
         delattr(calling, method)
-    for method, (function, used) in methods.items():
+    for method, (function, targets_of_method) in methods.items():
         targets = {
             name: redirect.while_current(
-                function, name, behavior.served(name, called, swap.settings)
+                function, name, behavior.served(name, target, swap.settings)
             )
-            for name, called in used.items()
+            for name, target in targets_of_method.items()
         }
-        around = functools.partial(_while_it_holds, swap=swap, name=method)
-        setattr(calling, method, redirect.redirected(function, targets, around))
+        wrap = functools.partial(_while_it_holds, swap=swap, name=method)
+        setattr(calling, method, redirect.redirected(function, targets, wrap))
     calling._liger_multi_methods = methods
 
 
@@ -568,13 +568,13 @@ def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
     It may also be called after the module's original class was restored.
     """
     behavior, stock = cast("type[Calling]", swap.behavior), swap.stock
-    ours = behavior.new_method(getattr(stock, name), copy, swap.settings)
+    patched_method = behavior.new_method(getattr(stock, name), copy, swap.settings)
 
     @functools.wraps(copy)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         module_class = type(self)
         if issubclass(module_class, behavior) and _method_holds(module_class, name):
-            return ours(self, *args, **kwargs)
+            return patched_method(self, *args, **kwargs)
         return getattr(stock, name)(self, *args, **kwargs)
 
     return cast(FunctionType, method)
@@ -586,7 +586,7 @@ def _method_holds(module_class: Any, name: str) -> bool:
     return getattr(module_class._liger_multi_swap.stock, name, None) is copied_from
 
 
-def named(function: Any, name: str, options: Options) -> FunctionType:
+def with_name_and_options(function: Any, name: str, options: Options) -> FunctionType:
     """Give a function its name in the globals of a modeling file."""
     suffix = "".join(f"_{value}" for value in options.shown().values())
     function.__name__ = f"_liger_multi_{name}{suffix}"

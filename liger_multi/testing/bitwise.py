@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several, without_cache
+from liger_multi.dispatch.bitwise import MODES, RowAxes, as_tuple, promised, without_cache
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.resolve import plan_for
@@ -76,9 +76,9 @@ class Call:
             for name, x in zip(self.prim.params, args, strict=True)
         ]
         with self._under(mode):
-            results = several(self.prim.call(*call_args))
-        written = [call_args[self.prim.params.index(name)] for name in self.prim.mutates]
-        return (*results, *written)
+            results = as_tuple(self.prim.call(*call_args))
+        mutated = [call_args[self.prim.params.index(name)] for name in self.prim.mutates]
+        return (*results, *mutated)
 
     def uncached(self) -> Call:
         """The same call without cached values, which belong to these rows alone."""
@@ -92,8 +92,8 @@ class Call:
         return frozenset()
 
     def _under(self, mode: str) -> AbstractContextManager[None]:
-        named: Any = {self.prim.op.name: self.order}
-        return use(**named, deterministic=SETTINGS[mode])
+        choice: Any = {self.prim.op.name: self.order}
+        return use(**choice, deterministic=SETTINGS[mode])
 
 
 @contextlib.contextmanager
@@ -102,9 +102,9 @@ def recorded() -> Iterator[list[tuple[Primitive, tuple[Any, ...], tuple[Any, ...
     original, calls = Primitive.call, []
 
     def call_and_keep(prim: Primitive, *args: Any) -> Any:
-        kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+        saved_args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
         result = original(prim, *args)
-        calls.append((prim, kept, tuple(t.detach().clone() for t in several(result))))
+        calls.append((prim, saved_args, tuple(t.detach().clone() for t in as_tuple(result))))
         return result
 
     with mock.patch.object(Primitive, "call", call_and_keep):
@@ -164,13 +164,15 @@ def check_recompute(
 ) -> None:
     """Check that forward under checkpointing and its recomputation have the same bits."""
     tensors = sample.make(device, dtype)
-    written = OPS[op].inplace if sample.options.get("inplace") else None
-    names = [n for n in tensors if n != written]
+    overwritten = OPS[op].inplace if sample.options.get("inplace") else None
+    names = [n for n in tensors if n != overwritten]
 
     def run(*args: Tensor) -> Any:
-        return call(op, {**tensors, **dict(zip(names, args, strict=True))}, sample.options, **named)
+        return call(
+            op, {**tensors, **dict(zip(names, args, strict=True))}, sample.options, **choices
+        )
 
-    named: Any = {op: order, "deterministic": SETTINGS[mode]}
+    choices: Any = {op: order, "deterministic": SETTINGS[mode]}
     with recorded() as recorded_calls:
         result, _ = outputs(checkpoint(run, *[tensors[n] for n in names], use_reentrant=False))
         grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
@@ -186,36 +188,38 @@ def check_rows(op_call: Call, mode: str) -> None:
     Gradients of a mean are left out, as it divides by the number of rows.
     """
     op_call, prim = op_call.uncached(), op_call.prim
-    named = dict(zip(prim.params, op_call.args, strict=True))
-    rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
-    if not rows.count or (counted and prim.direction == "backward"):
+    by_name = dict(zip(prim.params, op_call.args, strict=True))
+    rows, is_mean = RowAxes(prim.op.bitwise, by_name), by_name.get("reduction") == "mean"
+    if not rows.count or (is_mean and prim.direction == "backward"):
         return
     args = selected(rows, op_call, torch.arange(rows.count))
-    whole = op_call.run(mode, args)
+    reference = op_call.run(mode, args)
 
-    def compare(index: Tensor, actual: Sequence[Any], own: Tensor, what: str) -> None:
-        """Rows ``index`` of the whole result with rows ``own`` of another one."""
-        for name, every, part in zip((*prim.returns, *prim.mutates), whole, actual, strict=True):
-            axis = rows.axis(name, every)
-            if axis is None or every.shape[axis] != rows.count:
+    def compare(index: Tensor, actual: Sequence[Any], own_index: Tensor, label: str) -> None:
+        """Rows ``index`` of the whole result with rows ``own_index`` of another one."""
+        for name, reference_result, part in zip(
+            (*prim.returns, *prim.mutates), reference, actual, strict=True
+        ):
+            axis = rows.axis(name, reference_result)
+            if axis is None or reference_result.shape[axis] != rows.count:
                 continue
-            if counted and name in prim.mutates:
+            if is_mean and name in prim.mutates:
                 continue
-            sides = (every, index), (part, own)
-            expected, got = (t.index_select(axis, i.to(t.device)) for t, i in sides)
-            _require(op_call, mode, "rows", (expected,), (got,), f"{name} of {what}")
+            sides = (reference_result, index), (part, own_index)
+            expected, actual_rows = (t.index_select(axis, i.to(t.device)) for t, i in sides)
+            _require(op_call, mode, "rows", (expected,), (actual_rows,), f"{name} of {label}")
 
     last, generator = rows.count - 1, torch.Generator().manual_seed(2)
-    some = torch.randint(
-        rows.count, (67 if _row_size(rows, named) < 512 else 5,), generator=generator
+    sampled = torch.randint(
+        rows.count, (67 if _row_size(rows, by_name) < 512 else 5,), generator=generator
     )
     backwards = list(range(last, -1, -1))
-    for chosen in ([0], [last], [last, 0], [0, last, 0], backwards, some.tolist()):
+    for chosen in ([0], [last], [last, 0], [0, last, 0], backwards, sampled.tolist()):
         index = torch.tensor(chosen)
         actual = op_call.run(mode, selected(rows, op_call, index))
         compare(index, actual, torch.arange(len(chosen)), f"rows {chosen[:8]}")
-    others = torch.arange(1, rows.count)
-    compare(others, op_call.run(mode, _with_nan(rows, op_call, args)), others, "rows beside NaN")
+    indices = torch.arange(1, rows.count)
+    compare(indices, op_call.run(mode, _with_nan(rows, op_call, args)), indices, "rows beside NaN")
 
 
 def _with_nan(rows: RowAxes, op_call: Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -230,11 +234,11 @@ def _with_nan(rows: RowAxes, op_call: Call, args: tuple[Any, ...]) -> tuple[Any,
     return tuple(changed)
 
 
-def _row_size(rows: RowAxes, named: Mapping[str, Any]) -> int:
+def _row_size(rows: RowAxes, by_name: Mapping[str, Any]) -> int:
     """Elements of a row in all arguments. Rows of many elements are checked in smaller numbers."""
-    flat = (rows.flat(name, value)[0] for name, value in named.items())
-    every: int = sum(t.numel() for t in flat if t is not None)
-    return every // rows.count
+    flat = (rows.flat(name, value)[0] for name, value in by_name.items())
+    elements: int = sum(t.numel() for t in flat if t is not None)
+    return elements // rows.count
 
 
 def selected(rows: RowAxes, op_call: Call, index: Tensor) -> tuple[Any, ...]:
@@ -249,32 +253,34 @@ def selected(rows: RowAxes, op_call: Call, index: Tensor) -> tuple[Any, ...]:
 def check_chunk(op_call: Call, mode: str) -> None:
     """Check that chunks of other sizes give the same bits."""
     prim = op_call.prim
-    place, spec = prim.params.index("chunk"), prim.op.bitwise
-    whole = op_call.run(mode)
+    chunk_index, spec = prim.params.index("chunk"), prim.op.bitwise
+    reference = op_call.run(mode)
     for chunk in CHUNKS:
-        actual = op_call.run(mode, (*op_call.args[:place], chunk, *op_call.args[place + 1 :]))
-        for name, expected, got in zip(prim.returns, whole, actual, strict=True):
+        actual = op_call.run(
+            mode, (*op_call.args[:chunk_index], chunk, *op_call.args[chunk_index + 1 :])
+        )
+        for name, expected, other in zip(prim.returns, reference, actual, strict=True):
             if (
-                spec.axis(name) is not None and got.ndim
+                spec.axis(name) is not None and other.ndim
             ):  # sums over chunks are added in other orders
                 _require(
-                    op_call, mode, "chunk", (expected,), (got,), f"{name} by chunks of {chunk}"
+                    op_call, mode, "chunk", (expected,), (other,), f"{name} by chunks of {chunk}"
                 )
 
 
 def _require(
-    op_call: Call, mode: str, name: str, expected: Sequence[Any], got: Sequence[Any], what: str
+    op_call: Call, mode: str, name: str, expected: Sequence[Any], actual: Sequence[Any], label: str
 ) -> None:
-    if same_bits(expected, got):
+    if same_bits(expected, actual):
         return
     differ = [
         (a.double() - b.double()).abs().max().item()
-        for a, b in zip(expected, got, strict=True)
+        for a, b in zip(expected, actual, strict=True)
         if a.shape == b.shape and a.numel()
     ]
     raise AssertionError(
         f"{op_call.name} by {op_call.order} under deterministic={SETTINGS[mode]!r} promises "
-        f"{name!r}, but {what} differs by {differ}"
+        f"{name!r}, but {label} differs by {differ}"
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_multi import ops
 from liger_multi._torch_private import tensor_constructors
-from liger_multi.dispatch.bitwise import several
+from liger_multi.dispatch.bitwise import as_tuple
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, operators, unavailable
@@ -197,13 +197,14 @@ def by_the_rules() -> Iterator[None]:
     def call_and_compare(prim: Primitive, *args: Any) -> Any:
         result = original(prim, *args)
         meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in args]
-        for name, got, rule in zip(
-            prim.returns, several(result), several(prim.fake(*meta)), strict=True
+        for name, output, rule in zip(
+            prim.returns, as_tuple(result), as_tuple(prim.fake(*meta)), strict=True
         ):
-            same = (got.dtype, got.shape) == (rule.dtype, rule.shape)
-            where = f"{prim.op.name}.{prim.direction} returns {name} as"
-            said = f"{where} {got.dtype} {tuple(got.shape)}, not {rule.dtype} {tuple(rule.shape)}"
-            _require(same or not rule.numel(), said)
+            agrees = (output.dtype, output.shape) == (rule.dtype, rule.shape)
+            actual, expected = (f"{t.dtype} {tuple(t.shape)}" for t in (output, rule))
+            call_name = f"{prim.op.name}.{prim.direction}"
+            message = f"{call_name} returns {name} as {actual}, not {expected}"
+            _require(agrees or not rule.numel(), message)
         return result
 
     with mock.patch.object(Primitive, "call", call_and_compare):
@@ -214,8 +215,8 @@ def call(op: str, tensors: Named, options: Mapping[str, Any], **order: Order) ->
     """Run the public operator; what it may overwrite comes from an operation, as it must."""
     arguments = dict(tensors)
     if options.get("inplace"):
-        written: Any = OPS[op].inplace
-        arguments[written] = arguments[written] * 1
+        overwritten: Any = OPS[op].inplace
+        arguments[overwritten] = arguments[overwritten] * 1
     with use(**order):  # type: ignore[arg-type]
         return samples.call(op, **arguments, **options)
 
@@ -233,7 +234,7 @@ def outputs(result: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def grads(
-    result: Named, tensors: Named, upstream: Mapping[str, Tensor | None], again: bool = False
+    result: Named, tensors: Named, upstream: Mapping[str, Tensor | None], retain_graph: bool = False
 ) -> dict[str, Tensor | None]:
     """Gradients of the outputs for one upstream gradient each; None leaves an output unused."""
     leaves = {n: t for n, t in tensors.items() if t.requires_grad}
@@ -246,7 +247,7 @@ def grads(
         [result[n] for n in grad_outputs],
         list(leaves.values()),
         [up.to(result[n]) for n, up in grad_outputs.items()],
-        retain_graph=again,
+        retain_graph=retain_graph,
         allow_unused=True,
     )
     return dict(zip(leaves, gradients, strict=True))
@@ -284,12 +285,12 @@ def reference_device(device: torch.device) -> torch.device:
 def exact(op: str, name: str, dtype: torch.dtype, device: torch.device) -> Exact:
     """Run a formula in fp64 on inputs of one sample that were drawn in ``dtype``."""
     sample = next(s for s in samples.of(op) if s.name == name)
-    place, wide = reference_device(device), {}
+    target, wide = reference_device(device), {}
     for key, t in sample.make(device, dtype).items():
-        moved = t.detach().to(place)
+        copied = t.detach().to(target)
         smooth = t.is_floating_point()
-        wide[key] = moved.double().requires_grad_(t.requires_grad) if smooth else moved
-    result, others = outputs(FORMULAS[op](**wide, **sample.options))
+        wide[key] = copied.double().requires_grad_(t.requires_grad) if smooth else copied
+    result, other_outputs = outputs(FORMULAS[op](**wide, **sample.options))
     generator = torch.Generator().manual_seed(1)
     upstream = {
         n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(dtype).to(t)
@@ -298,13 +299,13 @@ def exact(op: str, name: str, dtype: torch.dtype, device: torch.device) -> Exact
 
     def gradients(used: tuple[str, ...]) -> dict[str, Tensor | None]:
         used_upstream = {n: up if n in used else None for n, up in upstream.items()}
-        return grads(result, wide, used_upstream, again=len(result) > 1)
+        return grads(result, wide, used_upstream, retain_graph=len(result) > 1)
 
     if len(result) > 1:
-        return Exact(result, others, upstream, functools.lru_cache(maxsize=4)(gradients))
+        return Exact(result, other_outputs, upstream, functools.lru_cache(maxsize=4)(gradients))
     right = gradients(tuple(result))  # frees the graph
     detached = {n: t.detach() for n, t in result.items()}
-    return Exact(detached, others, upstream, lambda used: right)
+    return Exact(detached, other_outputs, upstream, lambda used_outputs: right)
 
 
 def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -312,9 +313,9 @@ def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return max(a, b, key=lambda d: torch.finfo(d).eps)
 
 
-def _require(holds: bool, text: str) -> None:
+def _require(condition: bool, text: str) -> None:
     """An assertion that ``python -O`` does not remove."""
-    if not holds:
+    if not condition:
         raise AssertionError(text)
 
 
@@ -368,7 +369,7 @@ def compare(
     device: torch.device,
     forward: Order,
     backward: Order | None = None,
-    used: tuple[str, ...] | None = None,
+    used_outputs: tuple[str, ...] | None = None,
 ) -> dict[str, float]:
     """Compare one call and its gradients with the formula in fp64.
 
@@ -379,7 +380,7 @@ def compare(
         device: Where the tensors stand.
         forward: The backend that runs forward.
         backward: The backend that runs backward; that of forward where None.
-        used: Outputs that get an upstream gradient; all where None.
+        used_outputs: Outputs that get an upstream gradient; all where None.
 
     Returns:
         The errors of outputs and gradients in units of the tolerance.
@@ -391,7 +392,7 @@ def compare(
         BackendUnavailableError: A backend refused the call; the message has its reason.
     """
     with by_the_rules():
-        return _compared(op, sample, dtype, device, forward, backward, used)
+        return _compared(op, sample, dtype, device, forward, backward, used_outputs)
 
 
 def _compared(
@@ -401,37 +402,39 @@ def _compared(
     device: torch.device,
     forward: Order,
     backward: Order | None,
-    used: tuple[str, ...] | None,
+    used_outputs: tuple[str, ...] | None,
 ) -> dict[str, float]:
     """What :func:`compare` does under the rules."""
     right = exact(op, sample.name, dtype, device)
     tensors = inputs(sample, device, dtype)
-    before = {n: t.detach().clone() for n, t in tensors.items()}
+    originals = {n: t.detach().clone() for n, t in tensors.items()}
     output = call(op, tensors, sample.options, **{op: forward})
-    result, others = outputs(output)
-    named = f"outputs: {sorted(result)}, {sorted(right.result)}"
-    _require(set(result) == set(right.result), named)
-    _require(set(right.others) <= set(others), f"beside them: {sorted(others)}")
+    result, other_outputs = outputs(output)
+    names_text = f"outputs: {sorted(result)}, {sorted(right.result)}"
+    _require(set(result) == set(right.result), names_text)
+    _require(set(right.others) <= set(other_outputs), f"beside them: {sorted(other_outputs)}")
     if backward is not None:
         _run_backward_by(op, backward, result)
     errors = _code_errors(op, output, tensors, sample)
     for name, expected in right.result.items():
-        got = result[name].detach().to(expected.device)
-        errors[name] = excess(got, expected.detach(), _coarser(dtype, got.dtype))
+        actual = result[name].detach().to(expected.device)
+        errors[name] = excess(actual, expected.detach(), _coarser(dtype, actual.dtype))
     for name, expected in right.others.items():
-        got = others[name].to(expected.device)
-        _require(not got.requires_grad, f"{name} requires a gradient")
+        actual = other_outputs[name].to(expected.device)
+        _require(not actual.requires_grad, f"{name} requires a gradient")
         smooth = expected.is_floating_point()
-        errors[name] = excess(got, expected, dtype) if smooth else float((got != expected).sum())
-    used = tuple(right.result) if used is None else used
-    used_upstream = {n: up if n in used else None for n, up in right.upstream.items()}
+        errors[name] = (
+            excess(actual, expected, dtype) if smooth else float((actual != expected).sum())
+        )
+    used_outputs = tuple(right.result) if used_outputs is None else used_outputs
+    used_upstream = {n: up if n in used_outputs else None for n, up in right.upstream.items()}
     gradients = grads(result, tensors, used_upstream)
-    errors |= _gradient_errors(gradients, right.gradients(used), tensors, dtype)
+    errors |= _gradient_errors(gradients, right.gradients(used_outputs), tensors, dtype)
     worst = max(errors.values(), default=0.0)
     if not all(error <= 1 for error in errors.values()):  # no NaN is
         raise WrongResultError(f"errors in units of the tolerance: {errors}", worst)
     for name, tensor in tensors.items():
-        unchanged = torch.equal(tensor.detach(), before[name])
+        unchanged = torch.equal(tensor.detach(), originals[name])
         _require(unchanged, f"{name} of the caller was written to")
         _require(not overwritten(tensor), f"memory beside {name} of the caller was written to")
     return errors
@@ -513,21 +516,21 @@ def check_operator(
     if not implemented(backend, op):
         raise ValueError(f"{backend} does not implement {op}")
     reason = None if device is not None else refusal(backend)
-    place = device_of(backend) if device is None else torch.device(device)
-    if reason is not None or place is None:
+    target = device_of(backend) if device is None else torch.device(device)
+    if reason is not None or target is None:
         raise RuntimeError(f"{backend} cannot run on this machine: {reason}")
     outcome, (first, second) = Outcome(), runs(backend, op)
-    for each in samples.of(op):
-        if each.size == "bench" or not fnmatch.fnmatchcase(each.name, sample):
+    for candidate in samples.of(op):
+        if candidate.size == "bench" or not fnmatch.fnmatchcase(candidate.name, sample):
             continue
-        for dtype in dtypes if each.size == "small" else DTYPES[:1]:
-            name = f"{op} of {backend}, {each.name}, {dtype}"
+        for dtype in dtypes if candidate.size == "small" else DTYPES[:1]:
+            name = f"{op} of {backend}, {candidate.name}, {dtype}"
             try:
-                compare(op, each, dtype, place, first, second)
+                compare(op, candidate, dtype, target, first, second)
             except BackendUnavailableError as refused:
                 outcome.refused[name] = str(refused)
-            except AssertionError as wrong:
-                raise AssertionError(f"{name}: {wrong}") from wrong
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
             else:
                 outcome.compared += 1
     return outcome

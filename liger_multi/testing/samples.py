@@ -205,13 +205,13 @@ def adapted(op: str) -> tuple[str, ...]:
 
 def with_tuples(layers: tuple[str, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a public function: ``gate_lora`` from gate_a, gate_b and gate_scale."""
-    joined = dict(arguments)
+    grouped = dict(arguments)
     for layer in layers:
-        a, b = joined.pop(f"{layer}_a", None), joined.pop(f"{layer}_b", None)
-        scale = joined.pop(f"{layer}_scale", 1.0)
+        a, b = grouped.pop(f"{layer}_a", None), grouped.pop(f"{layer}_b", None)
+        scale = grouped.pop(f"{layer}_scale", 1.0)
         if a is not None or b is not None:
-            joined.setdefault(f"{layer}_lora", (a, b, scale))
-    return joined
+            grouped.setdefault(f"{layer}_lora", (a, b, scale))
+    return grouped
 
 
 def _by_parts(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,8 +238,8 @@ def call(op: str, *args: Any, **options: Any) -> Any:
 def declared(op: str, name: str) -> Any:
     """What the contract of an operator declares: that of its form, or of its public function."""
     form = op.removeprefix(public(op)).strip("_")
-    own = f"{form.upper() if name.isupper() else form}_{name}"
-    return getattr(contract(op), own, None) or getattr(contract(op), name)
+    attribute = f"{form.upper() if name.isupper() else form}_{name}"
+    return getattr(contract(op), attribute, None) or getattr(contract(op), name)
 
 
 def of(op: str) -> tuple[Sample, ...]:

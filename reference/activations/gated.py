@@ -15,7 +15,7 @@ from liger_multi.reference.common.chunking import (
     row_blocks,
     statistics_dtype,
 )
-from liger_multi.reference.common.clamp import above
+from liger_multi.reference.common.clamp import blocks_gradient
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # keys are values of the argument ``approximate``
 APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
@@ -30,13 +30,15 @@ def activate(gate: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATION[activation])
 
 
-def _times(x: Tensor, by: float) -> Tensor:
-    return x if by == 1.0 else x * by
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
-def forward(gate: Tensor, up: Tensor, activation: str, by: tuple[float, float] = ONE) -> Tensor:
-    """``act(gate) * up``; ``by`` holds the multipliers of gate and of the output."""
-    y = _times(activate(_times(gate, by[0]), activation) * up, by[1])
+def forward(
+    gate: Tensor, up: Tensor, activation: str, multipliers: tuple[float, float] = ONE
+) -> Tensor:
+    """``act(gate) * up``; ``multipliers`` are those of gate and output."""
+    y = _times(activate(_times(gate, multipliers[0]), activation) * up, multipliers[1])
     return y if y.is_contiguous() else y.contiguous()
 
 
@@ -47,17 +49,17 @@ def backward(
     activation: str,
     needs_gate: bool,
     needs_up: bool,
-    by: tuple[float, float] = ONE,
+    multipliers: tuple[float, float] = ONE,
 ) -> tuple[Tensor, Tensor]:
     """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
     if in_one_piece():
-        dgate, dup = gradients(dy, gate, up, activation, by)
+        dgate, dup = gradients(dy, gate, up, activation, multipliers)
         dgate, dup = dgate.contiguous(), dup.contiguous()
         return (dgate if needs_gate else gate.new_empty(0), dup if needs_up else up.new_empty(0))
     dgate = gate.new_empty(gate.shape if needs_gate else (0,))
     dup = up.new_empty(up.shape if needs_up else (0,))
     buffers = (dgate if needs_gate else None, dup if needs_up else None)
-    gradients_into(*buffers, dy, gate, up, activation, by)
+    gradients_into(*buffers, dy, gate, up, activation, multipliers)
     return dgate, dup
 
 
@@ -70,26 +72,28 @@ def gradients_and_product(
         return *gradients(dy, gate, up, activation, ONE), activate(gate, activation) * up
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     for block in row_blocks(gate.shape[0], 4 * gate.shape[1] * dy.element_size()):
-        buffers, at = (dgate[block], dup[block]), (gate[block], up[block])
-        gradients_into(*buffers, dy[block], *at, activation, ONE)
-        dy[block] = forward(*at, activation)
+        buffers, inputs = (dgate[block], dup[block]), (gate[block], up[block])
+        gradients_into(*buffers, dy[block], *inputs, activation, ONE)
+        dy[block] = forward(*inputs, activation)
     return dgate, dup, dy
 
 
 def gradients(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, by: tuple[float, float]
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, multipliers: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """``dgate = dy up act'(gate)`` and ``dup = dy act(gate)``."""
     acc_dtype, aten = statistics_dtype(gate.dtype), torch.ops.aten
-    gate = _times(gate, by[0])
-    g, d = gate.to(acc_dtype), _times(dy.to(acc_dtype), by[1])
+    gate = _times(gate, multipliers[0])
+    g, d = gate.to(acc_dtype), _times(dy.to(acc_dtype), multipliers[1])
     if activation == "silu":
         dgate = aten.silu_backward(d * up.to(acc_dtype), g)
     else:
         # from 100 on the slope is 0 or 1; where a square overflows, PyTorch's would be NaN
         form = APPROXIMATION[activation]
         dgate = aten.gelu_backward(d * up.to(acc_dtype), g.clamp(-100, 100), approximate=form)
-    return _times(dgate, by[0]).to(gate.dtype), (d * activate(gate, activation)).to(up.dtype)
+    return _times(dgate, multipliers[0]).to(gate.dtype), (d * activate(gate, activation)).to(
+        up.dtype
+    )
 
 
 def gradients_into(
@@ -99,36 +103,38 @@ def gradients_into(
     gate: Tensor,
     up: Tensor,
     activation: str,
-    by: tuple[float, float],
+    multipliers: tuple[float, float],
 ) -> None:
     """Write the needed gradients, block by block of rows."""
     gate2d, up2d, dy2d = as_rows(gate), as_rows(up), as_rows(dy)
     row_bytes = 4 * gate2d.shape[1] * statistics_dtype(gate.dtype).itemsize
     for block in row_blocks(gate2d.shape[0], row_bytes):
-        grads = gradients(dy2d[block], gate2d[block], up2d[block], activation, by)
+        grads = gradients(dy2d[block], gate2d[block], up2d[block], activation, multipliers)
         for buffer, part in zip((dgate, dup), grads, strict=True):
             if buffer is not None:
                 as_rows(buffer)[block] = part
 
 
-def packed_forward(gate_up: Tensor, activation: str, by: tuple[float, float] = ONE) -> Tensor:
+def packed_forward(
+    gate_up: Tensor, activation: str, multipliers: tuple[float, float] = ONE
+) -> Tensor:
     """Gate is the first half of the last axis, up the second; neither is copied."""
     gate, up = gate_up.chunk(2, -1)
-    return forward(gate, up, activation, by)
+    return forward(gate, up, activation, multipliers)
 
 
 def packed_backward(
-    dy: Tensor, gate_up: Tensor, activation: str, by: tuple[float, float] = ONE
+    dy: Tensor, gate_up: Tensor, activation: str, multipliers: tuple[float, float] = ONE
 ) -> Tensor:
     """Both gradients side by side, written where a concatenation would copy them."""
     if in_one_piece():
         gate, up = gate_up.chunk(2, -1)
-        return torch.cat(gradients(dy, gate, up, activation, by), -1)
+        return torch.cat(gradients(dy, gate, up, activation, multipliers), -1)
     gate_up2d = as_rows(gate_up)
     packed = gate_up2d.new_empty(gate_up2d.shape)
     gate, up = gate_up2d.chunk(2, -1)
     dgate, dup = packed.chunk(2, -1)
-    gradients_into(dgate, dup, as_rows(dy), gate, up, activation, by)
+    gradients_into(dgate, dup, as_rows(dy), gate, up, activation, multipliers)
     return packed.view(gate_up.shape)
 
 
@@ -160,9 +166,9 @@ def _clamped_gradients(
     g, d = gate.to(acc_dtype).clamp(max=limit), dy.to(acc_dtype)
     p = torch.sigmoid(g * alpha)
     u = up.to(acc_dtype).clamp(-limit, limit) + offset
-    dgate = torch.where(above(gate, limit), none, d * u * (p + alpha * g * p * (1 - p)))
+    dgate = torch.where(blocks_gradient(gate, limit), none, d * u * (p + alpha * g * p * (1 - p)))
     act = _clamped_activation(gate.clamp(max=limit), alpha)
-    dup = torch.where(above(up, limit) | above(-up, limit), none, d * act)
+    dup = torch.where(blocks_gradient(up, limit) | blocks_gradient(-up, limit), none, d * act)
     return dgate.to(gate.dtype), dup.to(up.dtype)
 
 

@@ -104,8 +104,8 @@ class ReferenceActivation:
             output = list(gated.backward(dproduct, gate, up, activation, needs[0], needs[1]))
         pairs = zip(output, columns, strict=True)
         codes = [None if c is None else rows_of(grad, c, PLAIN) for grad, c in pairs]
-        kept = [g if w else g.new_empty(0) for g, w in zip(output, needs_output, strict=True)]
-        return CodedGradients(kept[0], kept[1], dproduct, *codes)
+        gradients = [g if w else g.new_empty(0) for g, w in zip(output, needs_output, strict=True)]
+        return CodedGradients(gradients[0], gradients[1], dproduct, *codes)
 
     product = staticmethod(gated.forward)
     gradients = staticmethod(gated.gradients_and_product)

@@ -11,14 +11,14 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def weight_gradient(left: Tensor, right: Tensor | None, needed: bool) -> Tensor:
+def weight_gradient(left: Tensor, right: Tensor | None, is_needed: bool) -> Tensor:
     """The gradient of a weight: left' right, or nothing."""
-    return left.t() @ as_rows(right) if needed and right is not None else left.new_empty(0)
+    return left.t() @ as_rows(right) if is_needed and right is not None else left.new_empty(0)
 
 
-def bias_gradient(rows: Tensor, needed: bool) -> Tensor:
+def bias_gradient(rows: Tensor, is_needed: bool) -> Tensor:
     """The gradient of a bias, or nothing."""
-    if not needed:
+    if not is_needed:
         return rows.new_empty(0)
     return rows.sum(0, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
 

@@ -20,5 +20,5 @@ def backward(
     needs_up: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
-    by = (gate_multiplier, down_multiplier)
-    return gated.backward(dy, gate, up, "silu", needs_gate, needs_up, by)
+    multipliers = (gate_multiplier, down_multiplier)
+    return gated.backward(dy, gate, up, "silu", needs_gate, needs_up, multipliers)

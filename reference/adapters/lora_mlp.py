@@ -23,7 +23,7 @@ from liger_multi.reference.float8.frozen import (
 from liger_multi.reference.float8.rows import Float8Rows
 
 
-def _forward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
+def _forward_of(kernels: CodedActivation, lora: LowRank) -> Callable[..., Any]:
     """The forward pass of the contract, as a function of tensors."""
 
     def forward(
@@ -50,26 +50,26 @@ def _forward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         codes: Tensor | None,
         codes_scale: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x2d, lead = as_rows(x), x.shape[:-1]
+        x2d, row_shape = as_rows(x), x.shape[:-1]
         first, second = (
-            weight_or_codes(gate_weight, gate_weight_scale, thin.to),
-            weight_or_codes(up_weight, up_weight_scale, thin.to),
+            weight_or_codes(gate_weight, gate_weight_scale, lora.quantizer),
+            weight_or_codes(up_weight, up_weight_scale, lora.quantizer),
         )
-        left = shared_rows(x, codes, codes_scale, thin.to, first, second)
-        gate = adapted_layer(thin, x2d, first, gate_bias, gate_a, gate_b, gate_scale, left)
-        up = adapted_layer(thin, x2d, second, up_bias, up_a, up_b, up_scale, left)
-        third, left = weight_or_codes(down_weight, down_weight_scale, thin.to), None
+        left = shared_rows(x, codes, codes_scale, lora.quantizer, first, second)
+        gate = adapted_layer(lora, x2d, first, gate_bias, gate_a, gate_b, gate_scale, left)
+        up = adapted_layer(lora, x2d, second, up_bias, up_a, up_b, up_scale, left)
+        third, left = weight_or_codes(down_weight, down_weight_scale, lora.quantizer), None
         if isinstance(third, Float8Rows):
             inner, left = kernels.coded(gate, up, activation, down_a is not None)
         else:
             inner = kernels.product(gate, up, activation)
-        y = adapted_layer(thin, inner, third, down_bias, down_a, down_b, down_scale, left)
-        return tuple(t.view(*lead, t.shape[-1]) for t in (y, gate, up))  # type: ignore[return-value]
+        y = adapted_layer(lora, inner, third, down_bias, down_a, down_b, down_scale, left)
+        return tuple(t.view(*row_shape, t.shape[-1]) for t in (y, gate, up))  # type: ignore[return-value]
 
     return forward
 
 
-def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
+def _backward_of(kernels: CodedActivation, lora: LowRank) -> Callable[..., Any]:
     """The backward pass of the contract, as a function of tensors."""
 
     def backward(
@@ -102,8 +102,8 @@ def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         needs_down_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         x2d, dy2d = as_rows(x), as_rows(dy)
-        wide = weight_or_codes(down_weight, down_weight_scale, thin.to)
-        dinner, low = input_gradient(thin, dy2d, wide, down_a, down_b, down_scale)
+        wide = weight_or_codes(down_weight, down_weight_scale, lora.quantizer)
+        dinner, dproj = input_gradient(lora, dy2d, wide, down_a, down_b, down_scale)
         needs = (needs_down_a, needs_down_b)
         columns = (gate_weight_scale, up_weight_scale) if needs_x else (None, None)
         needs_output = [  # read by adapters, and by a weight that is not in FP8
@@ -120,34 +120,33 @@ def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
             any(needs),
         )
         dgate, dup, inner, gate_rows, up_rows = grads
-        ddown = adapter_gradients(thin, inner, dy2d, low, down_a, down_b, down_scale, *needs)
+        ddown = adapter_gradients(lora, inner, dy2d, dproj, down_a, down_b, down_scale, *needs)
         del inner, dinner, grads
-        wide = weight_or_codes(gate_weight, gate_weight_scale, thin.to)
-        dx, low = input_gradient(
-            thin, dgate, wide, gate_a, gate_b, gate_scale, into=None, needed=needs_x, left=gate_rows
+        wide = weight_or_codes(gate_weight, gate_weight_scale, lora.quantizer)
+        dx, dproj = input_gradient(
+            lora, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, left=gate_rows
         )
         needs = (needs_gate_a, needs_gate_b)
-        dgates = adapter_gradients(thin, x2d, dgate, low, gate_a, gate_b, gate_scale, *needs)
+        dgates = adapter_gradients(lora, x2d, dgate, dproj, gate_a, gate_b, gate_scale, *needs)
         del dgate, gate_rows
-        wide = weight_or_codes(up_weight, up_weight_scale, thin.to)
-        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, left=up_rows)
-        dups = adapter_gradients(
-            thin, x2d, dup, low, up_a, up_b, scale=up_scale, needs_a=needs_up_a, needs_b=needs_up_b
-        )
+        wide = weight_or_codes(up_weight, up_weight_scale, lora.quantizer)
+        dx, dproj = input_gradient(lora, dup, wide, up_a, up_b, up_scale, dx, needs_x, left=up_rows)
+        needs = (needs_up_a, needs_up_b)
+        dups = adapter_gradients(lora, x2d, dup, dproj, up_a, up_b, up_scale, *needs)
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
     return backward
 
 
 def implement_lora_mlp(
-    kernels: CodedActivation, thin: LowRank
+    kernels: CodedActivation, lora: LowRank
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's activation and thin products."""
-    return _forward_of(kernels, thin), _backward_of(kernels, thin)
+    return _forward_of(kernels, lora), _backward_of(kernels, lora)
 
 
 def adapted_layer(
-    thin: LowRank,
+    lora: LowRank,
     rows: Tensor,
     weight: Weight,
     bias: Tensor | None,
@@ -160,33 +159,33 @@ def adapted_layer(
     y = frozen_linear(rows, weight, bias, left)
     if a is None or b is None:
         return y
-    return thin.add_(y, thin.narrow(rows, a.t()), b.t(), scale)
+    return lora.add_(y, lora.narrow(rows, a.t()), b.t(), scale)
 
 
 def input_gradient(
-    thin: LowRank,
+    lora: LowRank,
     dy: Tensor,
     weight: Weight,
     a: Tensor | None,
     b: Tensor | None,
     scale: float,
-    into: Tensor | None = None,
-    needed: bool = True,
+    total: Tensor | None = None,
+    is_needed: bool = True,
     left: Float8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a layer's input, added to ``into``, and ``dy @ b``; ``left``: dy in FP8."""
-    low = dy.new_empty(0) if b is None else thin.narrow(dy, b)
-    if not needed:
-        return dy.new_empty(0), low
-    dx = frozen_gradient(dy, weight, thin.to, into, left)
-    return (dx if a is None else thin.add_(dx, low, a, scale)), low
+    """The gradient of a layer's input, added to ``total``, and ``dy @ b``; ``left``: dy in FP8."""
+    dproj = dy.new_empty(0) if b is None else lora.narrow(dy, b)
+    if not is_needed:
+        return dy.new_empty(0), dproj
+    dx = frozen_gradient(dy, weight, lora.quantizer, total, left)
+    return (dx if a is None else lora.add_(dx, dproj, a, scale)), dproj
 
 
 def adapter_gradients(
-    thin: LowRank,
+    lora: LowRank,
     rows: Tensor,
     dy: Tensor,
-    low: Tensor,
+    dproj: Tensor,
     a: Tensor | None,
     b: Tensor | None,
     scale: float,
@@ -198,9 +197,9 @@ def adapter_gradients(
     if a is not None and b is not None:
         da, db = a.new_empty(0), b.new_empty(0)
         if needs_a:
-            da = thin.gradient(low, rows, scale, a.dtype)
+            da = lora.gradient(dproj, rows, scale, a.dtype)
         if needs_b:
-            db = thin.gradient(dy, thin.narrow(rows, a.t()), scale, b.dtype)
+            db = lora.gradient(dy, lora.narrow(rows, a.t()), scale, b.dtype)
     return da, db
 
 

@@ -33,7 +33,7 @@ class Reached(NamedTuple):
     back: Tensor
 
 
-def _forward_of(thin: LowRank) -> Callable[..., Any]:
+def _forward_of(lora: LowRank) -> Callable[..., Any]:
     """The forward pass of the contract, as a function of tensors."""
 
     def forward(
@@ -59,17 +59,17 @@ def _forward_of(thin: LowRank) -> Callable[..., Any]:
         codes: Tensor | None,
         codes_scale: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x2d, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
-        own = (q_weight_scale, k_weight_scale, v_weight_scale)
-        wide = _wide_weights((q_weight, k_weight, v_weight), own, thin)
-        left = shared_rows(x, codes, codes_scale, thin.to, *wide)
+        x2d, row_shape, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
+        weight_scales = (q_weight_scale, k_weight_scale, v_weight_scale)
+        wide = _wide_weights((q_weight, k_weight, v_weight), weight_scales, lora)
+        left = shared_rows(x, codes, codes_scale, lora.quantizer, *wide)
         factors = [t for t in a if t is not None] or [x2d.new_empty(0, x2d.shape[1])]
-        low = thin.narrow(x2d, torch.cat(factors).t())
+        projected = lora.narrow(x2d, torch.cat(factors).t())
         layers = zip(
             wide,
             (q_bias, k_bias, v_bias),
             (q_b, k_b, v_b),
-            _columns(low, a),
+            _columns(projected, a),
             (q_scale, k_scale, v_scale),
             strict=True,
         )
@@ -77,14 +77,14 @@ def _forward_of(thin: LowRank) -> Callable[..., Any]:
         for weight, bias, b, part, scale in layers:
             y = x2d.new_empty(0) if weight is None else frozen_linear(x2d, weight, bias, left)
             if b is not None:
-                thin.add_(y, part, b.t(), scale)
-            outputs.append(y if weight is None else y.view(*lead, y.shape[1]))
-        return (*outputs, low.view(*lead, low.shape[1]))  # type: ignore[return-value]
+                lora.add_(y, part, b.t(), scale)
+            outputs.append(y if weight is None else y.view(*row_shape, y.shape[1]))
+        return (*outputs, projected.view(*row_shape, projected.shape[1]))  # type: ignore[return-value]
 
     return forward
 
 
-def _backward_of(thin: LowRank) -> Callable[..., Any]:
+def _backward_of(lora: LowRank) -> Callable[..., Any]:
     """The backward pass of the contract, as a function of tensors."""
 
     def backward(
@@ -128,39 +128,41 @@ def _backward_of(thin: LowRank) -> Callable[..., Any]:
         adapters = [
             None
             if a is None or b is None or dy is None
-            else Reached(a, b, scale, own, dy, thin.narrow(dy, b) if needs_back else own)
-            for a, b, scale, own, dy in parts
+            else Reached(
+                a, b, scale, projection, dy, lora.narrow(dy, b) if needs_back else projection
+            )
+            for a, b, scale, projection, dy in parts
         ]
-        own = (q_weight_scale, k_weight_scale, v_weight_scale)
+        projection = (q_weight_scale, k_weight_scale, v_weight_scale)
         dx = x.new_empty(0)
         if needs_x:
-            weights = _wide_weights((q_weight, k_weight, v_weight), own, thin)
-            dx = _common_input_gradient(thin, upstream, weights, [a for a in adapters if a]).view(
+            weights = _wide_weights((q_weight, k_weight, v_weight), projection, lora)
+            dx = _common_input_gradient(lora, upstream, weights, [a for a in adapters if a]).view(
                 x.shape
             )
         das = _first_gradients(
-            thin, x2d, [o for o, n in zip(adapters, needs_a, strict=True) if o and n]
+            lora, x2d, [o for o, n in zip(adapters, needs_a, strict=True) if o and n]
         )
         gradients = [dx]
-        for at, one in enumerate(adapters):
-            da, db = (x.new_empty(0) if t is None else t.new_empty(0) for t in (a[at], b[at]))
-            if one and needs_a[at]:
+        for index, adapter in enumerate(adapters):
+            da, db = (x.new_empty(0) if t is None else t.new_empty(0) for t in (a[index], b[index]))
+            if adapter and needs_a[index]:
                 da = das.pop(0)
-            if one and needs_b[at]:
-                db = thin.gradient(one.dy, one.low, one.scale, one.b.dtype)
+            if adapter and needs_b[index]:
+                db = lora.gradient(adapter.dy, adapter.low, adapter.scale, adapter.b.dtype)
             gradients += [da, db]
         return tuple(gradients)  # type: ignore[return-value]
 
     return backward
 
 
-def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_lora_qkv(lora: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
-    return _forward_of(thin), _backward_of(thin)
+    return _forward_of(lora), _backward_of(lora)
 
 
 def _common_input_gradient(
-    thin: LowRank,
+    lora: LowRank,
     upstream: Sequence[Tensor | None],
     weights: Sequence[Weight | None],
     adapters: Sequence[Reached],
@@ -169,36 +171,38 @@ def _common_input_gradient(
     dx: Tensor | None = None
     for dy, weight in zip(upstream, weights, strict=True):
         if dy is not None and weight is not None:
-            dx = frozen_gradient(dy, weight, thin.to, dx)
+            dx = frozen_gradient(dy, weight, lora.quantizer, dx)
     assert dx is not None
-    for scale in dict.fromkeys(one.scale for one in adapters):
-        same = [one for one in adapters if one.scale == scale]
-        back, a = torch.cat([o.back for o in same], 1), torch.cat([o.a for o in same])
-        thin.add_(dx, back, a, scale)
+    for scale in dict.fromkeys(adapter.scale for adapter in adapters):
+        of_scale = [adapter for adapter in adapters if adapter.scale == scale]
+        dprojected, a = torch.cat([o.back for o in of_scale], 1), torch.cat([o.a for o in of_scale])
+        lora.add_(dx, dprojected, a, scale)
     return dx
 
 
-def _first_gradients(thin: LowRank, rows: Tensor, adapters: Sequence[Reached]) -> list[Tensor]:
+def _first_gradients(lora: LowRank, rows: Tensor, adapters: Sequence[Reached]) -> list[Tensor]:
     """The gradients of the first factors, each in memory of its own."""
     if not adapters:
         return []
-    total = thin.sums(torch.cat([one.back for one in adapters], 1), rows, adapters[0].a.dtype)
-    own = total.split([one.a.shape[0] for one in adapters])
-    return [part * one.scale for part, one in zip(own, adapters, strict=True)]
+    total = lora.sums(
+        torch.cat([adapter.back for adapter in adapters], 1), rows, adapters[0].a.dtype
+    )
+    parts = total.split([adapter.a.shape[0] for adapter in adapters])
+    return [part * adapter.scale for part, adapter in zip(parts, adapters, strict=True)]
 
 
 def _wide_weights(
-    weights: Sequence[Tensor | None], scales: Sequence[Tensor | None], thin: LowRank
+    weights: Sequence[Tensor | None], scales: Sequence[Tensor | None], lora: LowRank
 ) -> list[Weight | None]:
     pairs = zip(weights, scales, strict=True)
     return [
-        None if weight is None else weight_or_codes(weight, scale, thin.to)
+        None if weight is None else weight_or_codes(weight, scale, lora.quantizer)
         for weight, scale in pairs
     ]
 
 
-def _columns(low: Tensor, a: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    return torch.split(low, [0 if t is None else t.shape[0] for t in a], 1)
+def _columns(projected: Tensor, a: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    return torch.split(projected, [0 if t is None else t.shape[0] for t in a], 1)
 
 
 forward, backward = implement_lora_qkv(LowRank())

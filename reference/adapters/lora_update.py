@@ -13,12 +13,12 @@ from liger_multi.reference.adapters.low_rank import LowRank
 from liger_multi.reference.common.chunking import as_rows
 
 
-def implement_lora_update(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_lora_update(lora: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        low = thin.narrow(as_rows(x), a.t())
-        return thin.added(as_rows(base), low, b.t(), scale).view(base.shape)
+        projected = lora.narrow(as_rows(x), a.t())
+        return lora.added(as_rows(base), projected, b.t(), scale).view(base.shape)
 
     def backward(
         dy: Tensor,
@@ -33,13 +33,13 @@ def implement_lora_update(thin: LowRank) -> tuple[Callable[..., Any], Callable[.
         x2d, dy2d = as_rows(x), as_rows(dy)
         dx, da, db = x.new_empty(0), a.new_empty(0), b.new_empty(0)
         if needs_x or needs_a:
-            low = thin.narrow(dy2d, b)
+            dprojected = lora.narrow(dy2d, b)
             if needs_x:
-                dx = thin.widened(low, a, scale, x.dtype).view(x.shape)
+                dx = lora.widened(dprojected, a, scale, x.dtype).view(x.shape)
             if needs_a:
-                da = thin.gradient(low, x2d, scale, a.dtype)
+                da = lora.gradient(dprojected, x2d, scale, a.dtype)
         if needs_b:
-            db = thin.gradient(dy2d, thin.narrow(x2d, a.t()), scale, b.dtype)
+            db = lora.gradient(dy2d, lora.narrow(x2d, a.t()), scale, b.dtype)
         return dx, da, db
 
     return forward, backward

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import has_out_dtype, row_blocks
-from liger_multi.reference.common.strict import addmm, apart, matmul, multiply, product
+from liger_multi.reference.common.strict import addmm, has_own_gemm, matmul, multiply, product
 from liger_multi.reference.float8.rows import PLAIN, Quantizer
 
 # Products of parts, first and second; the other three are below fp32's last bit.
@@ -40,52 +40,58 @@ class LowRank:
     """
 
     def __init__(
-        self, split: Callable[[Tensor, Sequence[int], int], Tensor] = split, to: Quantizer = PLAIN
+        self,
+        split: Callable[[Tensor, Sequence[int], int], Tensor] = split,
+        quantizer: Quantizer = PLAIN,
     ) -> None:
-        self._split, self.to = split, to
+        self._split, self.quantizer = split, quantizer
 
-    def narrow(self, wide: Tensor, thin: Tensor) -> Tensor:
-        """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
-        if wide.dtype == thin.dtype:
-            return matmul(wide, thin)
-        if _splits(wide, thin):
-            multiplied = product if apart() else _product
-            out = multiplied(wide, self._split(thin, PARTS, 1)).view(-1, 3, thin.shape[1])
-            return out[:, 0] + out[:, 1] + out[:, 2] if apart() else out.sum(1)
-        out = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
-        for block in _blocks(wide, thin.dtype):
-            multiply(wide[block].to(thin.dtype), thin, None, out[block])
+    def narrow(self, wide: Tensor, factor: Tensor) -> Tensor:
+        """``wide @ factor``, (rows, r), in the dtype of ``factor``."""
+        if wide.dtype == factor.dtype:
+            return matmul(wide, factor)
+        if _splits(wide, factor):
+            multiplied = product if has_own_gemm() else _product
+            out = multiplied(wide, self._split(factor, PARTS, 1)).view(-1, 3, factor.shape[1])
+            return out[:, 0] + out[:, 1] + out[:, 2] if has_own_gemm() else out.sum(1)
+        out = wide.new_empty(wide.shape[0], factor.shape[1], dtype=factor.dtype)
+        for block in _blocks(wide, factor.dtype):
+            multiply(wide[block].to(factor.dtype), factor, None, out[block])
         return out
 
-    def add_(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
-        """``rows += scale low @ thin``, rounded once."""
-        if rows.dtype == low.dtype:
-            return addmm(rows, low, thin, scale, into=True)
-        if _splits(rows, low):
-            return addmm(rows, *self._terms(low, thin), scale, into=True)
-        for block in _blocks(rows, low.dtype):
-            rows[block] = addmm(rows[block].to(low.dtype), low[block], thin, scale)
+    def add_(self, rows: Tensor, projected: Tensor, factor: Tensor, scale: float) -> Tensor:
+        """``rows += scale projected @ factor``, rounded once."""
+        if rows.dtype == projected.dtype:
+            return addmm(rows, projected, factor, scale, in_place=True)
+        if _splits(rows, projected):
+            return addmm(rows, *self._terms(projected, factor), scale, in_place=True)
+        for block in _blocks(rows, projected.dtype):
+            rows[block] = addmm(rows[block].to(projected.dtype), projected[block], factor, scale)
         return rows
 
-    def added(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
-        """``rows + scale low @ thin``, rounded once."""
-        if rows.dtype == low.dtype:
-            return addmm(rows, low, thin, scale)
-        if _splits(rows, low):
-            return addmm(rows, *self._terms(low, thin), scale)
-        return self.add_(rows.clone(memory_format=torch.contiguous_format), low, thin, scale)
+    def added(self, rows: Tensor, projected: Tensor, factor: Tensor, scale: float) -> Tensor:
+        """``rows + scale projected @ factor``, rounded once."""
+        if rows.dtype == projected.dtype:
+            return addmm(rows, projected, factor, scale)
+        if _splits(rows, projected):
+            return addmm(rows, *self._terms(projected, factor), scale)
+        return self.add_(
+            rows.clone(memory_format=torch.contiguous_format), projected, factor, scale
+        )
 
-    def widened(self, low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """``scale low @ thin`` in a given dtype."""
-        if dtype == low.dtype:
-            return matmul(low, thin).mul_(scale)
-        out = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
-        if _splits(out, low):
-            if apart():
-                return out.copy_(product(*self._terms(low, thin)).mul_(scale))
-            return out.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
-        for block in _blocks(out, low.dtype):
-            out[block] = matmul(low[block], thin).mul_(scale)
+    def widened(
+        self, projected: Tensor, factor: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        """``scale projected @ factor`` in a given dtype."""
+        if dtype == projected.dtype:
+            return matmul(projected, factor).mul_(scale)
+        out = projected.new_empty(projected.shape[0], factor.shape[1], dtype=dtype)
+        if _splits(out, projected):
+            if has_own_gemm():
+                return out.copy_(product(*self._terms(projected, factor)).mul_(scale))
+            return out.addmm_(*self._terms(projected, factor), beta=0, alpha=scale)
+        for block in _blocks(out, projected.dtype):
+            out[block] = matmul(projected[block], factor).mul_(scale)
         return out
 
     def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -108,13 +114,13 @@ class LowRank:
             total.addmm_(left[block].to(dtype).t(), right[block].to(dtype))
         return total
 
-    def _terms(self, low: Tensor, thin: Tensor) -> tuple[Tensor, Tensor]:
+    def _terms(self, projected: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         """Two in bf16 whose product is that of two in fp32."""
-        return self._split(low, LEFT, 1), self._split(thin, RIGHT, 0)
+        return self._split(projected, LEFT, 1), self._split(factor, RIGHT, 0)
 
 
-def _splits(wide: Tensor, thin: Tensor) -> bool:
-    splits = wide.dtype == torch.bfloat16 and thin.dtype == torch.float32
+def _splits(wide: Tensor, factor: Tensor) -> bool:
+    splits = wide.dtype == torch.bfloat16 and factor.dtype == torch.float32
     return splits and wide.numel() > 0 and has_out_dtype(wide.device.type, torch.bfloat16)
 
 

@@ -42,7 +42,7 @@ def visible_keys(
     """
     keys, offset = k.shape[2], k.shape[2] - q.shape[2]
     last = max(0, min(keys, rows.stop + offset)) if causal else keys
-    place = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + offset
+    query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + offset
     bounds = [] if ranges is None else [b[:, None, None] for b in ranges[:, rows].split(2, -1)]
     extents = []
     if q.device.type == "cpu":
@@ -52,11 +52,11 @@ def visible_keys(
             continue
         column = torch.arange(cols.start, cols.stop, device=q.device)
         if ranges is None:
-            whole = not causal or cols.stop <= rows.start + offset + 1
-            yield cols, None if whole else (column <= place)[None, None, None]
+            all_visible = not causal or cols.stop <= rows.start + offset + 1
+            yield cols, None if all_visible else (column <= query)[None, None, None]
             continue
-        inside = [(column >= b[..., :1]) & (column < b[..., 1:]) for b in bounds]
-        yield cols, torch.stack(inside).any(0)
+        in_ranges = [(column >= b[..., :1]) & (column < b[..., 1:]) for b in bounds]
+        yield cols, torch.stack(in_ranges).any(0)
 
 
 def grouped(x: Tensor, groups: int, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -71,9 +71,9 @@ def scores(q: Tensor, k: Tensor, scale: float, softcap: float, heads: int) -> Te
     return s if softcap == 0.0 else torch.tanh(s / softcap) * softcap
 
 
-def ordered(like: Tensor, dtype: torch.dtype, heads: int, length: int, size: int) -> Tensor:
+def ordered(tensor: Tensor, dtype: torch.dtype, heads: int, length: int, size: int) -> Tensor:
     """Zeros ``(B, heads, length, size)`` whose memory has the order (B, length, heads, size)."""
-    return like.new_zeros(like.shape[0], length, heads, size, dtype=dtype).transpose(1, 2)
+    return tensor.new_zeros(tensor.shape[0], length, heads, size, dtype=dtype).transpose(1, 2)
 
 
 # --- queries apart from each other ---
@@ -92,8 +92,8 @@ def queries_apart(
         if ranges is not None:
             bounds = ranges[b if ranges.shape[0] > 1 else 0, i].tolist()
         visible = torch.zeros(k.shape[2], dtype=torch.bool)
-        for low, high in zip(bounds[::2], bounds[1::2], strict=True):
-            visible[max(0, low) : max(0, high)] = True
+        for begin, end in zip(bounds[::2], bounds[1::2], strict=True):
+            visible[max(0, begin) : max(0, end)] = True
         yield slice(b, b + 1), slice(i, i + 1), visible.nonzero().squeeze(1).to(k.device)
 
 
@@ -159,8 +159,8 @@ def backward_apart(
         )
         if needs[0]:
             totals[0][b, :, i] = gradients[0]
-        for total, part, needed in zip(totals[1:], gradients[1:3], needs[1:3], strict=True):
-            if needed:
+        for total, part, is_needed in zip(totals[1:], gradients[1:3], needs[1:3], strict=True):
+            if is_needed:
                 total[b][:, :, keys] = total[b][:, :, keys] + part  # each key listed once
         dsinks += gradients[3] if dsinks.numel() else 0
     rounded = [_rounded(t, x.dtype) for t, x in zip(totals, (q, k, v), strict=True)]
@@ -204,21 +204,21 @@ def forward_by_blocks(
     )
     for rows in blocks(length if batch else 0, step):
         query_rows = grouped(q, groups, rows, acc_dtype)
-        lead = (batch, groups, heads // groups, rows.stop - rows.start)
-        top = query_rows.new_full((*lead, 1), -torch.inf)
+        score_shape = (batch, groups, heads // groups, rows.stop - rows.start)
+        top = query_rows.new_full((*score_shape, 1), -torch.inf)
         if sinks is not None:
             top = sinks.to(acc_dtype).view(1, groups, -1, 1, 1).expand_as(top)
         total, acc = (
             torch.full_like(top, sinks is not None),
-            query_rows.new_zeros(*lead, v.shape[3]),
+            query_rows.new_zeros(*score_shape, v.shape[3]),
         )
         for cols, visible in visible_keys(q, k, ranges, causal, rows, step):
-            s = scores(query_rows, k[:, :, cols].to(acc_dtype), scale, softcap, lead[2])
+            s = scores(query_rows, k[:, :, cols].to(acc_dtype), scale, softcap, score_shape[2])
             s = s if visible is None else s.masked_fill(~visible, -torch.inf)
-            new = torch.maximum(top, s.amax(-1, keepdim=True))
-            base = new.masked_fill(new == -torch.inf, 0)
+            new_top = torch.maximum(top, s.amax(-1, keepdim=True))
+            base = new_top.masked_fill(new_top == -torch.inf, 0)
             p, decay = torch.exp(s - base), torch.exp(top - base)
-            total, top = total * decay + p.sum(-1, keepdim=True), new
+            total, top = total * decay + p.sum(-1, keepdim=True), new_top
             acc = acc * decay + (p.flatten(2, 3) @ v[:, :, cols].to(acc_dtype)).view(acc.shape)
         lse[:, :, rows] = (top + total.log()).view(batch, heads, -1)
         y[:, :, rows] = (acc / total.masked_fill(total == 0, 1)).flatten(1, 2).to(q.dtype)
@@ -268,8 +268,8 @@ def backward_by_blocks(
     """``ds = p (dy v' - sum(dy y))``; lse counts the sink, whose probability has no value."""
     acc_dtype, (batch, heads, length, _), groups = lse.dtype, q.shape, k.shape[1]
     dq, dk, dv = (
-        ordered(x, d, *x.shape[1:]) if needed else x.new_empty(0)
-        for x, d, needed in (
+        ordered(x, d, *x.shape[1:]) if is_needed else x.new_empty(0)
+        for x, d, is_needed in (
             (q, q.dtype, needs_q),
             (k, acc_dtype, needs_k),
             (v, acc_dtype, needs_v),
@@ -390,8 +390,8 @@ class Blocks(NamedTuple):
     def depth(self) -> int:
         """The most parts that a query is in."""
         spans = [(block.query, block.query + block.batch * block.queries) for block in self.calls]
-        own = max(sum(start <= at < end for start, end in spans) for at, _ in spans)
-        return own + (self.rest is not None)
+        deepest = max(sum(start <= edge < end for start, end in spans) for edge, _ in spans)
+        return deepest + (self.rest is not None)
 
 
 def blocks_of(ranges: Tensor | None) -> Blocks | None:

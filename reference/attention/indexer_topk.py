@@ -17,14 +17,14 @@ def selected(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     lowest = torch.finfo(scores.dtype).min
     ranking = torch.where(scores.isnan(), torch.inf, scores.clamp(min=lowest))
     ranking = ranking.masked_fill(~visible, -torch.inf)
-    least = ranking.topk(count, -1).values[..., -1:]
-    above, equal = ranking > least, (ranking == least) & visible
-    rest = count - above.sum(-1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(-1) <= rest))
+    threshold = ranking.topk(count, -1).values[..., -1:]
+    higher, equal = ranking > threshold, (ranking == threshold) & visible
+    missing = count - higher.sum(-1, keepdim=True)
+    chosen = higher | (equal & (equal.cumsum(-1) <= missing))
     rank = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # an extra column collects the others
-    place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
+    position = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
     out = torch.full((*scores.shape[:-1], count + 1), -1, dtype=torch.int32, device=scores.device)
-    return out.scatter_(-1, rank, place.expand_as(rank))[..., :count]
+    return out.scatter_(-1, rank, position.expand_as(rank))[..., :count]
 
 
 def forward(
@@ -43,7 +43,7 @@ def forward(
     scores = q.new_full(indices.shape, -torch.inf, dtype=acc_dtype)
     if not indices.numel():
         return indices, scores
-    place, keys_t = torch.arange(keys, device=q.device), k.to(acc_dtype).mT
+    position, keys_t = torch.arange(keys, device=q.device), k.to(acc_dtype).mT
     for rows in row_blocks(queries, 6 * batch * keys * acc_dtype.itemsize):
         total = q.new_zeros(batch, rows.stop - rows.start, keys, dtype=acc_dtype)
         for head in range(heads):
@@ -51,11 +51,11 @@ def forward(
             total += product.mul_(w[:, rows, head, None].to(acc_dtype))
         visible = torch.ones_like(total, dtype=torch.bool)
         if ranges is not None:
-            visible = (place >= ranges[:, rows, :1]) & (place < ranges[:, rows, 1:])
+            visible = (position >= ranges[:, rows, :1]) & (position < ranges[:, rows, 1:])
             visible = visible.expand_as(total)
         elif causal:
             last = torch.arange(rows.start, rows.stop, device=q.device) + (keys - queries)
-            visible = (place <= last[:, None]).expand_as(total)
+            visible = (position <= last[:, None]).expand_as(total)
         chosen = selected(total.mul_(scale), visible, count)
         indices[:, rows] = chosen
         values = total.gather(-1, chosen.clamp(min=0).long())

@@ -15,12 +15,12 @@ def _probabilities(scores: Tensor, sparse: bool) -> Tensor:
     acc_dtype, (_, _, rows, cols) = statistics_dtype(scores.dtype), scores.shape
     p = scores.new_empty(scores.shape)
     flat, out = scores.flatten(0, 1), p.flatten(0, 1)
-    place = torch.arange(cols, device=scores.device)
+    column = torch.arange(cols, device=scores.device)
     for part in row_blocks(rows, 4 * flat.shape[0] * cols * acc_dtype.itemsize):
         row = torch.arange(part.start, part.stop, device=scores.device)[:, None]
-        s = flat[:, part].to(acc_dtype).masked_fill(place > row, LOWEST)
+        s = flat[:, part].to(acc_dtype).masked_fill(column > row, LOWEST)
         probs = sparsemax.forward(s) if sparse else torch.softmax(s, -1)
-        out[:, part] = probs.masked_fill_(place > row, 0).to(p.dtype)
+        out[:, part] = probs.masked_fill_(column > row, 0).to(p.dtype)
     return p
 
 

@@ -21,32 +21,36 @@ def _lines(x: Tensor, dilation: int) -> Tensor:
     tokens = -(-length // dilation)
     padded = x.new_zeros(batch, tokens * dilation, heads, size)
     padded[:, :length] = x.transpose(1, 2)
-    apart = padded.view(batch, tokens, dilation, heads, size).permute(0, 2, 3, 1, 4)
-    return apart.reshape(batch * dilation, heads, tokens, size)
+    by_line = padded.view(batch, tokens, dilation, heads, size).permute(0, 2, 3, 1, 4)
+    return by_line.reshape(batch * dilation, heads, tokens, size)
 
 
-def _joined(x: Tensor, dilation: int, length: int) -> Tensor:
+def _unfolded(x: Tensor, dilation: int, length: int) -> Tensor:
     """The reverse, in memory (B, L, H, D)."""
     if dilation == 1:
         return x
     lines, heads, tokens, size = x.shape
-    apart = x.view(lines // dilation, dilation, heads, tokens, size).permute(0, 3, 1, 2, 4)
-    whole = apart.reshape(lines // dilation, tokens * dilation, heads, size)[:, :length]
-    return whole.contiguous().transpose(1, 2)
+    by_line = x.view(lines // dilation, dilation, heads, tokens, size).permute(0, 3, 1, 2, 4)
+    rows = by_line.reshape(lines // dilation, tokens * dilation, heads, size)[:, :length]
+    return rows.contiguous().transpose(1, 2)
 
 
 def _neighbors(q: Tensor, length: int, reach: int, dilation: int) -> Tensor:
     """Ranges of keys, of one line for all where they are alike; no line sees its padding."""
     lines, tokens = q.shape[0], q.shape[2]
-    place = torch.arange(tokens, device=q.device, dtype=torch.int32)
+    token = torch.arange(tokens, device=q.device, dtype=torch.int32)
     if dilation == 1:
-        low, high = (place - reach).clamp_(min=0), (place + (reach + 1)).clamp_(max=length)
-        return torch.stack([low, high], -1)[None]
-    own = torch.arange(lines, device=q.device) % dilation  # the remainder by d of this line
-    last = (length - own + dilation - 1).div(dilation, rounding_mode="floor").clamp(min=0)[:, None]
-    low = torch.minimum((place - reach).clamp(min=0), last)
-    high = torch.maximum(torch.minimum(place + reach + 1, last), low)
-    return torch.stack([low.expand(lines, -1), high], -1).to(torch.int32)
+        begin, end = (token - reach).clamp_(min=0), (token + (reach + 1)).clamp_(max=length)
+        return torch.stack([begin, end], -1)[None]
+    remainder = torch.arange(lines, device=q.device) % dilation  # the remainder by d of this line
+    last = (
+        (length - remainder + dilation - 1)
+        .div(dilation, rounding_mode="floor")
+        .clamp(min=0)[:, None]
+    )
+    begin = torch.minimum((token - reach).clamp(min=0), last)
+    end = torch.maximum(torch.minimum(token + reach + 1, last), begin)
+    return torch.stack([begin.expand(lines, -1), end], -1).to(torch.int32)
 
 
 def implement_neighborhood_attention(kernels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -58,8 +62,8 @@ def implement_neighborhood_attention(kernels: Any) -> tuple[Callable[..., Any], 
         a, b, c = (_lines(x, dilation) for x in (q, k, v))
         ranges = _neighbors(a, q.shape[2], reach, dilation)
         y, lse = kernels.forward(a, b, c, None, ranges, False, scale, 0.0)
-        flat = _joined(lse.unsqueeze(-1), dilation, q.shape[2]).squeeze(-1)
-        return _joined(y, dilation, q.shape[2]), flat.contiguous()
+        flat = _unfolded(lse.unsqueeze(-1), dilation, q.shape[2]).squeeze(-1)
+        return _unfolded(y, dilation, q.shape[2]), flat.contiguous()
 
     def backward(
         dy: Tensor,
@@ -83,8 +87,8 @@ def implement_neighborhood_attention(kernels: Any) -> tuple[Callable[..., Any], 
             up, a, b, c, None, ranges, out, ends, False, scale, 0.0, *needs, False
         )
         grads = [
-            _joined(x, dilation, q.shape[2]) if needed else x
-            for x, needed in zip(gradients, needs, strict=False)
+            _unfolded(x, dilation, q.shape[2]) if is_needed else x
+            for x, is_needed in zip(gradients, needs, strict=False)
         ]
         return grads[0], grads[1], grads[2]
 

@@ -12,7 +12,7 @@ FEW_QUERIES = 1024
 """Queries whose rows are added up one after another."""
 
 
-def listed(indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+def gather_positions(indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """Places to gather from, int64, and which are keys; of lists on a CPU all must be below S.
 
     Raises:
@@ -22,27 +22,27 @@ def listed(indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"an index must be below the number of keys, {keys}, or -1, got {int(indices.max())}"
         )
-    inside = (indices >= 0) & (indices < keys)
-    return torch.where(inside, indices, 0).long(), inside
+    is_key = (indices >= 0) & (indices < keys)
+    return torch.where(is_key, indices, 0).long(), is_key
 
 
-def gathered(x: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+def gathered(x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of ``(N, S, D)`` by places (N, rows, K), as (N, rows, K, D)."""
-    flat = places.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
-    rows: Tensor = x.gather(1, flat).to(dtype).unflatten(1, places.shape[1:])
+    flat = positions.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
+    rows: Tensor = x.gather(1, flat).to(dtype).unflatten(1, positions.shape[1:])
     return rows
 
 
-def add_rows_(total: Tensor, places: Tensor, inside: Tensor, rows: Tensor) -> None:
+def add_rows_(total: Tensor, positions: Tensor, is_key: Tensor, rows: Tensor) -> None:
     """Add rows (N, rows, K, D) to those of ``(N, S, D)`` that places name, in one order."""
     offset = torch.arange(total.shape[0], device=total.device) * total.shape[1]
-    at = (places + offset.view(-1, 1, 1)).flatten()
-    values = (rows * inside[..., None]).flatten(0, -2)
+    index = (positions + offset.view(-1, 1, 1)).flatten()
+    values = (rows * is_key[..., None]).flatten(0, -2)
     flat = total.view(-1, total.shape[-1])
     if total.device.type == "cpu":
-        flat.index_add_(0, at, values)
+        flat.index_add_(0, index, values)
     else:  # sorts the indices; index_add_ would use atomic additions
-        flat.index_put_((at,), values, accumulate=True)
+        flat.index_put_((index,), values, accumulate=True)
 
 
 class SumsByKey:
@@ -52,20 +52,24 @@ class SumsByKey:
     are 2.3 times the tolerance of fp32 after 65,537 terms.
     """
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor, listed: int, queries: int) -> None:
-        self.total = like.new_zeros(shape)
+    def __init__(
+        self, shape: tuple[int, ...], tensor: Tensor, list_length: int, queries: int
+    ) -> None:
+        self.total = tensor.new_zeros(shape)
         # with fewer queries, summing over all keys costs more than the lists themselves
-        self.most = max(FEW_QUERIES, shape[1] // max(listed, 1))
-        self.part = like.new_zeros(shape) if queries > 2 * self.most else self.total
+        self.most = max(FEW_QUERIES, shape[1] // max(list_length, 1))
+        self.part = tensor.new_zeros(shape) if queries > 2 * self.most else self.total
         self.queries = 0
 
-    def add(self, places: Tensor, inside: Tensor, rows: Tensor, width: int | None = None) -> None:
+    def add(
+        self, positions: Tensor, is_key: Tensor, rows: Tensor, width: int | None = None
+    ) -> None:
         """Add rows (N, queries, K, D), in one order, to the first ``width`` columns."""
-        steps = self.most if self.part is not self.total else places.shape[1]
-        for some in row_blocks(places.shape[1], 1, max(1, steps)):
+        steps = self.most if self.part is not self.total else positions.shape[1]
+        for block in row_blocks(positions.shape[1], 1, max(1, steps)):
             part = self.part[..., :width]
-            add_rows_(part, places[:, some], inside[:, some], rows[:, some])
-            self.queries += some.stop - some.start
+            add_rows_(part, positions[:, block], is_key[:, block], rows[:, block])
+            self.queries += block.stop - block.start
             if self.queries >= self.most:
                 self._flush()
 
@@ -97,8 +101,14 @@ class _Lists:
 
     def blocks(self, limit_of: int) -> Iterator[slice]:
         """Blocks of queries."""
-        each = self.k.shape[-1] + self.v.shape[-1] + 3 * self.heads // self.groups
-        row = self.batch * self.groups * self.indices.shape[-1] * each * self.acc_dtype.itemsize
+        pair_elements = self.k.shape[-1] + self.v.shape[-1] + 3 * self.heads // self.groups
+        row = (
+            self.batch
+            * self.groups
+            * self.indices.shape[-1]
+            * pair_elements
+            * self.acc_dtype.itemsize
+        )
         yield from row_blocks(self.queries if self.batch else 0, limit_of * row)
 
     def of_heads(self, x: Tensor, rows: slice) -> Tensor:
@@ -113,11 +123,11 @@ class _Lists:
 
     def scores(self, q: Tensor, rows: slice) -> tuple[Tensor, ...]:
         """Queries, keys and scores of a block, places, and which of them are keys."""
-        places, inside = listed(self.indices[:, rows], self.keys)
-        ours, k = self.of_heads(q, rows), gathered(self.k, places, self.acc_dtype)
-        s = (ours @ k.mT).mul_(self.scale).masked_fill_(~inside[:, :, None], -torch.inf)
-        wrong = self.indices[:, rows] >= self.keys
-        return ours, k, s.masked_fill_(wrong[:, :, None], torch.nan), places, inside
+        positions, is_key = gather_positions(self.indices[:, rows], self.keys)
+        queries, k = self.of_heads(q, rows), gathered(self.k, positions, self.acc_dtype)
+        s = (queries @ k.mT).mul_(self.scale).masked_fill_(~is_key[:, :, None], -torch.inf)
+        out_of_range = self.indices[:, rows] >= self.keys
+        return queries, k, s.masked_fill_(out_of_range[:, :, None], torch.nan), positions, is_key
 
 
 def forward(
@@ -135,16 +145,18 @@ def forward(
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=lists.acc_dtype)
     weights = q.new_zeros(indices.shape if output_weights else (0,), dtype=lists.acc_dtype)
     if not lists.keys or not indices.shape[-1]:
-        listed(indices, lists.keys)
+        gather_positions(indices, lists.keys)
         return y, weights, lse
     for rows in lists.blocks(1):
-        _, _, s, places, _ = lists.scores(q, rows)
+        _, _, s, positions, _ = lists.scores(q, rows)
         top = s.amax(-1, keepdim=True)
         p = torch.exp(s - top.masked_fill(top == -torch.inf, 0))
         total = p.sum(-1, keepdim=True)
         lse[:, :, rows] = lists.to_heads((top + total.log()).squeeze(-1))
         p /= total.masked_fill(total == 0, 1)
-        y[:, :, rows] = lists.to_heads(p @ gathered(lists.v, places, lists.acc_dtype)).to(q.dtype)
+        y[:, :, rows] = lists.to_heads(p @ gathered(lists.v, positions, lists.acc_dtype)).to(
+            q.dtype
+        )
         if output_weights:
             mean = p.mean(2).unflatten(0, (lists.batch, -1))
             weights[:, :, rows] = mean if indices.shape[1] > 1 else mean.mean(1, keepdim=True)
@@ -170,24 +182,24 @@ def backward(
     dq = ordered(q, q.dtype, *q.shape[1:]) if needs_q else q.new_empty(0)
     dk, dv = (
         SumsByKey(x.shape, x.new_empty(0, dtype=lists.acc_dtype), indices.shape[-1], lists.queries)
-        if needed
+        if is_needed
         else None
-        for x, needed in ((lists.k, needs_k), (lists.v, needs_v and v is not None))
+        for x, is_needed in ((lists.k, needs_k), (lists.v, needs_v and v is not None))
     )
     for rows in lists.blocks(2) if lists.keys and indices.shape[-1] else ():
-        ours, keys, s, places, inside = lists.scores(q, rows)
+        queries, keys, s, positions, is_key = lists.scores(q, rows)
         up, ends = lists.of_heads(dy, rows), lists.of_heads(lse, rows)[..., None]
         inner = (up * lists.of_heads(y, rows)).sum(-1, keepdim=True)
         p = torch.exp(s - ends.masked_fill(ends == -torch.inf, 0))
-        ds = (p * (up @ gathered(lists.v, places, lists.acc_dtype).mT - inner)).mul_(scale)
+        ds = (p * (up @ gathered(lists.v, positions, lists.acc_dtype).mT - inner)).mul_(scale)
         if needs_q:
             dq[:, :, rows] = lists.to_heads(ds @ keys).to(q.dtype)
         if dk is not None:
-            dk.add(places, inside, ds.mT @ ours)
+            dk.add(positions, is_key, ds.mT @ queries)
         if v is None and dk is not None:
-            dk.add(places, inside, p.mT @ up, value_dim)
+            dk.add(positions, is_key, p.mT @ up, value_dim)
         elif dv is not None:
-            dv.add(places, inside, p.mT @ up)
+            dv.add(positions, is_key, p.mT @ up)
     return dq, _as_heads(dk, k), _as_heads(dv, k if v is None else v)
 
 

@@ -56,9 +56,14 @@ def capturing(device: torch.device) -> bool:
 
 
 def chunk_rows(
-    rows: int, hidden: Tensor, vocabulary: int, chunk: int, budget: int, free: int | None = None
+    rows: int,
+    hidden: Tensor,
+    vocabulary: int,
+    chunk: int,
+    budget: int,
+    free_memory: int | None = None,
 ) -> int:
-    """Rows of logits to hold at a time; ``free`` is :func:`free_bytes` where that was asked before.
+    """Rows of logits to hold at a time; ``free_memory`` is a known :func:`free_bytes`.
 
     A number of rows is kept to, and a byte budget by as many steps of 128 rows as fit. Otherwise
     all rows are one chunk where their logits cost no more than an fp32 accumulator of the weight's
@@ -73,10 +78,10 @@ def chunk_rows(
     if chunk > 0 or budget:
         return chunk or max(1, whole_steps(budget // row_bytes))
     if strict():
-        free = 0
-    elif free is None:
-        free = free_bytes(hidden.device)
-    share = free // FREE_SHARE or (AUTO_BYTES if strict() else AUTO_BYTES // 16)
+        free_memory = 0
+    elif free_memory is None:
+        free_memory = free_bytes(hidden.device)
+    share = free_memory // FREE_SHARE or (AUTO_BYTES if strict() else AUTO_BYTES // 16)
     fit, half = min(AUTO_BYTES, share) // row_bytes, -(-rows // 2)
     if min(half, fit) < MIN_ROWS:
         return max(1, min(half, fit))
@@ -97,15 +102,15 @@ def is_whole(
 
 
 def weight_gradient_dtype(
-    dtype: torch.dtype, weight: torch.dtype, accumulate: torch.dtype, whole: bool
+    dtype: torch.dtype, weight: torch.dtype, accumulate: torch.dtype, one_chunk: bool
 ) -> torch.dtype:
     """The dtype of the unnormalized gradient of a weight.
 
     With a single chunk, a GEMM in the weight's dtype also rounds once. float16 is excluded, because
     a sum over rows can exceed its range.
     """
-    once = whole and dtype == weight and dtype != torch.float16
-    return dtype if once or dtype == torch.float64 else accumulate
+    rounds_once = one_chunk and dtype == weight and dtype != torch.float16
+    return dtype if rounds_once or dtype == torch.float64 else accumulate
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class Attempt:
 
 
 _attempt: ContextVar[Attempt | None] = ContextVar("liger_multi_attempt", default=None)
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def divided(step: int) -> int:
@@ -67,9 +67,9 @@ def retried(half: Half) -> Half:
 
 
 def _warn(name: str, rows: int) -> None:
-    if name in _said:
+    if name in _warned:
         return
-    _said.add(name)
+    _warned.add(name)
     warnings.warn(
         f"liger_multi {name}: out of memory with {rows} rows of logits at a time; computed with "
         f"{max(1, rows // DIVISOR)} instead. Set chunk_bytes to keep below the limit (said once)",

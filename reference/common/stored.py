@@ -47,8 +47,8 @@ def linear_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, opened(weight), bias)
     rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
     y = x.new_empty(rows.shape[0], weight.shape[0])
-    for part, own, place in _by_pieces(weight, bias, y):
-        place.copy_(linear(rows, opened(part), own))
+    for part, part_bias, out in _by_pieces(weight, bias, y):
+        out.copy_(linear(rows, opened(part), part_bias))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -56,8 +56,8 @@ def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) 
     """Write ``rows @ weight.T + bias`` of rows (M, K) into ``out``, piece by piece."""
     if len(pieces(weight)) == 1:
         return multiply(rows, opened(weight).t(), bias, out)
-    for part, own, place in _by_pieces(weight, bias, out):
-        multiply(rows, opened(part).t(), own, place)
+    for part, part_bias, out_part in _by_pieces(weight, bias, out):
+        multiply(rows, opened(part).t(), part_bias, out_part)
     return out
 
 
@@ -74,7 +74,7 @@ def gradient_of(dy: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tenso
     if len(parts) == 1:
         return matmul(dy, opened(weight), onto)
     columns = dy.split([part.shape[0] for part in parts], 1)
-    for part, own in zip(parts, columns, strict=True):
-        total = matmul(own, opened(part), total)
+    for part, dy_part in zip(parts, columns, strict=True):
+        total = matmul(dy_part, opened(part), total)
     assert total is not None
     return total

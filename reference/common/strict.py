@@ -25,7 +25,7 @@ _gemm: ContextVar[Gemm | None] = ContextVar("liger_multi_gemm_by_rows", default=
 
 
 @contextlib.contextmanager
-def within(mode: str, gemm: Gemm | None) -> Iterator[None]:
+def in_mode(mode: str, gemm: Gemm | None) -> Iterator[None]:
     """Ask for a setting within a block; ``gemm`` takes the place of the vendor's under "rows"."""
     tokens = _mode.set(mode), _gemm.set(gemm if mode == "rows" else None)
     try:
@@ -45,7 +45,7 @@ def by_rows() -> bool:
     return _mode.get() == "rows"
 
 
-def apart() -> bool:
+def has_own_gemm() -> bool:
     """Whether a GEMM of independent rows stands in the place of the vendor's."""
     return _gemm.get() is not None
 
@@ -64,7 +64,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T (+ bias)`` of rows ``(..., K)``, as :func:`multiply`."""
-    if not apart():
+    if not has_own_gemm():
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
     out = x.new_empty(rows.shape[0], weight.shape[0])
@@ -74,24 +74,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
     """``a @ b``, added to ``onto`` in its buffer where that is given, as :func:`multiply`."""
-    if not apart():
+    if not has_own_gemm():
         return a @ b if onto is None else onto.addmm_(a, b)
     out = multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1]))
     return out if onto is None else onto.add_(out)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in fp32 with independent rows, where :func:`apart`."""
+    """``a @ b`` in fp32 with independent rows, where :func:`has_own_gemm`."""
     return multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32))
 
 
-def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) -> Tensor:
+def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, in_place: bool = False) -> Tensor:
     """``base + alpha a @ b``, rounded once, optionally in place; rows as in :func:`multiply`."""
-    if not apart():
-        add = base.addmm_ if into else base.addmm
+    if not has_own_gemm():
+        add = base.addmm_ if in_place else base.addmm
         return add(a, b, alpha=alpha)
     total = torch.add(base, product(a, b), alpha=alpha)
-    return base.copy_(total) if into else total.to(base.dtype)
+    return base.copy_(total) if in_place else total.to(base.dtype)
 
 
 # --- settings of the vendor's libraries ---
@@ -126,25 +126,25 @@ class SharedSetting:
 
 def _order_convolutions() -> Callable[[], None]:
     settings: Any = torch.backends.cudnn
-    before = settings.deterministic, settings.benchmark
+    previous = settings.deterministic, settings.benchmark
     settings.deterministic, settings.benchmark = True, False
 
     def undo() -> None:
-        settings.deterministic, settings.benchmark = before
+        settings.deterministic, settings.benchmark = previous
 
     return undo
 
 
 def _order_attention() -> Callable[[], None]:
     """Set deterministic algorithms; FlashAttention's backward ignores ``warn_only=True``."""
-    before = torch.are_deterministic_algorithms_enabled()
+    was_enabled = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     set_deterministic(True, warn_only=False)
 
     def undo() -> None:
-        set_deterministic(before, warn_only=warn)
+        set_deterministic(was_enabled, warn_only=warn)
         settings.fill_uninitialized_memory = filled
 
     return undo

@@ -13,7 +13,7 @@ from liger_multi.reference.cross_entropy import reduction as reduction_of, rows 
 from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats
 
 
-class GivenRows(Protocol):
+class CallerRows(Protocol):
     """Row kernels of a backend for logits that the caller owns."""
 
     def statistics(
@@ -34,7 +34,7 @@ class GivenRows(Protocol):
         """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
 
 
-def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_cross_entropy(kernels: CallerRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(
@@ -52,8 +52,14 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         rows = kernels.statistics(logits, target, weight, spec, outputs)
-        by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-        return (*reduction_of.reduced(rows, target, spec, reduction, by, outputs), rows.lse_low, by)  # type: ignore[return-value]
+        denominators = reduction_of.denominators(
+            target, weight, ignore_index, reduction, logits.dtype
+        )
+        return (
+            *reduction_of.reduced(rows, target, spec, reduction, denominators, outputs),
+            rows.lse_low,
+            denominators,
+        )  # type: ignore[return-value]
 
     def backward(
         dloss: Tensor,
@@ -79,7 +85,7 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
     return forward, backward
 
 
-def overwriting(kernels: GivenRows) -> Callable[..., Any]:
+def overwriting(kernels: CallerRows) -> Callable[..., Any]:
     """Forward of the contract in place; :func:`scale_` is its backward."""
 
     def forward(
@@ -97,11 +103,16 @@ def overwriting(kernels: GivenRows) -> Callable[..., Any]:
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         rows = kernels.statistics(logits, target, weight, spec, outputs)
-        by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-        one, reduction_mode = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
-        scales = reduction_of.upstream(one, by, reduction_mode)
+        denominators = reduction_of.denominators(
+            target, weight, ignore_index, reduction, logits.dtype
+        )
+        unit, reduction_mode = (
+            torch.ones_like(denominators[0]),
+            "sum" if reduction == "none" else reduction,
+        )
+        scales = reduction_of.upstream(unit, denominators, reduction_mode)
         kernels.gradient_into(logits, logits, target, weight, rows.normalizer, spec, scales)
-        return reduction_of.reduced(rows, target, spec, reduction, by, outputs)  # type: ignore[return-value]
+        return reduction_of.reduced(rows, target, spec, reduction, denominators, outputs)  # type: ignore[return-value]
 
     return forward
 

@@ -38,8 +38,8 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-    return torch.maximum(-low, high)
+    smallest, largest = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+    return torch.maximum(-smallest, largest)
 
 
 class PlainRounding:
@@ -69,10 +69,10 @@ def _rounded_by_pieces(parts: list[Tensor], cols: int, dtype: torch.dtype) -> Ro
     sizes, device = [part.shape[0] for part in parts], parts[0].device
     scale = scale_for(torch.stack([_largest(opened(part)) for part in parts]).amax(), dtype)
     data = torch.empty(sum(sizes), cols, dtype=dtype, device=device)
-    for part, place in zip(parts, data.split(sizes), strict=True):
+    for part, out in zip(parts, data.split(sizes), strict=True):
         numbers = opened(part)
-        for block in row_blocks(place.shape[0], cols * 4):
-            place[block].copy_(numbers[block].float() / scale)
+        for block in row_blocks(out.shape[0], cols * 4):
+            out[block].copy_(numbers[block].float() / scale)
         del numbers
     return Rounded(data, scale)
 
@@ -93,27 +93,27 @@ def unsupported(device: torch.device, weight: Tensor) -> str | None:
         return None
     if weight.shape[0] % ALIGNED or weight.shape[1] % ALIGNED:
         return f"both axes of weight must be multiples of {ALIGNED}, got {tuple(weight.shape)}"
-    return _asked(device)[1]
+    return _supported_formats(device)[1]
 
 
 def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """The FP8 dtypes of factors and gradients on a device; OCP's if it supports none."""
-    return FORMATS[0] if device.type in ("cpu", "meta") else _asked(device)[0]
+    return FORMATS[0] if device.type in ("cpu", "meta") else _supported_formats(device)[0]
 
 
 @functools.cache
-def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str | None]:
+def _supported_formats(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str | None]:
     """The first pair of formats that the device supports; if none, the error of the first pair."""
     reasons = []
     for factor, gradient in FORMATS:
         try:
-            one = torch.ones((), device=device)
+            unit = torch.ones((), device=device)
             a = torch.zeros(ALIGNED, ALIGNED, device=device)
-            b, out = Rounded(a.to(factor), one), a.to(torch.bfloat16)
+            b, out = Rounded(a.to(factor), unit), a.to(torch.bfloat16)
             _multiply(b, b, out, True)
-            _multiply(Rounded(a.to(gradient), one), b, out, False)
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as wrong:
-            reasons.append(f"no product in 8 bits here: {wrong!s:.80}")
+            _multiply(Rounded(a.to(gradient), unit), b, out, False)
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+            reasons.append(f"no product in 8 bits here: {error!s:.80}")
         else:
             return (factor, gradient), None
     return FORMATS[0], reasons[0]
@@ -162,12 +162,12 @@ class Head:
             raise RuntimeError(f"head_gemms in 8 bits: {reason}")
         self.gradients, self._rounding = gradients, rounding
         self._factor, self._gradient = formats(weight.device)
-        parts, across = pieces(weight), gradients and needs_gradient
+        parts, by_columns = pieces(weight), gradients and needs_gradient
         if len(parts) > 1:
             self._weight = _rounded_by_pieces(parts, weight.shape[1], self._factor)
-            if across:
+            if by_columns:
                 self._across = Rounded(self._weight.data.t().contiguous(), self._weight.scale)
-        elif across:
+        elif by_columns:
             self._weight, self._across = rounding.both_ways(opened(weight), self._factor)
         else:
             self._weight = rounding.rounded(opened(weight), self._factor)

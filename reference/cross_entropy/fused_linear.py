@@ -41,7 +41,7 @@ from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 THIN = 512  # rows
 
 
-def thin(target: Tensor) -> bool:
+def has_few_rows(target: Tensor) -> bool:
     """Whether a device gains nothing by fewer rows.
 
     The products of so few rows take the time in which the weight is read, and the wait for their
@@ -64,7 +64,7 @@ visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
 AHEAD = 8  # the first chunk is at most this part of the rows, or it waits for their number
 
 
-class Places:
+class ValidRows:
     """Places of the rows that are kept, whose number the host reads while the device goes on.
 
     A device that ran ``nonzero``, which waits for its own result, would then wait for the host.
@@ -76,14 +76,14 @@ class Places:
     follows whatever the number is, which :meth:`first` finds.
     """
 
-    def __init__(self, kept: Tensor, ahead: bool = False) -> None:
-        self._kept, self._event = kept, None
-        if has_static_nonzero(kept.device.type):
-            stream = torch.get_device_module(kept.device).current_stream(kept.device)
+    def __init__(self, is_valid: Tensor, ahead: bool = False) -> None:
+        self._kept, self._event = is_valid, None
+        if has_static_nonzero(is_valid.device.type):
+            stream = torch.get_device_module(is_valid.device).current_stream(is_valid.device)
             if ahead or not stream.query():
-                self._count = kept.sum().to("cpu", non_blocking=True)
+                self._count = is_valid.sum().to("cpu", non_blocking=True)
                 self._event = stream.record_event()
-                self._padded = torch.nonzero_static(kept, size=kept.numel()).squeeze(1)
+                self._padded = torch.nonzero_static(is_valid, size=is_valid.numel()).squeeze(1)
 
     def first(self, rows: int) -> Tensor:
         """The first places, before their number is known; 0 where there are fewer."""
@@ -164,22 +164,22 @@ class Chunks:
                 raise ValueError(SCALES)
             gradients = plan.compute_dtype == GRADIENT
             self.float8 = Head(self.weight, gradients, needs_gradient, rounding)
-        self.drops = plan.compact and not (thin(target) or capturing(hidden.device))
-        kept = target != objective.ignore_index if self.drops else None
+        self.drops = plan.compact and not (has_few_rows(target) or capturing(hidden.device))
+        is_valid = target != objective.ignore_index if self.drops else None
         self.like = hidden.new_empty(0, hidden.shape[1], dtype=dtype)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
-        every, size = target.numel(), self.like.element_size()
+        count, size = target.numel(), self.like.element_size()
         limits = (plan.chunk, plan.budget)
-        self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
+        self.whole = is_whole(count, hidden.shape[1], weight.shape[0], size, *limits)
         self.free = None if self.whole or any(limits) else free_bytes(hidden.device)
         self.ahead, self.places, self.ready = False, None, False
-        if kept is None:  # nothing to wait for
-            self.index, self.rows = None, every
+        if is_valid is None:  # nothing to wait for
+            self.index, self.rows = None, count
         else:
-            several = has_static_nonzero(kept.device.type) and not self.whole
-            fits = several and AHEAD * self._step_of(every) <= every
+            many_chunks = has_static_nonzero(is_valid.device.type) and not self.whole
+            fits = many_chunks and AHEAD * self._step_of(count) <= count
             self.ahead = fits and self.float8 is None  # its scale depends on the rows of the chunk
-            self.places = Places(kept, self.ahead)
+            self.places = ValidRows(is_valid, self.ahead)
 
     @functools.cached_property
     def index(self) -> Tensor | None:
@@ -215,17 +215,19 @@ class Chunks:
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
         """Yield slices of valid rows and of all rows, hidden states, targets and raw logits."""
         first = self._first() if self.ahead else None
-        for place in visited.get()(row_blocks(self.rows, 1, self.step)):
-            rows = place.stop - place.start
-            known = None if first is None or place.start else first[:rows]
-            yield self.at(place, self.buffer[:rows], self.ready or known is not None, known)
+        for chunk_slice in visited.get()(row_blocks(self.rows, 1, self.step)):
+            rows = chunk_slice.stop - chunk_slice.start
+            gathered = None if first is None or chunk_slice.start else first[:rows]
+            yield self.at(
+                chunk_slice, self.buffer[:rows], self.ready or gathered is not None, gathered
+            )
 
     def keeps(self) -> bool:
         """Whether a backward pass can find the logits again: one chunk, and rows in one order.
 
         A capture drops no rows, and the logits may be read outside of it.
         """
-        return self.whole and self.drops == (self.plan.compact and not thin(self.target))
+        return self.whole and self.drops == (self.plan.compact and not has_few_rows(self.target))
 
     def _first(self) -> Tensor:
         """Hidden states of the first chunk, whose logits are written into the buffer."""
@@ -235,21 +237,25 @@ class Chunks:
         return h
 
     def at(
-        self, place: slice, raw: Tensor, ready: bool = False, hidden: Tensor | None = None
+        self,
+        chunk_slice: slice,
+        raw: Tensor,
+        has_logits: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]:
         """One chunk; its logits are written into ``raw`` unless they are there already.
 
         Its hidden states may be passed in as well.
         """
-        where = place if self.index is None else self.index[place]
-        h = self.hidden[where].to(self.dtype) if hidden is None else hidden
-        if ready:
+        rows_of_chunk = chunk_slice if self.index is None else self.index[chunk_slice]
+        h = self.hidden[rows_of_chunk].to(self.dtype) if hidden is None else hidden
+        if has_logits:
             pass
         elif self.float8 is not None:
             self.float8.logits(h, self.bias, raw)
         else:
             linear_into(h, self.weight, self.bias, raw)
-        return place, where, h, self.target[where], raw
+        return chunk_slice, rows_of_chunk, h, self.target[rows_of_chunk], raw
 
 
 class Collected:
@@ -264,15 +270,17 @@ class Collected:
     @functools.cached_property
     def rows(self) -> RowStats:
         """The statistics; uninitialized until all chunks are done."""
-        count, like, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
-        return RowStats.empty(count, *self.options, like, ignored=ignored, loss=self.loss)
+        count, tensor, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
+        return RowStats.empty(count, *self.options, tensor, ignored=ignored, loss=self.loss)
 
-    def put(self, where: Tensor | slice, stats: RowStats) -> None:
+    def put(self, rows_of_chunk: Tensor | slice, stats: RowStats) -> None:
         """Store the statistics of one chunk."""
-        if isinstance(where, slice) and where == slice(0, self.chunks.target.numel()):
+        if isinstance(rows_of_chunk, slice) and rows_of_chunk == slice(
+            0, self.chunks.target.numel()
+        ):
             self.rows = stats
         else:
-            self.rows.put(where, stats)
+            self.rows.put(rows_of_chunk, stats)
 
 
 # --- gradients of a head ---
@@ -317,17 +325,19 @@ class Accumulator:
             self.sums.weight.zero_()
         return self.sums
 
-    def add(self, place: slice, where: Tensor | slice, h: Tensor, graw: Tensor) -> None:
+    def add(
+        self, chunk_slice: slice, rows_of_chunk: Tensor | slice, h: Tensor, graw: Tensor
+    ) -> None:
         """Add one chunk, whose logits were overwritten by their gradient.
 
         Hidden states that were gathered are overwritten by theirs.
         """
         if self.needs[1]:
-            add_product_(self.sums.weight, graw.t(), h, first=place.start == 0)
-        if self.needs[0] and isinstance(where, slice):
-            self._hidden(graw, self.sums.hidden[where])
-        elif self.needs[0] and isinstance(where, Tensor):
-            self.sums.hidden.index_copy_(0, where, self._hidden(graw, h))
+            add_product_(self.sums.weight, graw.t(), h, first=chunk_slice.start == 0)
+        if self.needs[0] and isinstance(rows_of_chunk, slice):
+            self._hidden(graw, self.sums.hidden[rows_of_chunk])
+        elif self.needs[0] and isinstance(rows_of_chunk, Tensor):
+            self.sums.hidden.index_copy_(0, rows_of_chunk, self._hidden(graw, h))
         if self.needs[2]:
             self.sums.bias.add_(graw.sum(0, dtype=self.sums.bias.dtype))
 
@@ -341,19 +351,23 @@ def scale_to(
     gradient: Tensor,
     factor: Tensor | None,
     dtype: torch.dtype,
-    by: Tensor | None = None,
-    over: bool = False,
+    denominators: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
-    """``gradient * factor / by[1]`` computed in fp32 and rounded once to ``dtype``, in one pass.
+    """``gradient * factor / denominators[1]`` in fp32, rounded once to ``dtype``, in one pass.
 
-    It is written over the gradient where ``over`` allows that and dtypes agree. The factor has one
-    axis, because a tensor without axes would be rounded to the gradient's dtype first.
+    It is written over the gradient where ``overwrite`` allows that and dtypes agree. The factor has
+    one axis, because a tensor without axes would be rounded to the gradient's dtype first.
     """
     if factor is None:
         return gradient.to(dtype)
     if not gradient.numel():
         return torch.empty_like(gradient, dtype=dtype)
-    if by is not None:
-        factor = divide(factor, by[1])
-    out = gradient if over and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if denominators is not None:
+        factor = divide(factor, denominators[1])
+    out = (
+        gradient
+        if overwrite and gradient.dtype == dtype
+        else torch.empty_like(gradient, dtype=dtype)
+    )
     return torch.mul(gradient, factor.reshape(1), out=out)

@@ -49,8 +49,8 @@ class ReferenceRows:
     ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = rows_of.statistics(raw, target, weight, objective, outputs)
-        by = rows_of.pair(scales, rows.lse)
-        rows_of.gradient_into(raw, raw, target, weight, rows.normalizer, objective, by)
+        factors = rows_of.pair(scales, rows.lse)
+        rows_of.gradient_into(raw, raw, target, weight, rows.normalizer, objective, factors)
         return rows
 
     @staticmethod
@@ -117,27 +117,32 @@ def _forward_of(
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
         scales = None
         if class_weight is not None and reduction == "mean":  # scaled to a mean of one
-            by = reduction_of.denominators(
+            denominators = reduction_of.denominators(
                 target, class_weight, ignore_index, reduction, chunks.dtype
             )
-            scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
+            scales = torch.stack(
+                (
+                    reduction_of.divide(denominators[1], denominators[0]),
+                    torch.ones_like(denominators[1]),
+                )
+            )
         collected = Collected(chunks, spec, outputs)
-        into = Accumulator(chunks, hidden, weight, accumulate, needs)
-        for place, where, h, t, raw in chunks:
+        accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
+        for chunk_slice, rows_of_chunk, h, t, raw in chunks:
             if any(needs):
                 stats = kernels.statistics_and_gradient_(
                     raw, t, class_weight, spec, scales, outputs
                 )
-                into.add(place, where, h, raw)
+                accumulator.add(chunk_slice, rows_of_chunk, h, raw)
             else:
                 stats = kernels.statistics(raw, t, class_weight, spec, outputs)
-            collected.put(where, stats)
-        *results, by = kernels.results(
+            collected.put(rows_of_chunk, stats)
+        *results, denominators = kernels.results(
             collected.rows, target, class_weight, spec, reduction, outputs
         )
         # a scalar loss needs no more: its gradients are computed
-        low = collected.rows.lse_low if reduction == "none" else by.new_empty(0)
-        return (*results, low, *into.gradients, by)  # type: ignore[return-value]
+        lse_low = collected.rows.lse_low if reduction == "none" else denominators.new_empty(0)
+        return (*results, lse_low, *accumulator.gradients, denominators)  # type: ignore[return-value]
 
     return forward
 
@@ -186,21 +191,26 @@ def _backward_of(
             plan = ChunkSpec(chunk, budget, compute_dtype, compact)
             needs = (needs_hidden, needs_weight, needs_bias)
             chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
-            into = Accumulator(chunks, hidden, weight, accumulate, needs)
+            accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
             normalizer = LogSumExp(lse, lse_low)
-            for place, where, h, t, raw in chunks:
+            for chunk_slice, rows_of_chunk, h, t, raw in chunks:
                 kernels.gradient_(
-                    raw, t, class_weight, normalizer.at(where), spec, dloss[where].contiguous()
+                    raw,
+                    t,
+                    class_weight,
+                    normalizer.at(rows_of_chunk),
+                    spec,
+                    dloss[rows_of_chunk].contiguous(),
                 )
-                into.add(place, where, h, raw)
-            gradients = into.gradients
+                accumulator.add(chunk_slice, rows_of_chunk, h, raw)
+            gradients = accumulator.gradients
         else:
             factor = dloss
         dtypes = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
         # a second backward pass, or one per row, would scale them again
-        over = may_overwrite() and not by_rows()
+        overwrite = may_overwrite() and not by_rows()
         return tuple(
-            kernels.scale(g, factor, dtype, denominators, over)
+            kernels.scale(g, factor, dtype, denominators, overwrite)
             for g, dtype in zip(gradients, dtypes, strict=True)
         )  # type: ignore[return-value]
 

@@ -110,12 +110,12 @@ def _forward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
         collected = Collected(chunks, spec, outputs, loss=False)
         logits = chunks.like.new_empty(0, weight.shape[0])
-        kept = keep and (needs_hidden or needs_weight or needs_bias) and chunks.keeps()
-        if kept:  # as many rows as a compiler was told
+        keeps_logits = keep and (needs_hidden or needs_weight or needs_bias) and chunks.keeps()
+        if keeps_logits:  # as many rows as a compiler was told
             logits = chunks.buffer = chunks.like.new_empty(target.numel(), weight.shape[0])
-        for _, where, _, t, raw in chunks:
-            collected.put(where, kernels.statistics(raw, t, None, spec, outputs))
-        if kept:
+        for _, rows_of_chunk, _, t, raw in chunks:
+            collected.put(rows_of_chunk, kernels.statistics(raw, t, None, spec, outputs))
+        if keeps_logits:
             logits[chunks.rows :] = 0  # in place of dropped rows: nothing reads them
         rows = collected.rows
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low, logits
@@ -156,7 +156,7 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         needs = (needs_hidden, needs_weight, needs_bias)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs_hidden)
-        into = Accumulator(chunks, hidden, weight, accumulate, needs)
+        accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
         arrived = upstream_of(
             dlog_prob,
             dentropy,
@@ -167,18 +167,20 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
             objective=spec,
         )
         upstream, factor = within_range(arrived, spec, chunks.dtype)
-        normalizer, written = LogSumExp(lse, lse_low), False
+        normalizer, needs_buffer = LogSumExp(lse, lse_low), False
         if chunks.whole and logits.numel():
             chunks.buffer, chunks.ready = logits, True
-            written = not may_overwrite()  # a second backward pass reads the logits once more
-        for place, where, h, t, raw in chunks:
-            out = torch.empty_like(raw) if written else raw
-            by = (normalizer.at(where), spec, upstream.at(where))
-            kernels.log_prob_gradient_(raw, t, *by, out if written else None)
-            into.add(place, where, h, out)
+            needs_buffer = not may_overwrite()  # a second backward pass reads the logits once more
+        for chunk_slice, rows_of_chunk, h, t, raw in chunks:
+            out = torch.empty_like(raw) if needs_buffer else raw
+            options = (normalizer.at(rows_of_chunk), spec, upstream.at(rows_of_chunk))
+            kernels.log_prob_gradient_(raw, t, *options, out if needs_buffer else None)
+            accumulator.add(chunk_slice, rows_of_chunk, h, out)
         dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         scale = kernels.scale
-        return tuple(scale(g, factor, k) for g, k in zip(into.gradients, dtypes, strict=True))  # type: ignore[return-value]
+        return tuple(
+            scale(g, factor, k) for g, k in zip(accumulator.gradients, dtypes, strict=True)
+        )  # type: ignore[return-value]
 
     return backward
 

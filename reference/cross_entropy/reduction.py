@@ -13,11 +13,11 @@ def check_targets(
     """Raise for a target outside of ``[0, vocabulary)``: on a CPU, elsewhere on demand (a sync)."""
     if not (validate or target.device.type == "cpu") or target.numel() == 0:
         return
-    wrong = (target < 0) | (target >= vocabulary)
+    invalid = (target < 0) | (target >= vocabulary)
     if ignore_index is not None:
-        wrong &= target != ignore_index
-    if bool(wrong.any()):
-        row, value = int(wrong.nonzero()[0, 0]), int(target[wrong][0])
+        invalid &= target != ignore_index
+    if bool(invalid.any()):
+        row, value = int(invalid.nonzero()[0, 0]), int(target[invalid][0])
         raise IndexError(
             f"{name} {value} at row {row} is out of range: expected 0 <= {name} < {vocabulary}"
             + ("" if ignore_index is None else f" or ignore_index = {ignore_index}")
@@ -39,14 +39,18 @@ def denominators(
     return torch.stack((torch.where(valid, weight.to(acc_dtype)[label], 0).sum(), count))
 
 
-def divide(value: Tensor, by: Tensor) -> Tensor:
-    """``value / by``, and 0 where ``by`` is 0."""
-    return torch.where(by == 0, 0, value / by)
+def divide(value: Tensor, divisor: Tensor) -> Tensor:
+    """``value / divisor``, and 0 where ``divisor`` is 0."""
+    return torch.where(divisor == 0, 0, value / divisor)
 
 
-def upstream(dloss: Tensor, by: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+def upstream(dloss: Tensor, divisors: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
     """Factors of the gradients of ``ce`` and ``zl``: scalars, or one a row for ``none``."""
-    return (dloss, dloss) if reduction == "none" else (divide(dloss, by[0]), divide(dloss, by[1]))
+    return (
+        (dloss, dloss)
+        if reduction == "none"
+        else (divide(dloss, divisors[0]), divide(dloss, divisors[1]))
+    )
 
 
 def results(
@@ -59,20 +63,25 @@ def results(
 ) -> tuple[Tensor, ...]:
     """The outputs of the contract, and the divisors behind them."""
     ignored, acc_dtype = objective.ignore_index, rows.ce.dtype
-    by = denominators(target, weight, ignored, reduction, acc_dtype)
-    return (*reduced(rows, target, objective, reduction, by, outputs), by)
+    divisors = denominators(target, weight, ignored, reduction, acc_dtype)
+    return (*reduced(rows, target, objective, reduction, divisors, outputs), divisors)
 
 
 def reduced(
-    rows: RowStats, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
+    rows: RowStats,
+    target: Tensor,
+    objective: Objective,
+    reduction: str,
+    divisors: Tensor,
+    outputs: str,
 ) -> tuple[Tensor, ...]:
     """Loss and the needed outputs in the order of the contract."""
     requested = outputs.split(",")
     if reduction == "none":
         loss, z_loss = rows.ce + rows.zl if rows.zl.numel() else rows.ce, rows.zl
     else:
-        z_loss = divide(rows.zl.sum(), by[1])
-        loss = divide(rows.ce.sum(), by[0]) + z_loss
+        z_loss = divide(rows.zl.sum(), divisors[1])
+        loss = divide(rows.ce.sum(), divisors[0]) + z_loss
     accuracy = rows.ce.new_empty(0)
     if "token_accuracy" in requested:
         hits = ((rows.argmax == target) & (target != objective.ignore_index)).to(rows.ce.dtype)

@@ -61,15 +61,15 @@ class LogSumExp(NamedTuple):
 
     @staticmethod
     def of(shift: Tensor, log_sum: Tensor) -> LogSumExp:
-        """``shift + log_sum`` in two numbers; ``low`` is the exact rounding error of ``high``."""
+        """``shift + log_sum`` in two numbers; ``error`` is the exact rounding error of ``high``."""
         high = shift + log_sum
-        back = high - shift
-        low = (shift - (high - back)) + (log_sum - back)
-        return LogSumExp(high, torch.where(high.isfinite(), low, 0))
+        added = high - shift
+        error = (shift - (high - added)) + (log_sum - added)
+        return LogSumExp(high, torch.where(high.isfinite(), error, 0))
 
-    def at(self, where: Tensor | slice) -> LogSumExp:
+    def at(self, rows: Tensor | slice) -> LogSumExp:
         """The statistics of some rows."""
-        return LogSumExp(self.high[where].contiguous(), self.low[where].contiguous())
+        return LogSumExp(self.high[rows].contiguous(), self.low[rows].contiguous())
 
     def below(self, z: Tensor) -> Tensor:
         """Log-probabilities of logits whose first axis is the rows."""
@@ -93,18 +93,18 @@ class RowStats(NamedTuple):
         rows: int,
         objective: Objective,
         outputs: str,
-        like: Tensor,
+        tensor: Tensor,
         *,
         ignored: bool = False,
         loss: bool = True,
     ) -> RowStats:
-        """Room beside ``like`` for what the loss (if any) and ``outputs`` ask of ``rows`` rows."""
-        requested, acc_dtype = outputs.split(","), statistics_dtype(like.dtype)
+        """Buffers on ``tensor``'s device for what loss and ``outputs`` need of ``rows`` rows."""
+        requested, acc_dtype = outputs.split(","), statistics_dtype(tensor.dtype)
         zl = "z_loss" in requested or objective.z_loss_weight != 0
-        keep = (loss, zl, True, True, "log_prob" in requested, "entropy" in requested)
-        parts = [like.new_empty(rows if kept else 0, dtype=acc_dtype) for kept in keep]
-        places = rows if outputs and needs_argmax(outputs) else 0
-        stats = RowStats._make((*parts, like.new_empty(places, dtype=torch.int64)))
+        needs = (loss, zl, True, True, "log_prob" in requested, "entropy" in requested)
+        parts = [tensor.new_empty(rows if is_needed else 0, dtype=acc_dtype) for is_needed in needs]
+        argmax_rows = rows if outputs and needs_argmax(outputs) else 0
+        stats = RowStats._make((*parts, tensor.new_empty(argmax_rows, dtype=torch.int64)))
         if ignored:
             for part in filter(Tensor.numel, stats):
                 part.fill_(-1 if part.dtype == torch.int64 else 0)
@@ -115,11 +115,11 @@ class RowStats(NamedTuple):
         """What backward subtracts from logits."""
         return LogSumExp(self.lse, self.lse_low)
 
-    def put(self, place: slice | Tensor, block: RowStats) -> None:
+    def put(self, rows: slice | Tensor, block: RowStats) -> None:
         """Write the statistics of a block of rows."""
         for buffer, part in zip(self, block, strict=True):
             if buffer.numel():
-                buffer[place] = part
+                buffer[rows] = part
 
 
 class RowKernels(Protocol):
@@ -173,13 +173,13 @@ class RowKernels(Protocol):
         gradient: Tensor,
         factor: Tensor | None,
         dtype: torch.dtype,
-        by: Tensor | None = None,
-        over: bool = False,
+        denominators: Tensor | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
         """A gradient times a factor of one element (None: one), rounded once to ``dtype``.
 
-        With ``by`` the factor is divided by the second of its elements; 0 where that is 0. With
-        ``over`` it may be written over the gradient.
+        With ``denominators`` the factor is divided by the second one, and 0 where that is 0. With
+        ``overwrite`` the result may be written over the gradient.
         """
 
 
@@ -212,12 +212,17 @@ class _Sums(NamedTuple):
 
 def _sums(z: Tensor) -> _Sums:
     """The maximum's own 1 is added last, by log1p: beside it the others may be too small to add."""
-    top, place = z.max(-1, keepdim=True)
-    below = z - top
-    exponentials = torch.exp(below).scatter_(1, place, 0)
+    top, argmax = z.max(-1, keepdim=True)
+    shifted = z - top
+    exponentials = torch.exp(shifted).scatter_(1, argmax, 0)
     log_sum, top = torch.log1p(exponentials.sum(-1)), top.squeeze(1)
-    high, low = LogSumExp.of(top, log_sum)
-    return _Sums(below, exponentials, log_sum, LogSumExp(torch.where(top.isinf(), top, high), low))
+    high_part, low_part = LogSumExp.of(top, log_sum)
+    return _Sums(
+        shifted,
+        exponentials,
+        log_sum,
+        LogSumExp(torch.where(top.isinf(), top, high_part), low_part),
+    )
 
 
 def log_sum_exp(z: Tensor) -> LogSumExp:
@@ -229,19 +234,19 @@ def _block_statistics(
     z: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
 ) -> RowStats:
     valid = target != objective.ignore_index
-    inside = valid & (target >= 0) & (target < z.shape[-1])
-    label = torch.where(inside, target, 0).unsqueeze(1)
-    below, exponentials, log_sum, lse = _sums(z)
+    in_vocabulary = valid & (target >= 0) & (target < z.shape[-1])
+    label = torch.where(in_vocabulary, target, 0).unsqueeze(1)
+    shifted, exponentials, log_sum, lse = _sums(z)
     log_prob = lse.below(z.gather(1, label)).squeeze(1)
     w = None if weight is None else weight.to(z.dtype)
     ce = -log_prob if w is None else -log_prob * w[label.squeeze(1)]
     if objective.label_smoothing:
         eps, v = objective.label_smoothing, z.shape[-1]
         # sum w (lse - z), of what is relative to the maximum
-        spread = v * log_sum - below.sum(-1) if w is None else w.sum() * log_sum - below @ w
+        spread = v * log_sum - shifted.sum(-1) if w is None else w.sum() * log_sum - shifted @ w
         ce = (1 - eps) * ce + eps / v * spread
     zl = objective.z_loss_weight * lse.high.square()
-    poison = torch.where(valid & ~inside, float("nan"), 0.0)  # a target that is no class
+    poison = torch.where(valid & ~in_vocabulary, float("nan"), 0.0)  # a target that is no class
     rows = [torch.where(valid, x, 0) for x in (ce + poison, zl, *lse, log_prob + poison)]
     requested = outputs.split(",")
     entropy = argmax = z.new_empty(0)
@@ -249,7 +254,7 @@ def _block_statistics(
         argmax = torch.where(valid, (z == z.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1), -1)
     if "entropy" in requested:
         # -sum p log p of p = exp(below - log_sum), where terms of one sign are added
-        weighted = torch.where(exponentials == 0, 0, below.mul_(exponentials)).sum(-1)
+        weighted = torch.where(exponentials == 0, 0, shifted.mul_(exponentials)).sum(-1)
         entropy = torch.where(valid, log_sum - weighted / log_sum.exp(), 0)
     return RowStats._make((*rows, entropy, argmax))
 
@@ -265,12 +270,12 @@ def statistics(
     return rows
 
 
-def pair(scales: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of ``ce`` and ``zl``; without scales, two ones beside ``like``."""
+def pair(scales: Tensor | None, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of ``ce`` and ``zl``; without scales, two ones beside ``tensor``."""
     if scales is not None:
         return scales[0], scales[1]
-    one = like.new_ones(())
-    return one, one
+    unit = tensor.new_ones(())
+    return unit, unit
 
 
 def gradient_into(
@@ -293,12 +298,17 @@ def gradient_into(
         valid = (t != objective.ignore_index) & (t >= 0) & (t < vocabulary)
         label = torch.where(valid, t, 0).unsqueeze(1)
         w = None if weight is None else weight.to(z.dtype)
-        own = ce * (1 - eps) * (z.new_ones(label.shape) if w is None else w[label])
+        target_factor = ce * (1 - eps) * (z.new_ones(label.shape) if w is None else w[label])
         total = eps / vocabulary * (vocabulary if w is None else w.sum())
         grad_lse = ce * total + zl * (2 * objective.z_loss_weight) * log_sum.high.unsqueeze(1)
         log_p = log_sum.below(z.gather(1, label))
-        of_target = grad_lse * torch.exp(log_p) + own * torch.expm1(log_p)
-        dz = log_sum.below(z).exp_().mul_(own + grad_lse).scatter_(1, label, of_target.to(z.dtype))
+        of_target = grad_lse * torch.exp(log_p) + target_factor * torch.expm1(log_p)
+        dz = (
+            log_sum.below(z)
+            .exp_()
+            .mul_(target_factor + grad_lse)
+            .scatter_(1, label, of_target.to(z.dtype))
+        )
         if eps:
             dz -= ce * (eps / vocabulary) * (1 if w is None else w)
         if objective.softcap is not None:
@@ -322,9 +332,9 @@ class Upstream(NamedTuple):
     grad_lse: Tensor
     entropy: Tensor | None
 
-    def at(self, where: Tensor | slice) -> Upstream:
+    def at(self, rows: Tensor | slice) -> Upstream:
         """The gradients of a chunk's rows."""
-        parts = (None if part is None else part[where].contiguous() for part in self)
+        parts = (None if part is None else part[rows].contiguous() for part in self)
         return Upstream._make(parts)
 
 
@@ -350,13 +360,13 @@ def upstream_of(
     """
     valid = (target != objective.ignore_index) & (target >= 0) & (target < vocabulary)
 
-    def used(d: Tensor | None) -> Tensor | None:
+    def or_none(d: Tensor | None) -> Tensor | None:
         # whatever arrives at a row without a valid target, NaN too, goes nowhere
         return torch.where(valid, d, 0) if d is not None and d.numel() else None
 
     if entropy is not None and known_zero(entropy):
         entropy = None
-    grad_target, dentropy, grad_lse = used(log_prob), used(entropy), used(lse)
+    grad_target, dentropy, grad_lse = or_none(log_prob), or_none(entropy), or_none(lse)
     zero = next(d for d in (grad_target, dentropy, grad_lse, target) if d is not None).new_zeros(())
     grad_target = zero.expand(target.shape) if grad_target is None else grad_target
     grad_lse = torch.zeros_like(grad_target) if grad_lse is None else grad_lse
@@ -395,16 +405,16 @@ def gradient_(
         z, t = scaled(raw[block], objective), target[block]
         log_p = lse.at(block).below(z)
         label = torch.where((t >= 0) & (t < vocabulary), t, 0).unsqueeze(1)
-        own = log_p.gather(1, label)
-        p, p_own, factor, factor_own = torch.exp(log_p), torch.exp(own), grad_lse, grad_lse
-        some = (grad_target != 0) | (grad_lse != 0)
+        target_log_p = log_p.gather(1, label)
+        p, p_own, factor, factor_own = torch.exp(log_p), torch.exp(target_log_p), grad_lse, grad_lse
+        has_gradient = (grad_target != 0) | (grad_lse != 0)
         if entropy is not None:
             # a class without probability adds nothing, though its logarithm is infinite
             factor = factor - entropy * torch.where(p == 0, 0, log_p)
-            factor_own = factor_own - entropy * torch.where(p_own == 0, 0, own)
-            some |= entropy != 0
-        of_target = p_own * factor_own - grad_target * torch.expm1(own)
+            factor_own = factor_own - entropy * torch.where(p_own == 0, 0, target_log_p)
+            has_gradient |= entropy != 0
+        of_target = p_own * factor_own - grad_target * torch.expm1(target_log_p)
         dz = p.mul_(factor - grad_target).scatter_(1, label, of_target.to(p.dtype))
         if objective.softcap is not None:
             dz *= _slope(raw[block], objective)
-        raw[block] = torch.where(some, dz * objective.logit_scale, 0).to(raw.dtype)
+        raw[block] = torch.where(has_gradient, dz * objective.logit_scale, 0).to(raw.dtype)

@@ -30,8 +30,8 @@ def implement_token_log_prob(
         wide = logits if logits.stride(1) == 1 else logits.contiguous()
         rows = kernels.statistics(wide, target, None, spec, outputs)
         requested, no = outputs.split(","), rows.lse.new_empty(0)
-        own = rows.log_prob if "log_prob" in requested else no
-        return own, rows.entropy, rows.lse, rows.argmax, rows.lse_low
+        log_prob = rows.log_prob if "log_prob" in requested else no
+        return log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     def backward(
         dlog_prob: Tensor | None,

@@ -68,12 +68,12 @@ class DivergenceStats(NamedTuple):
     slope: Tensor
 
     @staticmethod
-    def empty(rows: int, spec: DivergenceSpec, like: Tensor) -> DivergenceStats:
-        """Uninitialized statistics on the device of ``like``; empty if the form is not logits."""
-        acc_dtype, student = statistics_dtype(like.dtype), spec.form == "logits"
-        keep = (True, *[student] * 2, *[spec.teacher_form == "logits"] * 2, student)
+    def empty(rows: int, spec: DivergenceSpec, tensor: Tensor) -> DivergenceStats:
+        """Uninitialized statistics on the device of ``tensor``; empty if the form is not logits."""
+        acc_dtype, student = statistics_dtype(tensor.dtype), spec.form == "logits"
+        needs = (True, *[student] * 2, *[spec.teacher_form == "logits"] * 2, student)
         return DivergenceStats._make(
-            like.new_empty(rows if kept else 0, dtype=acc_dtype) for kept in keep
+            tensor.new_empty(rows if is_needed else 0, dtype=acc_dtype) for is_needed in needs
         )
 
 
@@ -179,8 +179,8 @@ def gradient_into(
 ) -> None:
     """Write the gradient times ``factor``; ignored rows get zeros, whatever stands in them."""
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
-        *both, slope = (part[block] if part.numel() else part for part in rows[1:])
-        lse, teacher_lse = LogSumExp(*both[:2]), LogSumExp(*both[2:])
+        *normalizers, slope = (part[block] if part.numel() else part for part in rows[1:])
+        lse, teacher_lse = LogSumExp(*normalizers[:2]), LogSumExp(*normalizers[2:])
         log_q, q = _distribution(student[block], spec.form, spec.scale, lse)
         log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, teacher_lse)
         _, weighted, r = _terms(spec, log_q, q, log_p, p)
@@ -270,8 +270,8 @@ def forward_and_backward(
             loss = dloss.new_empty(student.shape[0])
             dloss = divide(dloss, valid_rows(target, loss, ignore_index))
         out = student.new_empty(student.shape)
-        kept = (lse, lse_low, teacher_lse, teacher_lse_low, slope)
-        rows = DivergenceStats(lse.new_empty(0), *kept)
+        statistics = (lse, lse_low, teacher_lse, teacher_lse_low, slope)
+        rows = DivergenceStats(lse.new_empty(0), *statistics)
         kernels.gradient_into(out, student, teacher, target, rows, spec, dloss)
         return out
 
@@ -296,8 +296,8 @@ def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
         count = valid_rows(
             target, DivergenceStats.empty(student.shape[0], spec, student).loss, ignore_index
         )
-        one = torch.ones_like(count)
-        factor = divide(one, count) if reduction == "mean" else one
+        unit = torch.ones_like(count)
+        factor = divide(unit, count) if reduction == "mean" else unit
         loss = kernels.loss_and_gradient_(student, teacher, target, spec, factor)
         return reduced(loss, count, reduction)
 

@@ -56,7 +56,7 @@ class Pairs(Chunks):
         spec: DivergenceSpec,
         plan: ChunkSpec,
     ) -> None:
-        every = hidden.new_zeros(hidden.shape[0], dtype=torch.int64) if target is None else target
+        targets = hidden.new_zeros(hidden.shape[0], dtype=torch.int64) if target is None else target
         ignored = -1 if target is None else spec.ignore_index
         objective = Objective(ignored, 0.0, 0.0, None, spec.scale)
         whole_budget = plan.budget
@@ -66,7 +66,7 @@ class Pairs(Chunks):
             plan.compute_dtype,
             plan.compact and target is not None,
         )
-        super().__init__(hidden, weight, every, bias, objective, plan)
+        super().__init__(hidden, weight, targets, bias, objective, plan)
         self.objective, self.marked = objective, target is not None
         dtype = plan.compute_dtype or teacher[0].dtype
         self.teacher_hidden = teacher[0]
@@ -90,10 +90,10 @@ class Pairs(Chunks):
         return self.teacher_hidden.new_empty(rows, self.weight.shape[0], dtype=dtype)
 
     def parts(
-        self, where: Tensor | slice, target: Tensor, raw: Tensor
+        self, rows_of_chunk: Tensor | slice, target: Tensor, raw: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
         """Parts of a chunk: place in it, logits of the student, of the teacher, targets."""
-        teacher = self.teacher_hidden[where].to(self.teacher_weight.dtype)
+        teacher = self.teacher_hidden[rows_of_chunk].to(self.teacher_weight.dtype)
         for part in row_blocks(raw.shape[0], 1, self.part):
             out = self.teacher_buffer[: part.stop - part.start]
             linear_into(teacher[part], self.teacher_weight, self.teacher_bias, out)
@@ -140,20 +140,20 @@ def _forward_of(
         loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.like).loss.zero_()
         count = valid_rows(target, loss, ignore_index)
         gain = torch.full_like(count, FP16_GAIN if chunks.dtype == torch.float16 else 1.0)
-        into = Accumulator(chunks, hidden, weight, accumulate, needs)
-        for place, where, h, t, raw in chunks:
+        accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
+        for chunk_slice, rows_of_chunk, h, t, raw in chunks:
             chunk_loss = loss.new_empty(raw.shape[0])
-            for part, student, other, marks in chunks.parts(where, t, raw):
+            for part, student, teacher_logits, marks in chunks.parts(rows_of_chunk, t, raw):
                 if any(needs):
-                    each = kernels.loss_and_gradient_(student, other, marks, spec, gain)
+                    losses = kernels.loss_and_gradient_(student, teacher_logits, marks, spec, gain)
                 else:
-                    each = kernels.statistics(student, other, marks, spec).loss
-                chunk_loss[part] = each
-            loss[where] = chunk_loss
+                    losses = kernels.statistics(student, teacher_logits, marks, spec).loss
+                chunk_loss[part] = losses
+            loss[rows_of_chunk] = chunk_loss
             if any(needs):
-                into.add(place, where, h, raw)
-        by = count if reduction == "mean" else torch.ones_like(count)
-        return reduced(loss, count, reduction), *into.gradients, by * gain
+                accumulator.add(chunk_slice, rows_of_chunk, h, raw)
+        divisor = count if reduction == "mean" else torch.ones_like(count)
+        return reduced(loss, count, reduction), *accumulator.gradients, divisor * gain
 
     return forward
 
@@ -203,17 +203,19 @@ def _backward_of(
             teacher = (teacher_hidden, teacher_weight, teacher_bias)
             chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
             needs = (needs_hidden, needs_weight, needs_bias)
-            into = Accumulator(chunks, hidden, weight, accumulate, needs)
+            accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
             # upstream gradients of ignored rows are dropped, even if NaN
-            each = dloss if target is None else torch.where(target == ignore_index, 0, dloss)
-            arrived = Upstream(each, each, None)
+            row_gradients = (
+                dloss if target is None else torch.where(target == ignore_index, 0, dloss)
+            )
+            arrived = Upstream(row_gradients, row_gradients, None)
             upstream, factor = within_range(arrived, chunks.objective, chunks.dtype)
-            for place, where, h, t, raw in chunks:
-                ups = upstream.grad_target[where].contiguous()
-                for part, student, other, marks in chunks.parts(where, t, raw):
-                    kernels.loss_and_gradient_(student, other, marks, spec, ups[part])
-                into.add(place, where, h, raw)
-            gradients = into.gradients
+            for chunk_slice, rows_of_chunk, h, t, raw in chunks:
+                ups = upstream.grad_target[rows_of_chunk].contiguous()
+                for part, student, teacher_logits, marks in chunks.parts(rows_of_chunk, t, raw):
+                    kernels.loss_and_gradient_(student, teacher_logits, marks, spec, ups[part])
+                accumulator.add(chunk_slice, rows_of_chunk, h, raw)
+            gradients = accumulator.gradients
         dtypes = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
         return tuple(scaled(g, factor, dtype) for g, dtype in zip(gradients, dtypes, strict=True))  # type: ignore[return-value]
 

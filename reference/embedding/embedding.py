@@ -17,7 +17,7 @@ def rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=torch.float64).to(dtype))
 
 
-def _inside(index: Tensor, classes: int) -> Tensor:
+def _is_row(index: Tensor, classes: int) -> Tensor:
     return (index >= 0) & (index < classes)
 
 
@@ -26,20 +26,22 @@ def forward(
 ) -> Tensor:
     """A gather and a product."""
     check_targets(index, classes, None, validate, "index")
-    inside = _inside(index, classes)
+    is_row = _is_row(index, classes)
     if not classes:
         return weight.new_full((index.shape[0], weight.shape[1]), float("nan"))
-    y = weight.index_select(0, torch.where(inside, index, 0))
+    y = weight.index_select(0, torch.where(is_row, index, 0))
     if scale != 1.0:
         y = y * rounded(scale, weight.dtype)
-    return y if index.device.type == "cpu" else torch.where(inside.unsqueeze(1), y, float("nan"))
+    return y if index.device.type == "cpu" else torch.where(is_row.unsqueeze(1), y, float("nan"))
 
 
 def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float) -> Tensor:
     """Sums by id in the order of the index (``index_put_`` of several threads keeps none)."""
     out, acc_dtype = dy.new_empty(classes, dy.shape[1]), statistics_dtype(dy.dtype)
-    keep = _inside(index, classes) & (index != padding_idx)
-    label = torch.where(keep, index, classes)  # an extra row collects the gradients of ignored ids
+    has_gradient = _is_row(index, classes) & (index != padding_idx)
+    label = torch.where(
+        has_gradient, index, classes
+    )  # an extra row collects the gradients of ignored ids
     for block in row_blocks(dy.shape[1], (classes + index.shape[0]) * acc_dtype.itemsize):
         total = aten.embedding_dense_backward(
             dy[:, block].to(acc_dtype), label, classes + 1, classes, scale_grad_by_freq=False

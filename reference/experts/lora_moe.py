@@ -72,21 +72,24 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two layers with adapters for every expert that has tokens."""
     weights = [w.mT if transposed else w for w in (gate_up_weight, down_weight)]
-    thin = (Factors(gate_up_a, gate_up_b, gate_up_scale), Factors(down_a, down_b, down_scale))
-    keep = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
-    keep = keep or needs_down_a or needs_down_b
-    how, experts = (activation, limit, alpha, up_offset, interleaved), weights[0].shape[0]
+    factors = (Factors(gate_up_a, gate_up_b, gate_up_scale), Factors(down_a, down_b, down_scale))
+    keeps_gate_up = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
+    keeps_gate_up = keeps_gate_up or needs_down_a or needs_down_b
+    activation_options, experts = (
+        (activation, limit, alpha, up_offset, interleaved),
+        weights[0].shape[0],
+    )
     _, order, offsets = sorted_pairs(index, experts)
-    gate_up = x.new_zeros(index.numel() if keep else 0, weights[0].shape[1])
+    gate_up = x.new_zeros(index.numel() if keeps_gate_up else 0, weights[0].shape[1])
     pairs = x.new_zeros(index.numel(), x.shape[1])
-    for e, span, place in used_experts(order, offsets, index.numel()):
-        bias, other = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
-        rows = x[place // index.shape[1]]
-        inner = adapted_layer(THIN, rows, weights[0][e], bias, *thin[0].of(e))
-        if keep:
+    for e, span, pair in used_experts(order, offsets, index.numel()):
+        bias, down_bias_of = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
+        rows = x[pair // index.shape[1]]
+        inner = adapted_layer(THIN, rows, weights[0][e], bias, *factors[0].of(e))
+        if keeps_gate_up:
             gate_up[span] = inner
-        activated = product(inner, how)
-        pairs[place] = adapted_layer(THIN, activated, weights[1][e], other, *thin[1].of(e))
+        activated = product(inner, activation_options)
+        pairs[pair] = adapted_layer(THIN, activated, weights[1][e], down_bias_of, *factors[1].of(e))
     return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
@@ -122,44 +125,58 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of two layers with adapters for every expert; no gradient of a weight."""
     dy = dy.to(gate_up.dtype)
-    how, acc_dtype = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
+    activation_options, acc_dtype = (
+        (activation, limit, alpha, up_offset, interleaved),
+        statistics_dtype(dy.dtype),
+    )
     first, second = (
         Factors(gate_up_a, gate_up_b, gate_up_scale),
         Factors(down_a, down_b, down_scale),
     )
     needs = ((needs_gate_up_a, needs_gate_up_b), (needs_down_a, needs_down_b))
-    thin = [
+    factor_gradients = [
         _zeros(dy, layer, layer_needs)
         for layer, layer_needs in zip((first, second), needs, strict=True)
     ]
     drouting = routing.new_zeros(routing.shape if needs_routing else 0)
     pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
     needs_inner = needs_x or any(needs[0])
-    for e, span, place in used_experts(order, offsets, index.numel()):
-        upstream, inner = dy[place // index.shape[1]], gate_up[span]
-        weight = routing.reshape(-1)[place].to(acc_dtype).unsqueeze(1)
+    for e, span, pair in used_experts(order, offsets, index.numel()):
+        upstream, inner = dy[pair // index.shape[1]], gate_up[span]
+        weight = routing.reshape(-1)[pair].to(acc_dtype).unsqueeze(1)
         down = down_weight[e].mT if transposed else down_weight[e]
-        dproduct, low = input_gradient(THIN, upstream, down, *second.of(e))
-        dproduct, activated = dproduct.to(acc_dtype), product(inner.to(acc_dtype), how)
+        dproduct, dprojected = input_gradient(THIN, upstream, down, *second.of(e))
+        dproduct, activated = (
+            dproduct.to(acc_dtype),
+            product(inner.to(acc_dtype), activation_options),
+        )
         if needs_routing:
             share = (dproduct * activated).sum(1)
             if down_bias is not None:
                 share = share + (upstream.to(acc_dtype) * down_bias[e].to(acc_dtype)).sum(1)
-            drouting.view(-1)[place] = share.to(drouting.dtype)
+            drouting.view(-1)[pair] = share.to(drouting.dtype)
         weighted = (activated * weight).to(dy.dtype)
-        _put(thin[1], e, adapter_gradients(THIN, weighted, upstream, low, *second.of(e), *needs[1]))
+        _store_gradients(
+            factor_gradients[1],
+            e,
+            adapter_gradients(THIN, weighted, upstream, dprojected, *second.of(e), *needs[1]),
+        )
         if not needs_inner:
             continue
-        dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)
+        dinner = gradients((dproduct * weight).to(dy.dtype), inner, activation_options)
         up = _oriented(gate_up_weight, e, transposed)
-        dx, low = input_gradient(THIN, dinner, up, *first.of(e), None, needs_x)
+        dx, dprojected = input_gradient(THIN, dinner, up, *first.of(e), None, needs_x)
         if needs_x:
-            pairs[place] = dx
+            pairs[pair] = dx
         if x is not None:
-            rows = x[place // index.shape[1]]
-            _put(thin[0], e, adapter_gradients(THIN, rows, dinner, low, *first.of(e), *needs[0]))
+            rows = x[pair // index.shape[1]]
+            _store_gradients(
+                factor_gradients[0],
+                e,
+                adapter_gradients(THIN, rows, dinner, dprojected, *first.of(e), *needs[0]),
+            )
     dx = sum_of_pairs(pairs, dy.shape[0], None, dy.dtype) if needs_x else pairs.view(-1)
-    return dx, drouting, *thin[0], *thin[1]  # type: ignore[return-value]
+    return dx, drouting, *factor_gradients[0], *factor_gradients[1]  # type: ignore[return-value]
 
 
 def _oriented(weight: Tensor | None, e: int, transposed: bool) -> Any:
@@ -174,8 +191,8 @@ def _zeros(dy: Tensor, layer: Factors, needs: tuple[bool, bool]) -> list[Tensor]
     ]
 
 
-def _put(thin: list[Tensor], e: int, gradients: tuple[Tensor, Tensor]) -> None:
+def _store_gradients(outputs: list[Tensor], e: int, gradients: tuple[Tensor, Tensor]) -> None:
     """Store the gradients of one expert's factors that are needed."""
-    for output, gradient in zip(thin, gradients, strict=True):
+    for output, gradient in zip(outputs, gradients, strict=True):
         if gradient.numel():
             output[e] = gradient

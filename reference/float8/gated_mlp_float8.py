@@ -26,7 +26,7 @@ from liger_multi.reference.float8.layers import (
 from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
-def _forward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
+def _forward_of(kernels: CodedActivation, quantizer: Quantizer) -> Callable[..., Any]:
     """The forward pass of the contract, as a function of tensors."""
 
     def forward(
@@ -53,18 +53,18 @@ def _forward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
-        left, lead = input_rows(x, codes, codes_scale, to), x.shape[:-1]
-        gate, first = layer(left, gate_weight, gate_weight_scale, gate_bias, x.dtype, to)
-        up, second = layer(left, up_weight, up_weight_scale, up_bias, x.dtype, to)
+        left, row_shape = input_rows(x, codes, codes_scale, quantizer), x.shape[:-1]
+        gate, first = layer(left, gate_weight, gate_weight_scale, gate_bias, x.dtype, quantizer)
+        up, second = layer(left, up_weight, up_weight_scale, up_bias, x.dtype, quantizer)
         _, left = kernels.coded(gate, up, activation, False)
-        y, third = layer(left, down_weight, down_weight_scale, down_bias, x.dtype, to)
-        y, gate, up = [t.view(*lead, t.shape[1]) for t in (y, gate, up)]
+        y, third = layer(left, down_weight, down_weight_scale, down_bias, x.dtype, quantizer)
+        y, gate, up = [t.view(*row_shape, t.shape[1]) for t in (y, gate, up)]
         return y, gate, up, first, second, third
 
     return forward
 
 
-def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
+def _backward_of(kernels: CodedActivation, quantizer: Quantizer) -> Callable[..., Any]:
     """The backward pass of the contract, as a function of tensors."""
 
     def backward(
@@ -99,9 +99,13 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
-        left = rows_of(dy, down_scale if down_weight_scale is None else down_weight_scale, to)
-        dproduct = input_gradient(left, down_weight, down_weight_scale, down_scale, to, dtype)
-        own = (
+        left = rows_of(
+            dy, down_scale if down_weight_scale is None else down_weight_scale, quantizer
+        )
+        dproduct = input_gradient(
+            left, down_weight, down_weight_scale, down_scale, quantizer, dtype
+        )
+        column_scales = (
             gate_scale if gate_weight_scale is None else gate_weight_scale,
             up_scale if up_weight_scale is None else up_weight_scale,
         )
@@ -111,7 +115,7 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
             as_rows(gate),
             as_rows(up),
             activation,
-            own if needs_x else (None, None),
+            column_scales if needs_x else (None, None),
             needs_output,
             needs_down_weight,
         )
@@ -122,9 +126,11 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
         if gate_rows is not None and up_rows is not None:
             assert gate_weight is not None
             assert up_weight is not None
-            dx = input_gradient(gate_rows, gate_weight, gate_weight_scale, gate_scale, to, dtype)
+            dx = input_gradient(
+                gate_rows, gate_weight, gate_weight_scale, gate_scale, quantizer, dtype
+            )
             del gate_rows
-            dx = input_gradient(up_rows, up_weight, up_weight_scale, up_scale, to, dtype, dx)
+            dx = input_gradient(up_rows, up_weight, up_weight_scale, up_scale, quantizer, dtype, dx)
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
         return (
             dx,
@@ -140,10 +146,10 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
 
 
 def implement_gated_mlp_float8(
-    kernels: CodedActivation, to: Quantizer
+    kernels: CodedActivation, quantizer: Quantizer
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract over a backend's activation."""
-    return _forward_of(kernels, to), _backward_of(kernels, to)
+    return _forward_of(kernels, quantizer), _backward_of(kernels, quantizer)
 
 
 forward, backward = implement_gated_mlp_float8(ReferenceActivation(), PLAIN)

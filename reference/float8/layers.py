@@ -26,10 +26,10 @@ def layer(
     scale: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
-    to: Quantizer,
+    quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor]:
     """A layer's output, and the scales of its weight; empty where they were given."""
-    right = coded_weight(weight, scale, left.codes.dtype, to)
+    right = coded_weight(weight, scale, left.codes.dtype, quantizer)
     y = coded_linear(left, right, bias, dtype)
     return y, right.scale if scale is None else right.scale.new_empty(0)
 
@@ -38,24 +38,26 @@ def input_gradient(
     left: Float8Rows,
     weight: Tensor,
     scale: Tensor | None,
-    own: Tensor,
-    to: Quantizer,
+    own_scale: Tensor,
+    quantizer: Quantizer,
     dtype: torch.dtype,
     onto: Tensor | None = None,
 ) -> Tensor:
     """The gradient of a layer's input; a weight without given scales is rounded by its own."""
-    return coded_gradient(left, weight, own if scale is None else None, to, dtype, onto)
+    return coded_gradient(
+        left, weight, own_scale if scale is None else None, quantizer, dtype, onto
+    )
 
 
-def weight_gradient(dy: Tensor, x: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor | None, is_needed: bool, dtype: torch.dtype) -> Tensor:
     """``dy' x``, or nothing."""
-    if not needed or x is None:
+    if not is_needed or x is None:
         return dy.new_empty(0, dtype=dtype)
     return (dy.t() @ as_rows(x)).to(dtype)
 
 
-def bias_gradient(dy: Tensor, needed: bool) -> Tensor:
+def bias_gradient(dy: Tensor, is_needed: bool) -> Tensor:
     """The sum of rows, or nothing."""
-    if not needed:
+    if not is_needed:
         return dy.new_empty(0)
     return dy.sum(0, dtype=statistics_dtype(dy.dtype)).to(dy.dtype)

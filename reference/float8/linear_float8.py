@@ -20,7 +20,7 @@ from liger_multi.reference.float8.layers import (
 from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
-def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_linear_float8(quantizer: Quantizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(
@@ -34,14 +34,14 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
         needs_x: bool,
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        lead = x.shape[:-1]
+        row_shape = x.shape[:-1]
         weight = read_weight(weight, weight_codes)
-        left = input_rows(x, codes, codes_scale, to)
+        left = input_rows(x, codes, codes_scale, quantizer)
         coded = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
         if codes is None:
-            coded = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)
-        y, kept = layer(left, weight, weight_scale, bias, x.dtype, to)
-        return y.view(*lead, weight.shape[0]), *coded, kept
+            coded = left.codes.view(torch.uint8).view(x.shape), left.scale.view(row_shape)
+        y, new_scale = layer(left, weight, weight_scale, bias, x.dtype, quantizer)
+        return y.view(*row_shape, weight.shape[0]), *coded, new_scale
 
     def backward(
         dy: Tensor,
@@ -58,8 +58,8 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
         dy2d, dx = as_rows(dy), dy.new_empty(0)
         weight = read_weight(weight, weight_codes)
         if weight is not None and needs_x:
-            left = rows_of(dy, scale if weight_scale is None else weight_scale, to)
-            dx = input_gradient(left, weight, weight_scale, scale, to, dy.dtype)
+            left = rows_of(dy, scale if weight_scale is None else weight_scale, quantizer)
+            dx = input_gradient(left, weight, weight_scale, scale, quantizer, dy.dtype)
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
         dweight = weight_gradient(dy2d, x, needs_weight, weight_dtype)
         return dx, dweight, bias_gradient(dy2d, needs_bias)

@@ -10,9 +10,9 @@ from torch import Tensor
 from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
-def coded(y: Tensor, writes_y: bool, to: Quantizer = PLAIN) -> tuple[Tensor, Tensor, Tensor]:
+def coded(y: Tensor, writes_y: bool, quantizer: Quantizer = PLAIN) -> tuple[Tensor, Tensor, Tensor]:
     """A result, empty where it is not needed, its codes as bytes, and their scales."""
-    rows = rows_of(y, None, to)
+    rows = rows_of(y, None, quantizer)
     codes = rows.codes.view(torch.uint8).view(y.shape)
     return y if writes_y else y.new_empty(0), codes, rows.scale.view(y.shape[:-1])
 
@@ -31,9 +31,9 @@ def with_codes(plain: Any, visible: int = 1) -> tuple[Callable[..., Any], Callab
     def forward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, writes_y = args
         outs = plain.forward(*inputs)
-        y, *rest = (outs,) if isinstance(outs, Tensor) else outs
+        y, *other_outputs = (outs,) if isinstance(outs, Tensor) else outs
         first, codes, scale = coded(y, writes_y)
-        return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]
+        return first, *other_outputs[: visible - 1], codes, scale, *other_outputs[visible - 1 :]
 
     last = inspect.Parameter("writes_y", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

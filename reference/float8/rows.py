@@ -106,9 +106,9 @@ def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False
         fast: A Hopper card may keep 14 bits of its sums between steps, which bf16 does not show.
     """
     codes, right = a.codes, b.codes
-    alike = codes.dtype == right.dtype and dtype.itemsize == 2  # may be of another device
-    if alike and unsupported(codes.device, codes.dtype, *right.shape) is None:
-        out_dtype = dtype if _writes(codes.device, codes.dtype, dtype) else torch.bfloat16
+    same_format = codes.dtype == right.dtype and dtype.itemsize == 2  # may be of another device
+    if same_format and unsupported(codes.device, codes.dtype, *right.shape) is None:
+        out_dtype = dtype if _can_write(codes.device, codes.dtype, dtype) else torch.bfloat16
         out = scaled_mm(
             codes,
             right.t(),
@@ -170,7 +170,7 @@ def format_of(device: torch.device) -> torch.dtype:
     return next(formats, CODES[0])
 
 
-def _tried(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _small_gemm(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Tensor:
     codes, scale = torch.zeros(16, 16, device=device).to(format), torch.ones(16, 1, device=device)
     return scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=dtype)
 
@@ -179,24 +179,24 @@ def _tried(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Ten
 def _refused(device: torch.device, format: torch.dtype) -> str | None:
     """The error that the device raises for one small FP8 GEMM."""
     try:
-        _tried(device, format, torch.bfloat16)
+        _small_gemm(device, format, torch.bfloat16)
     except torch.OutOfMemoryError:  # which says nothing about the device
         raise
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError) as wrong:
-        return f"no FP8 GEMM with a scale per row here: {wrong!s:.80}"
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError) as error:
+        return f"no FP8 GEMM with a scale per row here: {error!s:.80}"
     return None
 
 
 @functools.cache
-def _writes(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bool:
+def _can_write(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether the product can be written in a dtype; of assumed GEMMs it can."""
     try:
-        _tried(device, format, dtype)
+        _small_gemm(device, format, dtype)
     except (RuntimeError, ValueError):
         return False
     return True
 
 
-def rows_of(x: Tensor, columns: Tensor | None, to: Quantizer) -> Float8Rows:
+def rows_of(x: Tensor, columns: Tensor | None, quantizer: Quantizer) -> Float8Rows:
     """The rows of a tensor ``(..., K)`` in the format of its device, as a matrix."""
-    return to.rows(as_rows(x), columns, format_of(x.device))
+    return quantizer.rows(as_rows(x), columns, format_of(x.device))

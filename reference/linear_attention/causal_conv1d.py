@@ -16,10 +16,10 @@ def forward(
     activation: str,
 ) -> Tensor:
     """Block by block of tokens."""
-    by = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
+    taps_of = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
     y = x.new_empty(x.shape)
     for block in blocks_of(x):
-        u = by.sums(by.taps(window_of(x, initial_state, block, by.before), block))
+        u = taps_of.sums(taps_of.taps(window_of(x, initial_state, block, taps_of.before), block))
         y[:, block] = u * torch.sigmoid(u) if activation == "silu" else u
     return y
 
@@ -39,13 +39,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dx[t] = sum of weight[:, W - 1 - j] du[t + j]``, also of the initial state."""
     acc_dtype = statistics_dtype(x.dtype)
-    by = filter_of(weight, bias, segments, acc_dtype)
+    taps_of = filter_of(weight, bias, segments, acc_dtype)
     dx, state = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
     if initial_state is not None:
-        needed = initial_state.shape if needs_initial_state else (0,)
-        state = initial_state.new_empty(needed)
-    total = Sums(by, needs_weight, needs_bias)
-    pending, reach = x.new_zeros(x.shape[0], by.before, x.shape[2], dtype=acc_dtype), by.before
+        state_shape = initial_state.shape if needs_initial_state else (0,)
+        state = initial_state.new_empty(state_shape)
+    total = Sums(taps_of, needs_weight, needs_bias)
+    pending, reach = (
+        x.new_zeros(x.shape[0], taps_of.before, x.shape[2], dtype=acc_dtype),
+        taps_of.before,
+    )
 
     def write(rows: Tensor, first: int) -> None:
         early = min(max(0, -first), rows.shape[1])
@@ -55,15 +58,15 @@ def backward(
             dx[:, first + early : first + rows.shape[1]] = rows[:, early:]
 
     for block in blocks_of(x):
-        taps = by.taps(window_of(x, initial_state, block, reach), block)
+        taps = taps_of.taps(window_of(x, initial_state, block, reach), block)
         du = dy[:, block].to(acc_dtype)
         if activation == "silu":
-            u = by.sums(taps)
+            u = taps_of.sums(taps)
             p = torch.sigmoid(u)
             du = du * p * (1 + u * (1 - p))
         total.add(du, taps)
         if needs_x or needs_initial_state:
-            done, pending = by.transposed(du, block, pending)
-            write(done, block.start - reach)
+            dx_block, pending = taps_of.transposed(du, block, pending)
+            write(dx_block, block.start - reach)
     write(pending, x.shape[1] - reach)
     return dx, *total.gradients(weight, x if bias is None else bias), state

@@ -32,7 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
-from liger_multi.reference.linear_attention.isolation import kept, solved, spread, spread_vector
+from liger_multi.reference.linear_attention.isolation import (
+    solved,
+    spread,
+    spread_vector,
+    where_true,
+)
 
 CHUNK = 64  # a power of two
 NORM_EPS = 1e-6  # of the l2 norm
@@ -112,8 +117,8 @@ def head_blocks(
 def token_spans(length: int, chunk: int, steps: int) -> list[slice]:
     """Spans of about as many tokens, ``steps`` chunks at most."""
     chunks = max(1, -(-length // chunk))
-    each = -(-chunks // -(-chunks // steps)) * chunk
-    return [slice(t, min(length, t + each)) for t in range(0, length, each)]
+    span = -(-chunks // -(-chunks // steps)) * chunk
+    return [slice(t, min(length, t + span)) for t in range(0, length, span)]
 
 
 def _blocks(inputs: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
@@ -136,8 +141,8 @@ def _blocks(inputs: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
 def _chunked(x: Tensor, chunk: int, acc_dtype: torch.dtype) -> Tensor:
     """``(batch, tokens, heads, ...)`` as (batch, heads, chunks, chunk, ...), zeros at the end."""
     wide = x.to(acc_dtype)
-    if more := -x.shape[1] % chunk:
-        wide = F.pad(wide, (0, 0) * (x.ndim - 2) + (0, more))
+    if padding := -x.shape[1] % chunk:
+        wide = F.pad(wide, (0, 0) * (x.ndim - 2) + (0, padding))
     return wide.reshape(wide.shape[0], -1, chunk, *wide.shape[2:]).movedim(3, 1)
 
 
@@ -171,11 +176,11 @@ def _starts(first: Tensor | None, heads: Heads, part: slice, chunk: int) -> Tens
     if first is None:
         return None
     begins = first[heads_of(first, heads), part]
-    if more := -begins.shape[1] % chunk:
-        begins = torch.cat([begins, begins[:, -1:].expand(-1, more)], 1)
+    if padding := -begins.shape[1] % chunk:
+        begins = torch.cat([begins, begins[:, -1:].expand(-1, padding)], 1)
     begins = begins.unflatten(1, (-1, chunk))[:, None, None]
-    at = torch.arange(begins.shape[3], device=begins.device)[:, None] * chunk + part.start
-    starts: Tensor = (begins - at).masked_fill(begins == 0, -1).clamp(min=-1)
+    chunk_start = torch.arange(begins.shape[3], device=begins.device)[:, None] * chunk + part.start
+    starts: Tensor = (begins - chunk_start).masked_fill(begins == 0, -1).clamp(min=-1)
     return starts
 
 
@@ -192,13 +197,13 @@ class Sight:
     """
 
     def __init__(self, chunk: int, starts: Tensor | None, device: torch.device) -> None:
-        place = torch.arange(chunk, device=device)
-        self.visible: Tensor = place.unsqueeze(-1) >= place
+        row = torch.arange(chunk, device=device)
+        self.visible: Tensor = row.unsqueeze(-1) >= row
         self.carried: Tensor | None = None
         self.last: Tensor | None = None
         self.whole: Tensor | None = None
         if starts is not None:
-            self.visible = self.visible & (starts.unsqueeze(-1) <= place)
+            self.visible = self.visible & (starts.unsqueeze(-1) <= row)
             self.carried, self.last = starts < 0, starts == starts[..., -1:]
             self.whole = starts[..., -1] < 0
         self.below = self.visible.tril(-1)
@@ -206,11 +211,11 @@ class Sight:
 
     def of_state(self, rows: Tensor) -> Tensor:
         """Rows (..., chunk, columns) of the segment of the state before."""
-        return kept(rows, None if self.carried is None else self.carried.unsqueeze(-1))
+        return where_true(rows, None if self.carried is None else self.carried.unsqueeze(-1))
 
     def of_last(self, rows: Tensor) -> Tensor:
         """Rows of the segment of the state after."""
-        return kept(rows, None if self.last is None else self.last.unsqueeze(-1))
+        return where_true(rows, None if self.last is None else self.last.unsqueeze(-1))
 
     def by_chunks(
         self, shape: torch.Size
@@ -228,7 +233,7 @@ class Sight:
 
     def over(self, x: Tensor) -> Tensor:
         """What has two axes for a chunk, of chunks that a state passes."""
-        return kept(x, None if self.whole is None else self.whole[..., None, None])
+        return where_true(x, None if self.whole is None else self.whole[..., None, None])
 
 
 class HeadDecays:
@@ -245,16 +250,20 @@ class HeadDecays:
         coarse, fine = (spread_vector(self.sums, x, sight.visible) for x in _split(g))
         self.coarse, self.fine = coarse, fine
         e = (coarse + fine).exp()
-        rest = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
+        to_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
         if sight.last is not None:
             # from a row of another segment it may be anything, and its exponential infinite
-            rest = rest.masked_fill(~sight.last, -math.inf)
-        self.e, self.z, self.r = kept(e, sight.carried), kept(e[..., -1], sight.whole), rest.exp()
+            to_end = to_end.masked_fill(~sight.last, -math.inf)
+        self.e, self.z, self.r = (
+            where_true(e, sight.carried),
+            where_true(e[..., -1], sight.whole),
+            to_end.exp(),
+        )
 
     def pairs(self) -> Tensor:
         """From row j to a row i that is not before it, 0 between segments."""
-        apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (self.coarse, self.fine))
-        return apart.add_(rest).masked_fill_(~self.sight.visible, -math.inf).exp_()
+        coarse, fine = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (self.coarse, self.fine))
+        return coarse.add_(fine).masked_fill_(~self.sight.visible, -math.inf).exp_()
 
     def gradient(self, through: Tensor, de: Tensor, dr: Tensor, dz: Tensor) -> Tensor:
         """Gradients of the gates, each a sum of what decays by it: no sums are subtracted.
@@ -267,9 +276,9 @@ class HeadDecays:
             dr: The same of r.
             dz: The same of z.
         """
-        after, visible = self.sums.mT, self.sight.visible.mT
-        dg: Tensor = spread(after, through, visible).tril_(-1).sum(-1)
-        dg += spread_vector(after, de, visible) + dz.unsqueeze(-1)
+        suffix_sums, visible = self.sums.mT, self.sight.visible.mT
+        dg: Tensor = spread(suffix_sums, through, visible).tril_(-1).sum(-1)
+        dg += spread_vector(suffix_sums, de, visible) + dz.unsqueeze(-1)
         return dg.add_(F.pad(dr[..., :-1], (1, 0)).cumsum(-1))
 
 
@@ -306,8 +315,8 @@ class Span:
         self.sight = Sight(chunk, self.starts, self.v.device)
         self.decays(g)
         self.inverse = self.invert(self.inner * self.beta, self.sight.visible)
-        read = self.sight.of_state(self.beta * self.e * self.k)
-        self.w = self.sight.of_state(spread(self.inverse, read, self.sight.visible))
+        decayed_keys = self.sight.of_state(self.beta * self.e * self.k)
+        self.w = self.sight.of_state(spread(self.inverse, decayed_keys, self.sight.visible))
         self.kept = self.sight.of_last(self.r * self.k)
 
     @staticmethod
@@ -352,16 +361,18 @@ class Span:
         n = spread(self.inverse, self.beta * self.v, self.sight.visible)
         values, w, rows, z, state = (x.flatten(0, 2) for x in (n, self.w, self.kept, self.z, state))
         states = n.new_empty(state.shape[0], n.shape[3], *state.shape[1:])
-        for i, (carried, last, whole) in enumerate(self.sight.by_chunks(n.shape[:4])):
-            states[:, i], own = state, values[:, i]
-            own.sub_(kept(w[:, i] @ state, carried))
-            state = torch.baddbmm(kept(z[:, i] * state, whole), rows[:, i].mT, kept(own, last))
+        for i, (reads_state, last, passes) in enumerate(self.sight.by_chunks(n.shape[:4])):
+            states[:, i], corrected = state, values[:, i]
+            corrected.sub_(where_true(w[:, i] @ state, reads_state))
+            state = torch.baddbmm(
+                where_true(z[:, i] * state, passes), rows[:, i].mT, where_true(corrected, last)
+            )
         return states.unflatten(0, n.shape[:3]), n, state.unflatten(0, n.shape[:3])
 
     def outputs(self, states: Tensor, values: Tensor) -> Tensor:
         """Make y of all chunks."""
-        own = spread(self.scores, values, self.sight.visible)
-        return own.add_(self.sight.of_state((self.e * self.q) @ states))
+        y = spread(self.scores, values, self.sight.visible)
+        return y.add_(self.sight.of_state((self.e * self.q) @ states))
 
     def to_state(self, dy: Tensor) -> Tensor:
         """What the states before every chunk get through y."""
@@ -374,43 +385,43 @@ class Span:
             dy: Gradient of y, by chunks.
             dstate: Gradient of the state after the span.
         """
-        before = self.sight.visible.mT
-        dn, own = spread(self.scores.mT, dy, before), self.to_state(dy)
-        values, own, w, rows, z, dstate = (
-            x.flatten(0, 2) for x in (dn, own, self.w, self.kept, self.z, dstate)
+        columns = self.sight.visible.mT
+        dn, dstate_by_y = spread(self.scores.mT, dy, columns), self.to_state(dy)
+        values, dstate_by_y, w, rows, z, dstate = (
+            x.flatten(0, 2) for x in (dn, dstate_by_y, self.w, self.kept, self.z, dstate)
         )
-        after = torch.empty_like(own)
+        dstates = torch.empty_like(dstate_by_y)
         masks = list(enumerate(self.sight.by_chunks(dn.shape[:4])))
-        for i, (carried, last, whole) in reversed(masks):
-            after[:, i], dvalues = dstate, values[:, i]
-            dvalues.add_(kept(rows[:, i] @ dstate, last))
-            dstate = own[:, i] + kept(z[:, i] * dstate, whole)
-            dstate.baddbmm_(w[:, i].mT, kept(dvalues, carried), alpha=-1)
+        for i, (reads_state, last, passes) in reversed(masks):
+            dstates[:, i], dvalues = dstate, values[:, i]
+            dvalues.add_(where_true(rows[:, i] @ dstate, last))
+            dstate = dstate_by_y[:, i] + where_true(z[:, i] * dstate, passes)
+            dstate.baddbmm_(w[:, i].mT, where_true(dvalues, reads_state), alpha=-1)
         shape = dn.shape[:3]
-        corrections = spread(self.inverse.mT, dn, before)
-        return after.unflatten(0, shape), corrections, dstate.unflatten(0, shape)
+        corrections = spread(self.inverse.mT, dn, columns)
+        return dstates.unflatten(0, shape), corrections, dstate.unflatten(0, shape)
 
     def gradients(
-        self, dy: Tensor, states: Tensor, values: Tensor, after: Tensor, solved: Tensor
+        self, dy: Tensor, states: Tensor, values: Tensor, dstates: Tensor, solved: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g and beta by chunks, from what the two passes over states left."""
         sight = self.sight
         dlower = -(solved @ values.mT).masked_fill_(~sight.below, 0)
         dq = sight.of_state(self.e * (dy @ states.mT))
-        dk = sight.of_last(self.r * (values @ after.mT))
-        back = sight.of_state(self.e * (solved @ states.mT))
-        dbeta = (solved * self.v).sum(-1, keepdim=True) - (self.k * back).sum(-1, keepdim=True)
+        dk = sight.of_last(self.r * (values @ dstates.mT))
+        dkeys = sight.of_state(self.e * (solved @ states.mT))
+        dbeta = (solved * self.v).sum(-1, keepdim=True) - (self.k * dkeys).sum(-1, keepdim=True)
         dbeta += (dlower * self.inner).sum(-1, keepdim=True)
-        back *= self.beta
-        dz = sight.over(self.z * states * after).sum(-1)
+        dkeys *= self.beta
+        dz = sight.over(self.z * states * dstates).sum(-1)
         more_q, more_k, dg = self.through(
             (dy @ values.mT).masked_fill_(~sight.visible, 0),
             dlower.mul_(self.beta).masked_fill_(~sight.below, 0),
-            sight.of_state(self.q * dq - self.k * back),
+            sight.of_state(self.q * dq - self.k * dkeys),
             sight.of_last(self.k * dk),
             dz,
         )
-        dq, dk = dq.add_(more_q), dk.add_(more_k).sub_(back)
+        dq, dk = dq.add_(more_q), dk.add_(more_k).sub_(dkeys)
         dq, dk = dq.sum(2, keepdim=True) * self.scale, dk.sum(2, keepdim=True)
         if self.normed:
             dq = self._norm_gradient(dq, self.rows, self.q_rstd)
@@ -471,16 +482,16 @@ def run_backward(
         dinitial = initial.new_empty(initial.shape if needs[5] else 0)
     blocks, spans = rule.blocks(inputs)
     for block in blocks:
-        before = [inputs.states(block)]
+        states_before = [inputs.states(block)]
         for part in spans[:-1]:
-            before.append(rule(inputs, block, part).forward(before[-1])[2])
-        dstate = torch.zeros_like(before[0])
+            states_before.append(rule(inputs, block, part).forward(states_before[-1])[2])
+        dstate = torch.zeros_like(states_before[0])
         if dfinal_state is not None:
             dstate = dfinal_state[block.batch, block.value].to(inputs.acc_dtype)
             dstate = dstate.unflatten(1, (block.key.stop - block.key.start, -1))
         for part in reversed(spans):
             span = rule(inputs, block, part)
-            dstate = _span_backward(span, block, part, before.pop(), dy, dstate, gradients)
+            dstate = _span_backward(span, block, part, states_before.pop(), dy, dstate, gradients)
         if initial is not None and needs[5]:
             dinitial[block.batch, block.value] = dstate.flatten(1, 2).to(dinitial.dtype)
     return gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], dinitial
@@ -502,13 +513,15 @@ def _span_backward(
     if dy is not None:
         up = _chunked(dy[block.batch, part, block.value], span.v.shape[4], span.v.dtype)
         up = up.unflatten(1, span.group)
-    after, solved, dstate = span.reverse(up, dstate)
-    parts = span.gradients(up, states, values, after, solved)
+    dstates, solved, dstate = span.reverse(up, dstate)
+    parts = span.gradients(up, states, values, dstates, solved)
     for i, (gradient, buffer) in enumerate(zip(parts, out, strict=True)):
         if buffer.numel():
-            where = block.key if i < 2 else block.value
-            whole = gradient if i < 2 else gradient.flatten(1, 2)
-            buffer[block.batch, part, where] = _tokens(whole, length).to(buffer.dtype)
+            heads_of_block = block.key if i < 2 else block.value
+            heads_gradient = gradient if i < 2 else gradient.flatten(1, 2)
+            buffer[block.batch, part, heads_of_block] = _tokens(heads_gradient, length).to(
+                buffer.dtype
+            )
     return dstate
 
 

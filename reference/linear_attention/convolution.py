@@ -32,7 +32,7 @@ class Filter(NamedTuple):
         if self.near is None:
             return views
         pairs = zip(views, reversed(self.near), strict=True)
-        return [x.masked_fill(~near[:, block], 0) for x, near in pairs]
+        return [x.masked_fill(~is_near[:, block], 0) for x, is_near in pairs]
 
     def sums(self, taps: list[Tensor]) -> Tensor:
         """``bias + sum of weight * x``."""
@@ -61,41 +61,43 @@ def filter_of(
     Its ``near[j]`` (B, T, 1) says whether token t - j is of the sequence of t: no id changes in
     between. What stands before a row belongs to the row's first sequence.
     """
-    near = None
+    masks = None
     if ids is not None:
         width = weight.shape[1]
         change = ids[:, 1:] != ids[:, :-1]
-        same = torch.cat([ids.new_ones(ids.shape[0], width, dtype=torch.bool), ~change], 1)
-        near, length = [torch.ones_like(ids, dtype=torch.bool)], ids.shape[1]
+        same_sequence = torch.cat([ids.new_ones(ids.shape[0], width, dtype=torch.bool), ~change], 1)
+        masks, length = [torch.ones_like(ids, dtype=torch.bool)], ids.shape[1]
         for j in range(1, width):
-            near.append(near[-1] & same[:, width - j : width - j + length])
-        near = [n.unsqueeze(-1) for n in near]
-    return Filter(weight.to(acc_dtype), None if bias is None else bias.to(acc_dtype), near)
+            masks.append(masks[-1] & same_sequence[:, width - j : width - j + length])
+        masks = [n.unsqueeze(-1) for n in masks]
+    return Filter(weight.to(acc_dtype), None if bias is None else bias.to(acc_dtype), masks)
 
 
-def window_of(x: Tensor, before: Tensor | None, block: slice, reach: int) -> Tensor:
+def window_of(x: Tensor, initial_state: Tensor | None, block: slice, reach: int) -> Tensor:
     """A block's tokens and those before it, the row's initial state or zeros where it has none."""
     acc_dtype, start = statistics_dtype(x.dtype), block.start
     if start >= reach:
         return x[:, start - reach : block.stop].to(acc_dtype)
-    if before is None:
-        before = x.new_zeros(x.shape[0], reach, x.shape[2])
-    return torch.cat([before[:, start:].to(acc_dtype), x[:, : block.stop].to(acc_dtype)], 1)
+    if initial_state is None:
+        initial_state = x.new_zeros(x.shape[0], reach, x.shape[2])
+    return torch.cat([initial_state[:, start:].to(acc_dtype), x[:, : block.stop].to(acc_dtype)], 1)
 
 
 def blocks_of(x: Tensor) -> list[slice]:
     """Slices over tokens."""
-    each = 6 * x.shape[0] * x.shape[2] * statistics_dtype(x.dtype).itemsize
-    return list(row_blocks(x.shape[1], each))
+    token_bytes = 6 * x.shape[0] * x.shape[2] * statistics_dtype(x.dtype).itemsize
+    return list(row_blocks(x.shape[1], token_bytes))
 
 
 class Sums:
     """Gradients of weight and bias over all blocks."""
 
-    def __init__(self, by: Filter, needs_weight: bool, needs_bias: bool) -> None:
-        self.weight = torch.zeros_like(by.weight) if needs_weight else None
-        needed = needs_bias and by.bias is not None
-        self.bias = by.weight.new_zeros(by.weight.shape[0]) if needed else None
+    def __init__(self, filter_of_call: Filter, needs_weight: bool, needs_bias: bool) -> None:
+        self.weight = torch.zeros_like(filter_of_call.weight) if needs_weight else None
+        has_bias = needs_bias and filter_of_call.bias is not None
+        self.bias = (
+            filter_of_call.weight.new_zeros(filter_of_call.weight.shape[0]) if has_bias else None
+        )
 
     def add(self, du: Tensor, taps: list[Tensor]) -> None:
         """One block."""

@@ -34,8 +34,8 @@ class HeadSpan(Span):
         through = (dp * self.scores).tril_(-1).addcmul_(db, self.inner)
         dg = self.gates.gradient(through, de.sum(-1), dr.sum(-1), dz.sum(-1))
         dp, db = dp.mul_(self.decay), db.mul_(self.decay)
-        visible, same = self.sight.visible, self.sight.same
-        dk = spread(dp.mT, self.q, visible.mT) + spread(db + db.mT, self.k, same)
+        visible, same_segment = self.sight.visible, self.sight.same
+        dk = spread(dp.mT, self.q, visible.mT) + spread(db + db.mT, self.k, same_segment)
         return spread(dp, self.k, visible), dk, dg
 
 

@@ -8,12 +8,14 @@ from liger_multi.reference.linear_attention.convolution import Sums, blocks_of, 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None) -> Tensor:
     """Block by block of tokens."""
-    by = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
+    taps_of = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
     b, c, v = x.chunk(3, -1)
     y = x.new_empty(c.shape)
     for block in blocks_of(x):
-        product = window_of(b, None, block, by.before) * window_of(v, None, block, by.before)
-        y[:, block] = by.sums(by.taps(product, block)) * c[:, block]
+        product = window_of(b, None, block, taps_of.before) * window_of(
+            v, None, block, taps_of.before
+        )
+        y[:, block] = taps_of.sums(taps_of.taps(product, block)) * c[:, block]
     return y
 
 
@@ -29,11 +31,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With ``dz`` the gradient of ``z = b v``: ``db = dz v`` and ``dv = dz b``."""
     acc_dtype = statistics_dtype(x.dtype)
-    by = filter_of(weight, bias, segments, acc_dtype)
+    taps_of = filter_of(weight, bias, segments, acc_dtype)
     b, c, v = x.chunk(3, -1)
-    dx, total = x.new_empty(x.shape if needs_x else 0), Sums(by, needs_weight, needs_bias)
+    dx, total = x.new_empty(x.shape if needs_x else 0), Sums(taps_of, needs_weight, needs_bias)
     gradients = dx.chunk(3, -1) if needs_x else ()
-    reach = by.before
+    reach = taps_of.before
     pending = x.new_zeros(x.shape[0], reach, c.shape[2], dtype=acc_dtype)
 
     def write(dz: Tensor, first: int) -> None:
@@ -44,13 +46,13 @@ def backward(
 
     for block in blocks_of(x):
         product = window_of(b, None, block, reach) * window_of(v, None, block, reach)
-        taps, upstream = by.taps(product, block), dy[:, block].to(acc_dtype)
+        taps, upstream = taps_of.taps(product, block), dy[:, block].to(acc_dtype)
         du = upstream * c[:, block]
         total.add(du, taps)
         if needs_x:
-            gradients[1][:, block] = by.sums(taps) * upstream
-            done, pending = by.transposed(du, block, pending)
-            write(done, block.start - reach)
+            gradients[1][:, block] = taps_of.sums(taps) * upstream
+            dz_block, pending = taps_of.transposed(du, block, pending)
+            write(dz_block, block.start - reach)
     if needs_x:
         write(pending, x.shape[1] - reach)
     return dx, *total.gradients(weight, x if bias is None else bias)

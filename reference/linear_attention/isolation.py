@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def kept(x: Tensor, mask: Tensor | None) -> Tensor:
+def where_true(x: Tensor, mask: Tensor | None) -> Tensor:
     """``x`` where the mask is true, 0 elsewhere; all of it without a mask."""
     return x if mask is None else x.masked_fill(~mask, 0)
 
@@ -20,7 +20,7 @@ def kept(x: Tensor, mask: Tensor | None) -> Tensor:
 ON_HOST = ("cpu", "meta")  # the meta device stands for a CPU here
 
 
-def sound(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     """Whether all is finite; False on a device, where the answer would need a wait."""
     device_type = x.device.type
     return device_type == "meta" or (device_type == "cpu" and bool(x.sum().isfinite()))
@@ -36,12 +36,12 @@ def spread(pairs: Tensor, rows: Tensor, visible: Tensor) -> Tensor:
         rows: ``(..., j, columns)``.
         visible: Bool, as pairs.
     """
-    if sound(rows):
+    if is_finite(rows):
         return pairs @ rows
-    wrong = ~rows.isfinite()
-    product = pairs @ rows.masked_fill(wrong, 0)
-    wrong = wrong if rows.device.type in ON_HOST else wrong.any(-1, keepdim=True)
-    hit = visible.to(rows.dtype) @ wrong.to(rows.dtype) > 0
+    nonfinite = ~rows.isfinite()
+    product = pairs @ rows.masked_fill(nonfinite, 0)
+    nonfinite = nonfinite if rows.device.type in ON_HOST else nonfinite.any(-1, keepdim=True)
+    hit = visible.to(rows.dtype) @ nonfinite.to(rows.dtype) > 0
     return product.masked_fill_(hit, math.nan)
 
 
@@ -58,19 +58,19 @@ def levels(chunk: int, device: torch.device) -> Tensor:
     sizes = 2 ** torch.arange(chunk.bit_length() - 1, device=device).unsqueeze(-1)
     half = torch.arange(chunk, device=device) // sizes
     pair = half // 2
-    same: Tensor = pair.unsqueeze(-1) == pair.unsqueeze(-2)
-    return same & (half.unsqueeze(-1) > half.unsqueeze(-2))
+    same_pair: Tensor = pair.unsqueeze(-1) == pair.unsqueeze(-2)
+    return same_pair & (half.unsqueeze(-1) > half.unsqueeze(-2))
 
 
-def _without(x: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
+def _finite_part(x: Tensor, bad_rows: Tensor) -> tuple[Tensor, Tensor]:
     """The rest of what is not finite, and rows that had it or were wrong before."""
     nonfinite = ~x.isfinite()
-    return x.masked_fill(nonfinite, 0), wrong | nonfinite.any(-1)
+    return x.masked_fill(nonfinite, 0), bad_rows | nonfinite.any(-1)
 
 
-def _reached(inverse: Tensor, wrong: Tensor, visible: Tensor) -> Tensor:
+def _with_nan_rows(inverse: Tensor, bad_rows: Tensor, visible: Tensor) -> Tensor:
     """An inverse with NaN in the rows that see a wrong one."""
-    hit = (visible.to(inverse.dtype) @ wrong.to(inverse.dtype).unsqueeze(-1)) > 0
+    hit = (visible.to(inverse.dtype) @ bad_rows.to(inverse.dtype).unsqueeze(-1)) > 0
     return inverse.masked_fill(hit & visible, math.nan)
 
 
@@ -82,18 +82,18 @@ def _doubled(lower: Tensor) -> tuple[Tensor, Tensor]:
     two matmuls of whole chunks per doubling, and no solver of triangular systems.
     """
     chunk, shape = lower.shape[-1], lower.shape
-    below, wrong = _without(lower.flatten(0, -3), lower.new_zeros((), dtype=torch.bool))
-    inverse = torch.eye(chunk, dtype=lower.dtype, device=lower.device).expand_as(below)
+    matrix, bad_rows = _finite_part(lower.flatten(0, -3), lower.new_zeros((), dtype=torch.bool))
+    inverse = torch.eye(chunk, dtype=lower.dtype, device=lower.device).expand_as(matrix)
     for i, mask in enumerate(levels(chunk, lower.device).unbind(0)):
-        part = below * mask
+        part = matrix * mask
         inverse = torch.baddbmm(inverse, inverse @ part, inverse, alpha=-1) if i else inverse - part
-        inverse, wrong = _without(inverse, wrong)
-    return inverse.reshape(shape), wrong.reshape(shape[:-1])
+        inverse, bad_rows = _finite_part(inverse, bad_rows)
+    return inverse.reshape(shape), bad_rows.reshape(shape[:-1])
 
 
 def doubled(lower: Tensor, visible: Tensor) -> Tensor:
     """``(I + lower)^-1`` by matmuls alone, of what is 0 on and above the diagonal."""
-    return _reached(*_doubled(lower), visible)
+    return _with_nan_rows(*_doubled(lower), visible)
 
 
 def solved(lower: Tensor, visible: Tensor) -> Tensor:
@@ -106,10 +106,10 @@ def solved(lower: Tensor, visible: Tensor) -> Tensor:
         return doubled(lower, visible)
     eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     inverse: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
-    if sound(inverse):
+    if is_finite(inverse):
         return inverse
-    _, wrong = _doubled(lower)
+    _, bad_rows = _doubled(lower)
     inverse = torch.linalg.solve_triangular(
-        kept(lower, ~wrong.unsqueeze(-1)), eye, upper=False, unitriangular=True
+        where_true(lower, ~bad_rows.unsqueeze(-1)), eye, upper=False, unitriangular=True
     )
-    return _reached(inverse, wrong, visible)
+    return _with_nan_rows(inverse, bad_rows, visible)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.linear_attention.chunks import Span, implement
-from liger_multi.reference.linear_attention.isolation import kept
+from liger_multi.reference.linear_attention.isolation import where_true
 
 
 def _halved(x: Tensor, size: int) -> Tensor:
@@ -61,25 +61,30 @@ class ChannelSpan(Span):
     def decays(self, g: Tensor) -> None:
         """Level by level, from blocks of single rows to the chunk."""
         chunk, g = g.shape[-2], g.clone()
-        after = torch.zeros_like(g)  # gates from the next row on to the end of the block
+        gates_after = torch.zeros_like(g)  # gates from the next row on to the end of the block
         pairs = g.new_zeros(*g.shape[:-2], 2, chunk, chunk)
         self.levels: list[Level] = []
         size = 1
         while size < chunk:
-            until, rest = _halved(g, size), _halved(after, size)  # g: from the block's first row
+            from_begin, to_end = (
+                _halved(g, size),
+                _halved(gates_after, size),
+            )  # g: from the block's first row
             level = Level(
-                until[..., 1, :, :].exp(), rest[..., 0, :, :].exp(), *self._meeting(chunk, size)
+                from_begin[..., 1, :, :].exp(),
+                to_end[..., 0, :, :].exp(),
+                *self._meeting(chunk, size),
             )
             self.levels.append(level)
             rows, columns = self._factors(level)
             _squares(pairs, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
-            rest[..., 0, :, :] += until[..., 1, -1:, :]
-            until[..., 1, :, :] += until[..., 0, -1:, :]
+            to_end[..., 0, :, :] += from_begin[..., 1, -1:, :]
+            from_begin[..., 1, :, :] += from_begin[..., 0, -1:, :]
             size *= 2
-        self.scores, self.inner = kept(pairs, self._visible_pairs()).unbind(-3)
+        self.scores, self.inner = where_true(pairs, self._visible_pairs()).unbind(-3)
         self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
         self.z = g[..., -1, :].exp().unsqueeze(-1)
-        self.e, self.r = self.sight.of_state(g.exp_()), self.sight.of_last(after.exp_())
+        self.e, self.r = self.sight.of_state(g.exp_()), self.sight.of_last(gates_after.exp_())
         self.z = self.sight.over(self.z)
 
     def _visible_pairs(self) -> Tensor | None:
@@ -91,9 +96,9 @@ class ChannelSpan(Span):
         if self.starts is None:
             return None, None
         begins = self.starts.unflatten(-1, (-1, 2, size)).unsqueeze(-1)
-        at = torch.arange(size - 1, chunk, 2 * size, device=begins.device)[:, None, None]
+        last_row = torch.arange(size - 1, chunk, 2 * size, device=begins.device)[:, None, None]
         upper = begins[..., 0, :, :]
-        return begins[..., 1, :, :] <= at, upper == upper[..., -1:, :]
+        return begins[..., 1, :, :] <= last_row, upper == upper[..., -1:, :]
 
     def _factors(self, level: Level) -> tuple[Tensor, Tensor]:
         """Queries above keys of the lower halves, and keys of the upper halves."""
@@ -103,35 +108,35 @@ class ChannelSpan(Span):
             torch.mul(_halved(x, size)[..., 1, :, :], lower, out=rows[..., i, :, :])
         if level.later is not None:
             rows.masked_fill_(~level.later.unsqueeze(-3), 0)
-        columns = kept(_halved(self.k, size)[..., 0, :, :] * level.upper, level.earlier)
+        columns = where_true(_halved(self.k, size)[..., 0, :, :] * level.upper, level.earlier)
         return rows.flatten(-3, -2), columns
 
     def through(
         self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Level by level, from the chunk to blocks of single rows."""
-        pairs, own = torch.stack([dp, db], -3), dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dq, dk = own * self.k, own * self.q
+        pairs, diagonal = torch.stack([dp, db], -3), dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq, dk = diagonal * self.k, diagonal * self.q
         de[..., -1, :] += dz
         for level in reversed(self.levels):
             size = level.lower.shape[-2]
-            until, rest, to_q, to_k, q, k = (
+            from_begin, to_end, to_q, to_k, q, k = (
                 _halved(x, size) for x in (de, dr, dq, dk, self.q, self.k)
             )
-            until[..., 0, -1, :] += until[..., 1, :, :].sum(-2)
-            until[..., 1, -1, :] += rest[..., 0, :, :].sum(-2)
+            from_begin[..., 0, -1, :] += from_begin[..., 1, :, :].sum(-2)
+            from_begin[..., 1, -1, :] += to_end[..., 0, :, :].sum(-2)
             rows, columns = self._factors(level)
             square = _squares(pairs, size).flatten(-3, -2)
             by_rows = (square @ columns).unflatten(-2, (2, size)) * level.lower.unsqueeze(-3)
-            by_columns = kept((square.mT @ rows) * level.upper, level.earlier)
-            of_q, of_k = (kept(x, level.later) for x in by_rows.unbind(-3))
+            by_columns = where_true((square.mT @ rows) * level.upper, level.earlier)
+            of_q, of_k = (where_true(x, level.later) for x in by_rows.unbind(-3))
             to_q[..., 1, :, :] += of_q
             to_k[..., 1, :, :] += of_k
             to_k[..., 0, :, :] += by_columns
-            until[..., 1, :, :] += kept(
+            from_begin[..., 1, :, :] += where_true(
                 q[..., 1, :, :] * of_q + k[..., 1, :, :] * of_k, level.later
             )
-            rest[..., 0, :, :] += kept(k[..., 0, :, :] * by_columns, level.earlier)
+            to_end[..., 0, :, :] += where_true(k[..., 0, :, :] * by_columns, level.earlier)
         return dq, dk, de
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
-from liger_multi.reference.linear_attention.isolation import ON_HOST, kept
+from liger_multi.reference.linear_attention.isolation import ON_HOST, where_true
 from liger_multi.reference.linear_attention.state_space import (
     Gradients,
     Nine,
@@ -94,9 +94,9 @@ def _blocks(inputs: Inputs) -> tuple[list[Block], list[slice]]:
     return blocks, spans
 
 
-def _pass(own: Tensor, decay: Tensor, state: Tensor, breaks: Tensor | None) -> Tensor:
-    """Add a decayed state to ``own``, but not over a break."""
-    return own.addcmul_(decay, state if breaks is None else state.masked_fill(breaks, 0))
+def _pass(added: Tensor, decay: Tensor, state: Tensor, breaks: Tensor | None) -> Tensor:
+    """Add a decayed state to ``added``, but not over a break."""
+    return added.addcmul_(decay, state if breaks is None else state.masked_fill(breaks, 0))
 
 
 class Span:
@@ -120,8 +120,8 @@ class Span:
         self.breaks: list[Tensor | None] = [None] * (part.stop - part.start)
         if inputs.first is not None:
             first = inputs.first[block.batch] if inputs.first.shape[0] > 1 else inputs.first
-            place = torch.arange(part.start, part.stop, device=first.device)
-            begins = (first[:, part] == place.clamp(min=1)).mT[..., None, None]
+            token = torch.arange(part.start, part.stop, device=first.device)
+            begins = (first[:, part] == token.clamp(min=1)).mT[..., None, None]
             self.decays.masked_fill_(begins, 0)
             self.within, self.breaks = ~begins, self._breaks(begins)
 
@@ -135,17 +135,17 @@ class Span:
             return list(begins.unbind(0))
         if begins.is_meta:
             return [None] * len(begins)
-        some = begins.flatten(1).any(1).tolist()
-        return [b if any_ else None for b, any_ in zip(begins.unbind(0), some, strict=True)]
+        has_break = begins.flatten(1).any(1).tolist()
+        return [b if any_ else None for b, any_ in zip(begins.unbind(0), has_break, strict=True)]
 
     def forward(self, state: Tensor) -> Tensor:
         """States, that before the span first: one more than there are tokens."""
         states = state.new_empty(self.u.shape[0] + 1, *state.shape)
         states[0] = state
         torch.mul((self.delta * self.u).unsqueeze(2), self.B.unsqueeze(3), out=states[1:])
-        after = states.unbind(0)
+        by_token = states.unbind(0)
         for t, decay in enumerate(self.decays.unbind(0)):
-            _pass(after[t + 1], decay, after[t], self.breaks[t])
+            _pass(by_token[t + 1], decay, by_token[t], self.breaks[t])
         return states
 
     def outputs(self, states: Tensor) -> Tensor:
@@ -154,12 +154,12 @@ class Span:
 
     def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the states after every token, and of the state before the span."""
-        own = dy.unsqueeze(2) * self.C.unsqueeze(3)
-        after, decays = own.unbind(0), self.decays.unbind(0)
-        after[-1].add_(dstate)
+        dstates = dy.unsqueeze(2) * self.C.unsqueeze(3)
+        by_token, decays = dstates.unbind(0), self.decays.unbind(0)
+        by_token[-1].add_(dstate)
         for t in reversed(range(1, len(decays))):
-            _pass(after[t - 1], decays[t], after[t], self.breaks[t])
-        return own, _pass(torch.zeros_like(dstate), decays[0], after[0], self.breaks[0])
+            _pass(by_token[t - 1], decays[t], by_token[t], self.breaks[t])
+        return dstates, _pass(torch.zeros_like(dstate), decays[0], by_token[0], self.breaks[0])
 
 
 # --- the operator ---
@@ -201,7 +201,7 @@ def forward(
     y = u.new_empty(u.shape)
     shape = (u.shape[0], *A.shape) if output_final_state else (0,)
     final_state = u.new_empty(shape, dtype=inputs.acc_dtype)
-    kept = u.new_empty(kept_shape(u, A), dtype=inputs.acc_dtype)
+    states_of_spans = u.new_empty(kept_shape(u, A), dtype=inputs.acc_dtype)
     blocks, spans = _blocks(inputs)
     for block in blocks:
         state = inputs.states(block)
@@ -211,12 +211,16 @@ def forward(
             y_part = _before_gate(inputs, span, block, states)
             y_part = gated(y_part, None if z is None else inputs.rows(z, block, part))
             y[block.batch, part, block.channels] = y_part.transpose(0, 1).to(y.dtype)
-            for t in range(-(-part.start // SPAN) * SPAN, part.stop, SPAN) if kept.numel() else ():
-                kept[block.batch, t // SPAN, :, block.channels] = states[t - part.start]
+            for t in (
+                range(-(-part.start // SPAN) * SPAN, part.stop, SPAN)
+                if states_of_spans.numel()
+                else ()
+            ):
+                states_of_spans[block.batch, t // SPAN, :, block.channels] = states[t - part.start]
             state = states[-1]
         if output_final_state:
             final_state[block] = state.mT
-    return y, final_state, kept
+    return y, final_state, states_of_spans
 
 
 def _add_span(
@@ -238,19 +242,19 @@ def _add_span(
             y = _before_gate(inputs, span, block, states)
             total.put("z", rows, gate_gradient(up, y, z).transpose(0, 1))
         up = gated(up, z)
-    after, dstate = span.reverse(up, dstate)
-    for name, left, right in (("B", after, span.delta * span.u), ("C", states[1:], up)):
+    dstates, dstate = span.reverse(up, dstate)
+    for name, left, right in (("B", dstates, span.delta * span.u), ("C", states[1:], up)):
         if total.any(name):
             product = (left @ right.unsqueeze(3)).squeeze(3)
             total.add(name, (block.batch, part), product.transpose(0, 1))
-    added = (span.B.unsqueeze(2) @ after).squeeze(2)  # gradient of delta u
+    added = (span.B.unsqueeze(2) @ dstates).squeeze(2)  # gradient of delta u
     if total.any("u"):
         skip = 0 if inputs.D is None else inputs.D[block.channels].to(up.dtype) * up
         total.put("u", rows, (span.delta * added + skip).transpose(0, 1))
     if total.any("D"):
         total.add("D", block.channels, (up * span.u).sum((0, 1)))
     # gradient of the logarithm of decays
-    through = kept(after.mul_(span.decays).mul_(states[:-1]), span.within)
+    through = where_true(dstates.mul_(span.decays).mul_(states[:-1]), span.within)
     if total.any("delta", "delta_bias"):
         dsteps = torch.addcmul((through * span.A).sum(2), span.u, added)
         raw = inputs.sizes.gradient(dsteps, span.raw)
@@ -308,14 +312,14 @@ def backward(
     total = Gradients(inputs, needs, "u delta z initial_state")
     blocks, spans = _blocks(inputs)
     for block in blocks:
-        before = [inputs.states(block)]
+        states_before = [inputs.states(block)]
         for part in spans[:-1]:
-            before.append(Span(inputs, block, part).forward(before[-1])[-1].clone())
-        dstate = torch.zeros_like(before[0])
+            states_before.append(Span(inputs, block, part).forward(states_before[-1])[-1].clone())
+        dstate = torch.zeros_like(states_before[0])
         if dfinal_state is not None:
             dstate = dfinal_state[block].to(inputs.acc_dtype).mT
         for part in reversed(spans):
-            dstate = _add_span(total, block, part, before.pop(), dy, dstate)
+            dstate = _add_span(total, block, part, states_before.pop(), dy, dstate)
         total.put("initial_state", block, dstate.mT)
     grads: Nine = total.results()
     return grads

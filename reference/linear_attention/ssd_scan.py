@@ -37,7 +37,7 @@ from liger_multi.reference.linear_attention.chunks import (
     head_blocks,
     token_spans,
 )
-from liger_multi.reference.linear_attention.isolation import kept, spread
+from liger_multi.reference.linear_attention.isolation import spread, where_true
 from liger_multi.reference.linear_attention.state_space import (
     Gradients,
     Nine,
@@ -97,9 +97,9 @@ class Inputs(NamedTuple):
         """The states before the first token, side by side."""
         if self.initial_state is not None:
             return self.side_by_side(self.initial_state, heads)
-        many = (heads.value.stop - heads.value.start) // _groups(heads)
+        heads_of_group = (heads.value.stop - heads.value.start) // _groups(heads)
         batch = heads.batch.stop - heads.batch.start
-        shape = (batch, _groups(heads), self.B.shape[3], many * self.x.shape[3])
+        shape = (batch, _groups(heads), self.B.shape[3], heads_of_group * self.x.shape[3])
         return self.x.new_zeros(shape, dtype=self.acc_dtype)
 
     def apart(self, state: Tensor) -> Tensor:
@@ -118,15 +118,15 @@ def _blocks(inputs: Inputs) -> tuple[list[Heads], list[slice]]:
     A block has whole groups, or some heads of a group that is too large. A span has as many chunks
     as fit, and at least about as many as there are spans.
     """
-    (batch, length, many, value), (groups, size) = inputs.x.shape, inputs.B.shape[2:]
-    group, chunk, itemsize = many // groups, inputs.chunk, inputs.acc_dtype.itemsize
+    (batch, length, heads, value), (groups, size) = inputs.x.shape, inputs.B.shape[2:]
+    group, chunk, itemsize = heads // groups, inputs.chunk, inputs.acc_dtype.itemsize
     head_bytes = itemsize * (chunk * (8 * value + 5 * chunk) + 4 * size * value)
     shared_bytes = itemsize * chunk * (4 * size + 3 * chunk)
     chunks = max(1, -(-length // chunk))
-    least = min(chunks, max(8, math.isqrt(chunks)))
-    width = min(group, max(1, (BLOCK_BYTES // least - shared_bytes) // head_bytes))
+    fewest = min(chunks, max(8, math.isqrt(chunks)))
+    width = min(group, max(1, (BLOCK_BYTES // fewest - shared_bytes) // head_bytes))
     unit = shared_bytes + width * head_bytes
-    steps = min(chunks, max(least, BLOCK_BYTES // unit))
+    steps = min(chunks, max(fewest, BLOCK_BYTES // unit))
     spans = token_spans(length, chunk, steps)
     steps = max((-(-(span.stop - span.start) // chunk) for span in spans), default=1)
     group_bytes = steps * unit if width == group else BLOCK_BYTES
@@ -174,27 +174,27 @@ class Span:
         """Back to (batch, tokens, heads, ...)."""
         return _tokens(x.flatten(1, 2), self.length)
 
-    def side_by_side(self, x: Tensor, by: Tensor) -> Tensor:
+    def side_by_side(self, x: Tensor, decays: Tensor) -> Tensor:
         """Rows times decays, those of all heads of a group side by side."""
         batch, groups, heads, chunks, rows, size = x.shape
         out = x.new_empty(batch, groups, chunks, rows, heads, size)
-        torch.mul(x, by, out=out.movedim(4, 2))
+        torch.mul(x, decays, out=out.movedim(4, 2))
         return out.flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
         """Rows of heads side by side as a view with an axis of heads."""
-        apart: Tensor = x.unflatten(-1, (self.x.shape[2], -1))
-        return apart.movedim(4, 2)
+        by_head: Tensor = x.unflatten(-1, (self.x.shape[2], -1))
+        return by_head.movedim(4, 2)
 
-    def shared(self, x: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
+    def shared(self, x: Tensor, mask: Callable[[Tensor], Tensor]) -> Tensor:
         """What a mask of heads, by which they do not differ, leaves of a group's rows."""
-        masked: Tensor = by(x.unsqueeze(2)).squeeze(2)
+        masked: Tensor = mask(x.unsqueeze(2)).squeeze(2)
         return masked
 
     def passing(self) -> list[tuple[Tensor, Tensor | None]]:
         """Of every chunk the decays of the states, and whether they pass."""
-        whole = self.sight.whole  # (batch or 1, 1, 1, chunks)
-        masks = [None] * self.z.shape[2] if whole is None else whole[:, 0].unbind(-1)
+        passes = self.sight.whole  # (batch or 1, 1, 1, chunks)
+        masks = [None] * self.z.shape[2] if passes is None else passes[:, 0].unbind(-1)
         decays = self.z.unbind(2)
         pairs = zip(decays, masks, strict=True)
         return [(z, None if m is None else m[..., None, None]) for z, m in pairs]
@@ -207,10 +207,10 @@ class Span:
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States before every chunk, and the state after the last one."""
         states = self.added()
-        for i, (z, whole) in enumerate(self.passing()):
-            after = states[:, :, i] + kept(z * state, whole)
+        for i, (z, passes) in enumerate(self.passing()):
+            state_after = states[:, :, i] + where_true(z * state, passes)
             states[:, :, i] = state
-            state = after
+            state = state_after
         return states, state
 
     def products(self, pairs: Tensor) -> Tensor:
@@ -227,19 +227,19 @@ class Span:
         y = spread(self.products(self.gates.pairs()), self.values, self.sight.visible)
         return y.addcmul_(self.e, self.read(states))
 
-    def reverse(self, own: Tensor, dstate: Tensor) -> Tensor:
+    def reverse(self, dstates: Tensor, dstate: Tensor) -> Tensor:
         """From the gradients that states have by y to those of the states after every chunk.
 
         Returns the gradient of the first state.
 
         Args:
-            own: What states before every chunk get through y; overwritten.
+            dstates: What states before every chunk get through y; overwritten.
             dstate: Gradient of the state after the span.
         """
-        for i, (z, whole) in reversed(list(enumerate(self.passing()))):
-            before = own[:, :, i] + kept(z * dstate, whole)
-            own[:, :, i] = dstate
-            dstate = before
+        for i, (z, passes) in reversed(list(enumerate(self.passing()))):
+            dstate_before = dstates[:, :, i] + where_true(z * dstate, passes)
+            dstates[:, :, i] = dstate
+            dstate = dstate_before
         return dstate
 
     def gradients(
@@ -260,24 +260,24 @@ class Span:
         dproducts = (dy @ self.values.mT).mul_(pairs).masked_fill_(~sight.visible, 0)
         shared = dproducts.sum(2)
         through = dproducts.mul_((self.C @ self.B.mT).unsqueeze(2)).masked_fill_(~sight.below, 0)
-        read = self.side_by_side(of_state(dy), self.e)
-        after = self.shared(self.C, of_state).mT @ read
-        dstate = self.reverse(after, dstate)
-        dc = spread(shared, self.B, visible).add_(self.shared(read @ states.mT, of_state))
-        added = self.side_by_side(self.values, self.r) @ after.mT
+        decayed_dy = self.side_by_side(of_state(dy), self.e)
+        dstates = self.shared(self.C, of_state).mT @ decayed_dy
+        dstate = self.reverse(dstates, dstate)
+        dc = spread(shared, self.B, visible).add_(self.shared(decayed_dy @ states.mT, of_state))
+        added = self.side_by_side(self.values, self.r) @ dstates.mT
         db = spread(shared.mT, self.C, visible.mT).add_(self.shared(added, sight.of_last))
-        kept_rows = sight.of_last(self.r * self.split(self.B @ after))
+        kept_rows = sight.of_last(self.r * self.split(self.B @ dstates))
         dvalues += kept_rows
         de = of_state((dy * self.e).mul_(self.read(states))).sum(-1)
         dr = sight.of_last(kept_rows.mul_(self.values)).sum(-1)
-        dg = self.gates.gradient(through, de, dr, self.of_passing(states * after))
+        dg = self.gates.gradient(through, de, dr, self.of_passing(states * dstates))
         return dvalues, dg, db, dc, dstate
 
     def of_passing(self, through: Tensor) -> Tensor:
         """Sums for every head of what decays by z, (batch, groups, heads, chunks)."""
-        whole = self.sight.whole
-        passes = None if whole is None else whole[:, 0][..., None, None]
-        through_sums = kept(self.z * through, passes).sum(-2)
+        mask = self.sight.whole
+        passes = None if mask is None else mask[:, 0][..., None, None]
+        through_sums = where_true(self.z * through, passes).sum(-2)
         sums: Tensor = through_sums.unflatten(-1, (self.x.shape[2], -1)).sum(-1).movedim(3, 2)
         return sums
 
@@ -297,8 +297,8 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """Some heads at a time, span after span."""
     x, z = inputs.x, inputs.z
-    y, (batch, _, many, value) = x.new_empty(x.shape), x.shape
-    shape = (batch, many, value, inputs.B.shape[3]) if output_final_state else (0,)
+    y, (batch, _, heads_count, value) = x.new_empty(x.shape), x.shape
+    shape = (batch, heads_count, value, inputs.B.shape[3]) if output_final_state else (0,)
     final_state = x.new_empty(shape, dtype=inputs.acc_dtype)
     blocks, spans = rule.blocks(inputs)
     for heads in blocks:
@@ -365,14 +365,14 @@ def run_backward(
     total = Gradients(inputs, needs, "x dt z initial_state")
     blocks, spans = rule.blocks(inputs)
     for heads in blocks:
-        before = [inputs.states(heads)]
+        states_before = [inputs.states(heads)]
         for part in spans[:-1]:
-            before.append(rule(inputs, heads, part).forward(before[-1])[1])
-        dstate = torch.zeros_like(before[0])
+            states_before.append(rule(inputs, heads, part).forward(states_before[-1])[1])
+        dstate = torch.zeros_like(states_before[0])
         if dfinal_state is not None:
             dstate = inputs.side_by_side(dfinal_state, heads)
         for part in reversed(spans):
-            dstate = _add_span(rule, total, heads, part, before.pop(), dy, dstate)
+            dstate = _add_span(rule, total, heads, part, states_before.pop(), dy, dstate)
         total.put("initial_state", (heads.batch, heads.value), inputs.apart(dstate))
     grads: Nine = total.results()
     return grads

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.reference.common.clamp import above
+from liger_multi.reference.common.clamp import blocks_gradient
 
 Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -29,7 +29,7 @@ class StepSizes(NamedTuple):
     def gradient(self, dsteps: Tensor, raw: Tensor) -> Tensor:
         """Gradient of ``raw``."""
         steps = self.unclamped(raw)
-        clamped = above(steps, self.high) | above(-steps, -self.low)
+        clamped = blocks_gradient(steps, self.high) | blocks_gradient(-steps, -self.low)
         dsteps = dsteps.masked_fill(clamped, 0)
         return dsteps * torch.sigmoid(raw) if self.softplus else dsteps
 
@@ -57,24 +57,24 @@ class Gradients:
     def __init__(self, inputs: Any, needs: dict[str, bool], rows: str) -> None:
         self.inputs, self.needs = inputs, needs
         self.buffers: dict[str, Tensor] = {}
-        for name, needed in needs.items():
+        for name, is_needed in needs.items():
             x = getattr(inputs, name)
-            if needed and x is not None:
+            if is_needed and x is not None:
                 self.buffers[name] = (
                     x.new_empty(x.shape)
                     if name in rows.split()
                     else x.new_zeros(x.shape, dtype=inputs.acc_dtype)
                 )
 
-    def put(self, name: str, where: Any, part: Tensor) -> None:
+    def put(self, name: str, index: Any, part: Tensor) -> None:
         """Write a part."""
         if name in self.buffers:
-            self.buffers[name][where] = part.to(self.buffers[name].dtype)
+            self.buffers[name][index] = part.to(self.buffers[name].dtype)
 
-    def add(self, name: str, where: Any, part: Tensor) -> None:
+    def add(self, name: str, index: Any, part: Tensor) -> None:
         """Add to a sum."""
         if name in self.buffers:
-            self.buffers[name][where] += part
+            self.buffers[name][index] += part
 
     def any(self, *names: str) -> bool:
         """Whether one of them is needed."""

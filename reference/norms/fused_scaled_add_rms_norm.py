@@ -44,8 +44,8 @@ def backward(
         new_residual, dy, dnew_residual, weight, rstd, offset, casting, *needs
     )
     dx, dresidual = (
-        (ds * by).to(dtype) if needed else ds.new_empty(0, dtype=dtype)
-        for by, dtype, needed in (
+        (ds * scale).to(dtype) if is_needed else ds.new_empty(0, dtype=dtype)
+        for scale, dtype, is_needed in (
             (x_scale, x_dtype, needs_x),
             (residual_scale, residual_dtype, needs_residual),
         )

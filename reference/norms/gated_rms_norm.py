@@ -103,8 +103,8 @@ def backward(
             continue
         g = g if w is None else g * w
         shape = (-1, groups, group_size)
-        along = (g * n).view(shape).mean(-1).repeat_interleave(group_size, -1)
-        du = (g - n * along) * r
+        projection = (g * n).view(shape).mean(-1).repeat_interleave(group_size, -1)
+        du = (g - n * projection) * r
         if needs_x:
             dx[block] = du if act is None or last else du * act
         if z is not None and not last and needs_gate:

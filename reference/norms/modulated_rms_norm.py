@@ -10,11 +10,11 @@ from liger_multi.reference.common.strict import by_rows
 from liger_multi.reference.norms import rms_norm
 
 
-def _slabs(modulations: int, each: int, row_bytes: int) -> Iterator[tuple[slice, slice]]:
+def _slabs(modulations: int, group_rows: int, row_bytes: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of modulations, and of the rows of each, that stay below the limit of a block."""
-    for some in row_blocks(modulations, each * row_bytes):
-        for rows in row_blocks(each, (some.stop - some.start) * row_bytes):
-            yield some, rows
+    for groups in row_blocks(modulations, group_rows * row_bytes):
+        for rows in row_blocks(group_rows, (groups.stop - groups.start) * row_bytes):
+            yield groups, rows
 
 
 def _split(x: Tensor, modulations: int) -> Tensor:
@@ -28,9 +28,11 @@ def _row_by_row(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """The norm of every row alone, on memory of its own, so that its bits show no other row."""
-    alone = (row.clone(memory_format=torch.contiguous_format) for row in as_rows(x).split(1))
-    outputs = [rms_norm.forward(row, weight, eps, offset, casting) for row in alone]
-    n, rstd = (torch.cat(each) for each in zip(*outputs, strict=True))
+    separate_rows = (
+        row.clone(memory_format=torch.contiguous_format) for row in as_rows(x).split(1)
+    )
+    outputs = [rms_norm.forward(row, weight, eps, offset, casting) for row in separate_rows]
+    n, rstd = (torch.cat(parts) for parts in zip(*outputs, strict=True))
     return n.view(x.shape), rstd.view(x.shape[:-1])
 
 
@@ -54,9 +56,9 @@ def forward(
     scales = as_rows(scale if dtype != torch.float64 else scale.double())
     parts, y_rows = _split(n, scales.shape[0]), _split(y, scales.shape[0])
     factors, terms = 1 + scales, None if shift is None else as_rows(shift)
-    for some, rows in _slabs(parts.shape[0], parts.shape[1], 2 * parts.shape[2] * dtype.itemsize):
-        row = parts[some, rows] * factors[some, None]
-        y_rows[some, rows] = row if terms is None else row + terms[some, None]
+    for groups, rows in _slabs(parts.shape[0], parts.shape[1], 2 * parts.shape[2] * dtype.itemsize):
+        row = parts[groups, rows] * factors[groups, None]
+        y_rows[groups, rows] = row if terms is None else row + terms[groups, None]
     return y, rstd
 
 
@@ -92,21 +94,24 @@ def backward(
         count = scale2d.shape[0]
         xs, dys, rstds = (_split(t, count) for t in (x, dy, rstd.reshape(-1, 1)))
         dx_rows, factors = _split(dx, count) if needs_x else none, 1 + scale2d.to(acc_dtype)
-        for some, rows in _slabs(xs.shape[0], xs.shape[1], 5 * xs.shape[2] * acc_dtype.itemsize):
-            n, g = xs[some, rows].to(acc_dtype) * rstds[some, rows], dys[some, rows].to(acc_dtype)
+        for groups, rows in _slabs(xs.shape[0], xs.shape[1], 5 * xs.shape[2] * acc_dtype.itemsize):
+            n, g = (
+                xs[groups, rows].to(acc_dtype) * rstds[groups, rows],
+                dys[groups, rows].to(acc_dtype),
+            )
             rounded = n.to(x.dtype).to(acc_dtype) if casting == "llama" else n
             if needs_shift:
-                db[some] += g.sum(1)
+                db[groups] += g.sum(1)
             if needs_scale:
                 norm = (rounded if w is None else rounded * w).to(norm_dtype)
-                ds[some] += (g * norm).to(product_dtype).to(acc_dtype).sum(1)
-            g = g * factors[some, None]
+                ds[groups] += (g * norm).to(product_dtype).to(acc_dtype).sum(1)
+            g = g * factors[groups, None]
             if dw is not None:
                 dw += (g * rounded).sum((0, 1))
             if needs_x:
                 g = g if w is None else g * w
-                r = rstds[some, rows]
-                dx_rows[some, rows] = ((g - n * (g * n).mean(-1, keepdim=True)) * r).to(x.dtype)
+                r = rstds[groups, rows]
+                dx_rows[groups, rows] = ((g - n * (g * n).mean(-1, keepdim=True)) * r).to(x.dtype)
     dscale, dshift = ds.to(scale.dtype), db.to(shift_dtype or scale.dtype)
     return (
         dx,

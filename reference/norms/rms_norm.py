@@ -68,7 +68,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Those of :func:`backward`; ``ds``, from other uses of x, is added before dx is rounded."""
     acc_dtype, x2d, dy2d, rstds = rstd.dtype, as_rows(x), as_rows(dy), rstd.reshape(-1, 1)
-    others = None if ds is None else as_rows(ds)
+    other_gradients = None if ds is None else as_rows(ds)
     dx = torch.empty_like(x2d, memory_format=torch.contiguous_format) if needs_x else x.new_empty(0)
     dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=acc_dtype)
     for block in row_blocks(x2d.shape[0], 4 * x2d.shape[1] * acc_dtype.itemsize):
@@ -78,6 +78,6 @@ def gradients(
         if needs_x:
             g = g if weight is None else g * (weight.to(acc_dtype) + offset)
             total = (g - n * (g * n).mean(-1, keepdim=True)) * rstds[block]
-            dx[block] = total if others is None else total + others[block]
+            dx[block] = total if other_gradients is None else total + other_gradients[block]
     dweight = x.new_empty(0) if dw is None or weight is None else dw.to(weight.dtype)
     return dx.view(x.shape) if needs_x else dx, dweight

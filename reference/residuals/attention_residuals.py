@@ -20,17 +20,17 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some rows of all blocks at a time."""
     acc_dtype, rows = statistics_dtype(blocks.dtype), _rows(blocks)
-    count, many, size = rows.shape
-    y = rows.new_empty(many, size)
-    p, rstd = (rows.new_empty(count, many, dtype=acc_dtype) for _ in range(2))
+    count, row_count, size = rows.shape
+    y = rows.new_empty(row_count, size)
+    p, rstd = (rows.new_empty(count, row_count, dtype=acc_dtype) for _ in range(2))
     w = _direction(query, weight, acc_dtype)
-    for part in row_blocks(many, 3 * count * size * acc_dtype.itemsize):
+    for part in row_blocks(row_count, 3 * count * size * acc_dtype.itemsize):
         v = rows[:, part].to(acc_dtype)
         rstd[:, part] = torch.rsqrt(v.pow(2).mean(-1) + eps)
         p[:, part] = torch.softmax((v @ w) * rstd[:, part], 0)
         y[part] = (p[:, part].unsqueeze(-1) * v).sum(0).to(y.dtype)
-    lead = blocks.shape[:-1]
-    return y.view(blocks.shape[1:]), p.view(lead), rstd.view(lead)
+    score_shape = blocks.shape[:-1]
+    return y.view(blocks.shape[1:]), p.view(score_shape), rstd.view(score_shape)
 
 
 def backward(
@@ -46,11 +46,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``ds = p (dy v - sum p dy v)``; a score's slope by v is that of a normed row's product."""
     acc_dtype, rows, upstream = p.dtype, _rows(blocks), dy.reshape(-1, dy.shape[-1])
-    count, many, size = rows.shape
-    shares, scales = p.reshape(count, many, 1), rstd.reshape(count, many, 1)
+    count, row_count, size = rows.shape
+    shares, scales = p.reshape(count, row_count, 1), rstd.reshape(count, row_count, 1)
     dblocks = rows.new_empty(rows.shape) if needs_blocks else rows.new_empty(0)
     w, dw = _direction(query, weight, acc_dtype), rows.new_zeros(size, dtype=acc_dtype)
-    for part in row_blocks(many, 5 * count * size * acc_dtype.itemsize):
+    for part in row_blocks(row_count, 5 * count * size * acc_dtype.itemsize):
         v, g, share = rows[:, part].to(acc_dtype), upstream[part].to(acc_dtype), shares[:, part]
         n, inner = v * scales[:, part], (v * g).sum(-1, keepdim=True)
         ds = share * (inner - (share * inner).sum(0))

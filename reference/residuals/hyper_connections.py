@@ -26,9 +26,9 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
 
 
 def mixes_gradients(
-    rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool, needs_weight: bool
+    rows: Tensor, weight: Tensor, d: Tensor, row_scale: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """``dx = d W - own v`` for every row v, and ``dW`` = the sum of d' v; empty where not needed.
+    """``dx = d W - row_scale v`` for every row v, ``dW`` = the sum of d' v; empty if not needed.
 
     d (rows, outputs) is the gradient of W v, own (rows, 1) what the norm takes back.
     """
@@ -40,7 +40,7 @@ def mixes_gradients(
         if needs_weight:
             dweight.addmm_(d[block].mT, v)
         if needs_x:
-            dx[block] = torch.addmm(v * -own[block], d[block], w).to(rows.dtype)
+            dx[block] = torch.addmm(v * -row_scale[block], d[block], w).to(rows.dtype)
     return dx, dweight.to(weight.dtype)
 
 
@@ -61,7 +61,7 @@ class Parts(Protocol):
         rows: Tensor,
         weight: Tensor,
         d: Tensor,
-        own: Tensor,
+        row_scale: Tensor,
         needs_x: bool,
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -113,10 +113,10 @@ def _logits_gradient(
     count, steps, eps, post_scale = options
     a, b, c = z.split([count, count, count * count], -1)
     dz = torch.zeros_like(z)
-    for part, grad, by, at in ((a, grads[0], 1.0, 0), (b, grads[1], post_scale, count)):
+    for part, grad, factor, offset in ((a, grads[0], 1.0, 0), (b, grads[1], post_scale, count)):
         if grad is not None:
             p = torch.sigmoid(part)
-            dz[:, at : at + count] = by * grad * p * (1 - p)
+            dz[:, offset : offset + count] = factor * grad * p * (1 - p)
     if grads[2] is not None:
         iterates = _sinkhorn(c.unflatten(-1, (count, count)), steps, eps)
         d = grads[2]
@@ -161,14 +161,14 @@ class ReferenceParts:
         spread = _spread(scale, count, m.dtype)
         dz = _logits_gradient(torch.addcmul(bias.to(m.dtype), m, spread), grads, options)
         dm = dz * spread
-        own = (dm * m).sum(-1, keepdim=True) * r.square() / length
+        row_scale = (dm * m).sum(-1, keepdim=True) * r.square() / length
         dbias, dscale = bias.new_empty(0), scale.new_empty(0)
         if needs[0]:
             dbias = dz.sum(0).to(bias.dtype)
         if needs[1]:
             sums = (dz * m).sum(0).split([count, count, count**2])
             dscale = torch.stack([t.sum() for t in sums]).to(scale.dtype)
-        return dm * r, own, dbias, dscale
+        return dm * r, row_scale, dbias, dscale
 
 
 # --- coefficients ---
@@ -187,17 +187,17 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
         eps: float,
         post_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        count, lead = x.shape[-2], x.shape[:-2]
-        rows = x.reshape(lead.numel(), count * x.shape[-1])
+        count, row_shape = x.shape[-2], x.shape[:-2]
+        rows = x.reshape(row_shape.numel(), count * x.shape[-1])
         mixes, rstd = parts.mixes(rows, weight, rms_eps)
         options = (count, iterations, eps, post_scale)
         pre, post, mix = parts.values(mixes, bias, scale, options)
         return (
-            pre.contiguous().view(*lead, count),
-            post.contiguous().view(*lead, count),
-            mix.contiguous().view(*lead, count, count),
-            mixes.view(*lead, weight.shape[0]),
-            rstd.view(lead),
+            pre.contiguous().view(*row_shape, count),
+            post.contiguous().view(*row_shape, count),
+            mix.contiguous().view(*row_shape, count, count),
+            mixes.view(*row_shape, weight.shape[0]),
+            rstd.view(row_shape),
         )
 
     def backward(
@@ -225,10 +225,10 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
         pairs = zip((dpre, dpost, dmix), shapes, strict=True)
         grads = tuple(None if g is None else g.reshape(s).to(acc_dtype) for g, s in pairs)
         options = (count, iterations, eps, post_scale)
-        d, own, dbias, dscale = parts.gradient(
+        d, row_scale, dbias, dscale = parts.gradient(
             m, bias, scale, r, rows.shape[1], grads, options, (needs_bias, needs_scale)
         )
-        dx, dweight = parts.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
+        dx, dweight = parts.mixes_gradients(rows, weight, d, row_scale, needs_x, needs_weight)
         return dx.view(x.shape) if needs_x else dx, dweight, dbias, dscale
 
     return forward, backward

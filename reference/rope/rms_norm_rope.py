@@ -38,16 +38,16 @@ def statistics_shape(x: Tensor, weight: Tensor, head_axis: int) -> tuple[int, ..
     return tuple(x.shape[:-1])
 
 
-def rows_of(x: Tensor, head_axis: int, whole: bool) -> Tensor:
+def rows_of(x: Tensor, head_axis: int, over_heads: bool) -> Tensor:
     """The rows of the norm on the last axis."""
-    return x.movedim(head_axis, 2).flatten(2) if whole else x
+    return x.movedim(head_axis, 2).flatten(2) if over_heads else x
 
 
-def heads_of(rows: Tensor, like: Tensor, head_axis: int, whole: bool) -> Tensor:
+def heads_of(rows: Tensor, x: Tensor, head_axis: int, over_heads: bool) -> Tensor:
     """The way back."""
-    if not whole:
+    if not over_heads:
         return rows
-    heads: Tensor = rows.unflatten(2, (like.shape[head_axis], like.shape[-1]))
+    heads: Tensor = rows.unflatten(2, (x.shape[head_axis], x.shape[-1]))
     return heads.movedim(2, head_axis)
 
 
@@ -64,12 +64,12 @@ def forward(
     x_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Normalize, then rotate."""
-    whole = of_tokens(x, weight)
-    u, rstd = rms_norm.forward(rows_of(x, head_axis, whole), weight, eps, offset, casting)
-    u = heads_of(u, x, head_axis, whole)
-    how = ("half", head_axis, x.shape[-1], rope_casting, x_order)
+    over_heads = of_tokens(x, weight)
+    u, rstd = rms_norm.forward(rows_of(x, head_axis, over_heads), weight, eps, offset, casting)
+    u = heads_of(u, x, head_axis, over_heads)
+    options = ("half", head_axis, x.shape[-1], rope_casting, x_order)
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
-    return rope.rotate(u, cos, sin, *how, dtype), rstd
+    return rope.rotate(u, cos, sin, *options, dtype), rstd
 
 
 def backward(
@@ -88,14 +88,14 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradient back, in fp32 at least, then differentiate the norm."""
-    whole = of_tokens(x, weight)
+    over_heads = of_tokens(x, weight)
     wide = dy.to(statistics_dtype(dy.dtype))
-    how = ("half", head_axis, x.shape[-1], rope_casting, x_order)
-    g = rope.rotate(wide, cos, sin, *how, wide.dtype, inverse=True)
-    g, rows = rows_of(g, head_axis, whole), rows_of(x, head_axis, whole)
+    options = ("half", head_axis, x.shape[-1], rope_casting, x_order)
+    g = rope.rotate(wide, cos, sin, *options, wide.dtype, inverse=True)
+    g, rows = rows_of(g, head_axis, over_heads), rows_of(x, head_axis, over_heads)
     how_norm = (offset, casting, needs_x, needs_weight)
     dx, dweight = rms_norm.backward(g, rows, weight, rstd, *how_norm)
     if not needs_x:
         return dx, dweight
-    dx = heads_of(dx, x, head_axis, whole)
+    dx = heads_of(dx, x, head_axis, over_heads)
     return rope.dense(x, x_order, x.dtype).copy_(dx), dweight

@@ -73,9 +73,9 @@ def rotate(
     cos, sin = (
         _each_channel(t, style, rotary_dim).unsqueeze(head_axis - x.ndim) for t in (cos, sin)
     )
-    how = (style, casting, inverse)
+    options = (style, casting, inverse)
     if torch.compiler.is_compiling():
-        wide, added = _terms(x[..., :rotary_dim], cos, sin, *how)
+        wide, added = _terms(x[..., :rotary_dim], cos, sin, *options)
         rotated = wide * cos + added
         # a cast that does nothing lost the gradient in a traced function of torch 2.11
         rotated = rotated if rotated.dtype == dtype else rotated.to(dtype)
@@ -87,15 +87,19 @@ def rotate(
     tokens, passes = x.shape[axis], rotary_dim < x.shape[-1]
     token_bytes = 3 * (x.numel() // max(tokens, 1)) * statistics_dtype(x.dtype).itemsize
     for block in row_blocks(tokens, token_bytes):
-        here, there, c, s = (x, out, cos, sin)
+        source_block, target_block, c, s = (x, out, cos, sin)
         if block != slice(0, tokens):
-            of, count = block.start, block.stop - block.start
-            here, there, c, s = (t.narrow(axis, of, count) for t in (x, out, cos, sin))
-        source, target = (t[..., :rotary_dim] if passes else t for t in (here, there))
-        wide, added = _terms(source, c, s, *how)
+            start, count = block.start, block.stop - block.start
+            source_block, target_block, c, s = (
+                t.narrow(axis, start, count) for t in (x, out, cos, sin)
+            )
+        source, target = (
+            t[..., :rotary_dim] if passes else t for t in (source_block, target_block)
+        )
+        wide, added = _terms(source, c, s, *options)
         _rotate_into(target, wide, c, added)
         if passes:
-            there[..., rotary_dim:] = here[..., rotary_dim:]
+            target_block[..., rotary_dim:] = source_block[..., rotary_dim:]
     return out
 
 
@@ -112,10 +116,10 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
-    how = (cos, sin, style, head_axis, rotary_dim, casting)
+    options = (cos, sin, style, head_axis, rotary_dim, casting)
     return (
-        rotate(q, *how, q_order, output_dtype(q, cos, sin, casting)),
-        rotate(k, *how, k_order, output_dtype(k, cos, sin, casting)),
+        rotate(q, *options, q_order, output_dtype(q, cos, sin, casting)),
+        rotate(k, *options, k_order, output_dtype(k, cos, sin, casting)),
     )
 
 
@@ -136,10 +140,10 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate back: ``dx = dout * cos - rotate_half(dout * sin)``."""
-    how = (cos, sin, style, head_axis, rotary_dim, casting)
+    options = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)
     if needs_q and dq_out is not None:
-        dq = rotate(dq_out, *how, q_order, q_dtype, inverse=True)
+        dq = rotate(dq_out, *options, q_order, q_dtype, inverse=True)
     if needs_k and dk_out is not None:
-        dk = rotate(dk_out, *how, k_order, k_dtype, inverse=True)
+        dk = rotate(dk_out, *options, k_order, k_dtype, inverse=True)
     return dq, dk

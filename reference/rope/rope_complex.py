@@ -16,8 +16,8 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Multiply every pair of channels by its number."""
-    how = ("interleaved", head_axis, rotary_dim, "cohere", q_order, k_order)
-    return rope.forward(q, k, freqs[..., 0], freqs[..., 1], *how)
+    options = ("interleaved", head_axis, rotary_dim, "cohere", q_order, k_order)
+    return rope.forward(q, k, freqs[..., 0], freqs[..., 1], *options)
 
 
 def backward(
@@ -34,5 +34,5 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Multiply the gradients by the conjugated numbers."""
-    how = ("interleaved", head_axis, rotary_dim, "cohere", q_order, k_order, q_dtype, k_dtype)
-    return rope.backward(dq_out, dk_out, freqs[..., 0], freqs[..., 1], *how, needs_q, needs_k)
+    options = ("interleaved", head_axis, rotary_dim, "cohere", q_order, k_order, q_dtype, k_dtype)
+    return rope.backward(dq_out, dk_out, freqs[..., 0], freqs[..., 1], *options, needs_q, needs_k)

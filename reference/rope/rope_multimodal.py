@@ -55,5 +55,5 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradients by the transposed matrix."""
     cos, sin = _merged(cos, sin, sections, chunked, style, q_order)
-    how = (style, head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)
-    return rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
+    options = (style, head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)
+    return rope.backward(dq_out, dk_out, cos, sin, *options, needs_q, needs_k)

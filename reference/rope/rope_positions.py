@@ -21,7 +21,7 @@ def of_positions(
 
 
 def _position_angles(
-    like: torch.dtype,
+    dtype: torch.dtype,
     position_ids: Tensor,
     inv_freq: Tensor,
     scaling: float,
@@ -32,7 +32,7 @@ def _position_angles(
 ) -> tuple[Tensor, Tensor]:
     """In the dtype of q, as the rotary modules make them; in fp32 where that is inside anyway."""
     angles = of_positions(position_ids, inv_freq, scaling, sections, chunked)
-    cos, sin = (t if casting == "cohere" else t.to(like) for t in angles)
+    cos, sin = (t if casting == "cohere" else t.to(dtype) for t in angles)
     return (cos, sin) if len(order) == 4 else (cos[0], sin[0])
 
 
@@ -53,8 +53,8 @@ def forward(
     """Rotate q and k."""
     angles = (scaling, sections, chunked, casting, q_order)
     cos, sin = _position_angles(q.dtype, position_ids, inv_freq, *angles)
-    how = (style, head_axis, 2 * inv_freq.numel(), casting, q_order, k_order)
-    return rope.forward(q, k, cos, sin, *how)
+    options = (style, head_axis, 2 * inv_freq.numel(), casting, q_order, k_order)
+    return rope.forward(q, k, cos, sin, *options)
 
 
 def backward(
@@ -78,9 +78,9 @@ def backward(
     """Rotate the gradients by the transposed matrix."""
     angles = (scaling, sections, chunked, casting, q_order)
     cos, sin = _position_angles(q_dtype, position_ids, inv_freq, *angles)
-    how = (style, head_axis, 2 * inv_freq.numel(), casting, q_order, k_order, q_dtype, k_dtype)
+    options = (style, head_axis, 2 * inv_freq.numel(), casting, q_order, k_order, q_dtype, k_dtype)
     gradients: tuple[Tensor, Tensor] = rope.backward(
-        dq_out, dk_out, cos, sin, *how, needs_q, needs_k
+        dq_out, dk_out, cos, sin, *options, needs_q, needs_k
     )
     if dq_out is None and dk_out is None:
         return inv_freq.new_empty(0, dtype=q_dtype), inv_freq.new_empty(0, dtype=k_dtype)

@@ -52,8 +52,8 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate halves back, then put the channels of each pair side by side."""
-    how = ("half", head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)
-    gradients = rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
+    options = ("half", head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)
+    gradients = rope.backward(dq_out, dk_out, cos, sin, *options, needs_q, needs_k)
     outs = []
     for grad, order in zip(gradients, (q_order, k_order), strict=True):
         if grad.numel():

@@ -34,7 +34,6 @@ from liger_multi.backends.npu.experts import fused_moe as ours
 from liger_multi.backends.npu.linear_attention import causal_conv1d, chunks, gated_short_conv
 from liger_multi.dispatch import launch as launch_config
 from liger_multi.dispatch.launch import device_info
-from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import backends, operators
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.patching import register_attention
@@ -299,7 +298,7 @@ def assert_listed(chip, dtype_name, known):
     for launch in forms.values():
         said = known.get(launch.key[:16])
         assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
-        size = lowering.KINDS[blocks.TYPES[blocks.size_of(launch)]]
+        size = lowering.KINDS[blocks.TYPES[launch.size]]
         assert said[:3] == (blocks.key(launch), size, launch.constants["BLOCK"])
         taken = re.match(rf"(\d+) of {CHIPS[chip].buffer} bytes  ", said[3])
         assert taken, f"{launch}: {said}"
@@ -348,7 +347,7 @@ def test_kernels_compile_as_listed(request, chip, dtype_name):
 @compiled
 def test_a_block_that_is_too_large_is_refused():
     chip = CHIPS["Ascend910B3"]
-    forms = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    forms = blocks.launches_of(chip, torch.float32, 32768)
     launch = next(x for x in forms.values() if x.name == "_pair_sums_kernel")
     assert "overflow" in lowering.compile_by_vendor(launch, chip).error
 
@@ -356,13 +355,9 @@ def test_a_block_that_is_too_large_is_refused():
 # --- the table of paths ---
 
 
-def test_rows_of_the_levels_are_reached():
-    covered = {OPS[name].name for name in blocks.CASES}
-    heads = {n.removeprefix("fused_linear_") for n in OPS if n.startswith("fused_linear_")}
-    for op in OPS:
-        if levels.level(op) == levels.COMPILED:
-            base = op.removeprefix("fused_linear_").removesuffix("_inplace")
-            assert op in covered or base in covered or base in heads, op
+@pytest.mark.parametrize("op", blocks.OPERATORS)
+def test_samples_of_a_level_start_kernels(op):
+    assert blocks.forms_of(op, CHIPS["Ascend910B3"], torch.float32)
 
 
 # --- experts ---

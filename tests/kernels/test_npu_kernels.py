@@ -89,7 +89,7 @@ def started(monkeypatch):
     for module in MODULES:
         original = module.start
 
-        def start(kernel, pieces, *args, original=original, **constants):
+        def start(kernel, pieces, /, *args, original=original, **constants):
             starts[kernel.__name__] += 1
             original(kernel, pieces, *args, **constants)
 
@@ -107,7 +107,6 @@ def test_results_of_a_kernel(started, call):
     op, tensors, options, _ = CALLS[call]
     drawn = Sample("kernel", tensors, options).make("cpu", torch.float32)
     actual = []
-    few = dict.fromkeys(blocks.NAMES, BLOCK)
     for device, wide in ((NPU, torch.float32), (torch.device("cpu"), torch.float64)):
         inputs = {
             n: (
@@ -115,7 +114,7 @@ def test_results_of_a_kernel(started, call):
             ).requires_grad_(t.requires_grad)
             for n, t in drawn.items()
         }
-        with blocks.blocks(few):
+        with blocks.blocks(BLOCK):
             result = samples.call(op, **inputs, **options)
             parts = [result] if isinstance(result, torch.Tensor) else list(result)
             outs = [p for p in parts if p is not None and p.requires_grad]

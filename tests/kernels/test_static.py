@@ -1,7 +1,6 @@
 """Every Triton kernel, compiled for eight accelerators: it fits, spills nothing, loads 16 bytes."""
 
 import dataclasses
-import json
 import os
 import re
 from functools import partial
@@ -16,39 +15,31 @@ pytest.importorskip("triton", reason="needs Triton's code generators")
 import triton
 import triton.language as tl
 
-from ci import statements
+from ci.sources import statements, text_of
 from ci.static import (
     TARGETS,
     StaticCase,
     Variant,
+    baseline,
     build,
+    judge,
     kernels,
     launch as static_launch,
     lower,
     missing,
     patterns,
+    selection,
     static_cases,
-    table as static_table,
     variants,
 )
 from ci.static.cases import calls, start
 from ci.static.code import CORES, Code, resident
 from ci.static.descriptors import misread
+from ci.static.judge import failures, verdicts
 from ci.static.patterns import TRANSPOSED, chained_dots, problems, problems_of, read
-from ci.static.table import (
-    TURNS,
-    Row,
-    block,
-    failures,
-    full,
-    launches,
-    page,
-    rows_of,
-    suite,
-    text_of,
-    turn,
-    verdicts,
-)
+from ci.static.rows import Row, rows_of, to_code
+from ci.static.selection import TURNS, full, launches, suite, turn
+from ci.static.store import Store
 from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.common.rows import add_dot, sigmoid
 from liger_multi.backends.triton.rope import rms_norm_rope
@@ -56,7 +47,7 @@ from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
 from liger_multi.patching.attention import interface
-from liger_multi.reference.common.strict import within
+from liger_multi.reference.common.strict import in_mode
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import Call, selected
 from liger_multi.testing.verify.cases import Target, cases
@@ -107,18 +98,18 @@ def test_every_kernel_has_a_case():
 
 def test_every_kernel_has_its_rows():
     """The committed table has the rows of today's kernels and launches."""
-    stale = static_table.stale()
+    stale = baseline.stale()
     said = "\n".join(f"{name}: {why}" for name, why in stale.items())
     assert not stale, f"run `make static ARGS=--write`:\n{said}"
 
 
 def test_the_committed_table_has_every_target_and_variant():
-    blocks = static_table.kept()
+    blocks = selection.kept()
     assert set(blocks) == set(kernels())
     for arch in TARGETS:
         for name in kernels():
             expected = {(c.identity, v) for c, v in suite(arch) if c.name == name}
-            lines = [line for line in blocks[name][1:] if static_table.label_of([line], arch)]
+            lines = [line for line in blocks[name][1:] if selection.label_of([line], arch)]
             assert len(lines) == len({identity for identity, _ in expected}), f"{name} on {arch}"
             assert sum(line.count(";") for line in lines) == len(expected) - len(lines)
 
@@ -135,7 +126,7 @@ def test_the_suite_has_every_kernel_on_every_target():
 
 def test_every_exception_is_of_a_kernel():
     cases = [case for arch in ("gfx942", "gfx1100") for case in launches(arch)]
-    for prefix, (which, reason) in static_table.ADDRESSED.items():
+    for prefix, (which, reason) in judge.ADDRESSED.items():
         assert any(case.name.startswith(prefix) and which(case) for case in cases), prefix
         assert reason
 
@@ -147,18 +138,15 @@ def test_what_gathers_may_load_but_not_store_by_64_bits():
         assert len(failures(Row(case, "gfx942", Variant(large=True), code))) == wrong
 
 
-def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
+def test_rows_are_kept_as_they_come(tmp_path):
     """A run that was stopped, in the middle of a line even, goes on where it was."""
-    monkeypatch.setattr(static_table, "CACHE", tmp_path)
-    facts = dataclasses.asdict(GOOD)
-    static_table._store("gfx942", "one", facts)
-    with (tmp_path / "gfx942.jsonl").open("a") as file:
+    path, facts = tmp_path / "cache" / "gfx942.jsonl", dataclasses.asdict(GOOD)
+    Store(path).keep("one", facts)
+    with path.open("a") as file:
         file.write('\n["half", {"thr')
-    static_table._store("gfx942", "two", facts)
-    static_table._known.cache_clear()
-    assert set(static_table.known("gfx942")) == {"one", "two"}
-    code = static_table._to_code(json.loads(json.dumps(static_table.known("gfx942")["two"])))
-    assert code == GOOD
+    Store(path).keep("two", facts)
+    assert set(Store(path)) == {"one", "two"}
+    assert to_code(Store(path)["two"]) == GOOD
 
 
 def test_what_does_not_compile_is_a_failure():
@@ -168,9 +156,9 @@ def test_what_does_not_compile_is_a_failure():
 
 def test_a_tile_smaller_than_its_threads_need_not_load_16_bytes():
     case = dataclasses.replace(CASE, signature={"x": "*bf16"}, constants={"BLOCK": 256})
-    assert static_table.streamed(case, dataclasses.replace(GOOD, threads=32)) == 16
-    assert static_table.streamed(case, dataclasses.replace(GOOD, threads=64)) == 8
-    assert static_table.streamed(CASE, GOOD) == 16
+    assert judge.streamed(case, dataclasses.replace(GOOD, threads=32)) == 16
+    assert judge.streamed(case, dataclasses.replace(GOOD, threads=64)) == 8
+    assert judge.streamed(CASE, GOOD) == 16
 
 
 def test_cases_are_real_launches():
@@ -430,7 +418,7 @@ def test_stores_to_what_is_being_read_are_found(form, size, width, arch):
 
 def test_the_merge_of_attention_parts_needs_its_barrier(monkeypatch):
     monkeypatch.setattr(patterns, "BARRIER", re.compile("$^"))
-    case = next(c for c in static_table.launches("sm90") if c.name == "_attention_merge_kernel")
+    case = next(c for c in launches("sm90") if c.name == "_attention_merge_kernel")
     said = problems(case, "sm90", read(lower(case, TARGETS["sm90"])))
     assert len(said) == 1
     assert said[0].startswith("overwrites")
@@ -448,7 +436,7 @@ def test_registers_that_unaligned_arguments_spill_are_shown():
     spilled = dataclasses.replace(GOOD, spills=8)
     rows = [Row(CASE, "sm90", Variant(aligned), spilled) for aligned in (True, False)]
     assert [len(failures(row)) for row in rows] == [1, 0]
-    assert "8 B spilled" in static_table.line(rows[1])
+    assert "8 B spilled" in baseline.line(rows[1])
 
 
 @pytest.mark.parametrize(
@@ -494,18 +482,18 @@ def test_a_page_says_what_differs():
     case = dataclasses.replace(CASE, kernel=next(iter(kernels().values())))
     other = dataclasses.replace(GOOD, registers=70, instructions=400, spills=4)
     rows = [Row(case, "gfx942", Variant(), GOOD), Row(case, "gfx942", Variant(False), other)]
-    text = page({case.name: block(case.name, rows)})
+    text = baseline.page({case.name: baseline.block(case.name, rows)})
     first = (
         f"  gfx942  {'a call':<48}  256 threads    64 registers   100 %       0 B  ld 16x4  st 16x2"
     )
     rest = "300 instructions; unaligned 70 r, 100 %, 400 i, 4 B spilled"
-    named = f"{case.name} {static_table.sources(case.name)}"
+    named = f"{case.name} {baseline.sources(case.name)}"
     assert text.splitlines()[1:] == ["", named, f"{first}  {rest}"]
 
 
 def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
-    monkeypatch.setattr(static_table, "BASELINE", tmp_path / "baseline.txt")
-    monkeypatch.setattr(static_table, "ROOT", tmp_path)
+    for reader in (baseline, selection):
+        monkeypatch.setattr(reader, "BASELINE", tmp_path / "baseline.txt")
     names = sorted(kernels())[:2]
 
     def rows(*chosen, registers=64):
@@ -513,30 +501,35 @@ def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
         cases = [dataclasses.replace(CASE, kernel=kernels()[name]) for name in chosen]
         return [Row(case, arch, Variant(), code) for arch in TARGETS for case in cases]
 
-    static_table.write_baseline(rows(*names))
-    static_table.write_baseline(rows(names[0], registers=65))
-    kept = static_table.kept()
+    baseline.write_baseline(rows(*names))
+    baseline.write_baseline(rows(names[0], registers=65))
+    kept = selection.kept()
     assert [" 65 registers" in kept[name][1] for name in names] == [True, False]
-    assert set(static_table.stale()) == set(kernels()) - set(names)
-    monkeypatch.setattr(static_table.triton, "__version__", "0.0.1")
+    assert set(baseline.stale()) == set(kernels()) - set(names)
+    monkeypatch.setattr(baseline.triton, "__version__", "0.0.1")
     with pytest.raises(ValueError, match=r"this is 0\.0\.1: write every kernel"):
-        static_table.write_baseline(rows(names[0]))
+        baseline.write_baseline(rows(names[0]))
 
 
 def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
     name = "_gated_forward_kernel"
-    before, source = static_table.sources(name), sigmoid.src
-    update = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")
+    before, source = baseline.sources(name), sigmoid.src
+    write = getattr(sigmoid, "_unsafe_update_src", None) or partial(setattr, sigmoid, "src")
+
+    def update(text):
+        write(text)
+        text_of.cache_clear()
+
     try:
         update(source + "    # no comment of a helper two calls below the kernel\n")
-        assert static_table.sources(name) == before
+        assert baseline.sources(name) == before
         update(source + "    1 + 1\n")
-        assert static_table.sources(name) != before
+        assert baseline.sources(name) != before
     finally:
         update(source)
-    assert static_table.sources(name) == before
-    monkeypatch.setattr(static_table, "_facts", lambda: {name: "another launch"})
-    assert static_table.sources(name) != before
+    assert baseline.sources(name) == before
+    monkeypatch.setattr(baseline, "_facts", lambda: {name: "another launch"})
+    assert baseline.sources(name) != before
 
 
 def test_words_and_places_make_no_table_stale(monkeypatch):
@@ -547,9 +540,10 @@ def test_words_and_places_make_no_table_stale(monkeypatch):
     assert statements('def f():\n    """Nothing."""\n') == statements("def f():\n    pass\n")
 
     name = "_gated_forward_kernel"
-    before = static_table.sources(name)
+    before = baseline.sources(name)
     monkeypatch.setattr(kernels()[name].fn, "__module__", "liger_multi.backends.triton.moved")
-    assert static_table.sources(name) == before
+    text_of.cache_clear()
+    assert baseline.sources(name) == before
 
 
 # --- launch tables of the model ---
@@ -694,7 +688,7 @@ def test_a_decoded_token_is_normalized_and_rotated_by_the_kernel_of_a_sequence(w
         return {n: v for n, v in case.constants.items() if str(n).isupper()}, case.options
 
     assert tile(1) != tile(200)
-    with within("rows", None):
+    with in_mode("rows", None):
         assert all(tile(seq) == tile(200) for seq in (1, 2, 16))
 
 

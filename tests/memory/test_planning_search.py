@@ -291,8 +291,8 @@ BROAD = Space(precisions=("bf16", "fp32"), policies=("none", "full"), layouts=((
 @pytest.fixture
 def two(monkeypatch):
     """This process may be forked, whatever its threads."""
-    if sys.platform != "linux":
-        pytest.skip("copies processes")
+    if sys.platform != "linux" or torch.cuda.is_initialized():
+        pytest.skip("copies processes, which CUDA does not survive")
     monkeypatch.setattr(search, "can_fork", lambda: True)
 
 
@@ -632,7 +632,7 @@ def test_page_without_offloading():
 
 def test_picture_labels_fit(tmp_path, monkeypatch):
     """Labels of the longest candidates and of the axis lie within the picture."""
-    pictures = pytest.importorskip("liger_multi.pictures")
+    pictures = pytest.importorskip("liger_multi.files.pictures")
     pytest.importorskip("matplotlib")
     labels = []
 

@@ -115,7 +115,7 @@ def test_one_output_at_a_time(request, op, backend, sample):
     if len(names) == 1:
         pytest.skip("the other outputs are not asked for")
     for name in names:
-        compare(op, sample, torch.float32, device, bound(op, backend), used=(name,))
+        compare(op, sample, torch.float32, device, bound(op, backend), used_outputs=(name,))
 
 
 def test_mixed_directions(request, op, backend, sample):

@@ -264,7 +264,7 @@ def test_manual_loop_after_an_optimizer():
     llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)
     repeated(lambda: step(llama), 2 * float8.USES)
-    assert max(len(w.uses) for w in float8._followed()[-1].weights.values()) < float8.USES
+    assert max(len(w.uses) for w in float8._optimizer_records()[-1].weights.values()) < float8.USES
 
     def train():
         step(llama)
@@ -336,7 +336,9 @@ def test_passes_without_gradients_do_not_read_kept_codes():
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
     def count():
-        return sum(w.cached is not None for f in float8._followed() for w in f.weights.values())
+        return sum(
+            w.cached is not None for f in float8._optimizer_records() for w in f.weights.values()
+        )
 
     llama = model(float8=CACHED)
     optimizer = optimizer_of(llama)

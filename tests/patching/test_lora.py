@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
-from liger_multi.patching.lora import SharedInput, together
+from liger_multi.patching.lora import SharedInput, active_group
 from liger_multi.patching.swap import swapped
 from liger_multi.reference.adapters import low_rank
 from tests.comparing import assert_same_gradients, gradients, recorded, saved, storage_bytes
@@ -746,7 +746,7 @@ def test_modules_using_their_layers(forward, layers_of_calls):
     for _ in range(2):
         assert_same(stock, ours, *inputs_of_attention())
     assert layers_of_calls == 2 * ["qkv"]
-    assert together.get() is None
+    assert active_group.get() is None
 
 
 def test_input_changed_between_calls(layers_of_calls):
@@ -901,7 +901,7 @@ def test_nothing_outlives_the_call(forward, monkeypatch):
     assert (error is None) == (forward == "no keys")
     assert len(held) == 3
     assert held[1]() is None  # the keys, which nobody came for
-    assert together.get() is None
+    assert active_group.get() is None
     if error is None:
         del y
 

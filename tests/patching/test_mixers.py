@@ -15,8 +15,8 @@ from packaging import version
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.arguments import cache_parameter, caches
 from liger_multi.errors import PackingError
+from liger_multi.modules.arguments import cache_parameter, caches
 from liger_multi.patching.mixers import (
     SERVED as SERVED_BY,
     STILL,
@@ -31,11 +31,11 @@ from liger_multi.patching.mixers import (
 from liger_multi.patching.options import MIXER_OPS
 from liger_multi.patching.packing import hybrids
 from liger_multi.patching.packing.samples import (
+    has_samples,
     sample_ids,
-    several,
     visible_tokens,
 )
-from liger_multi.patching.packing.tree import planted
+from liger_multi.patching.packing.tree import tree_of_roots
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import (
     Calls,
@@ -352,7 +352,7 @@ def test_backbone_alone_keeps_samples_apart():
 def test_head_without_keywords_passes_ids():
     """In threads, compiled, and where a forward does more than read its module."""
     stock, model = built_of_functions("mamba2")
-    assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
+    assert any(isinstance(m, hybrids.IdPassingModel) for m in model.modules())
     torch._dynamo.reset()
     assert_kept_apart(model, torch.compile(model, backend="eager", fullgraph=True))
     _, row, hints = packed()
@@ -847,7 +847,7 @@ def test_positions_tell_samples_apart_among_visible_tokens(positions, mask, ids,
     rows = torch.zeros(1, 6)
     inputs = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
     assert sample_ids({"input_ids": rows, **inputs}).tolist() == [ids]
-    assert several({"input_ids": rows, **inputs}) is many
+    assert has_samples({"input_ids": rows, **inputs}) is many
     axes = inputs["position_ids"].expand(3, -1, -1)  # of images
     actual = sample_ids({"input_ids": rows, **inputs, "position_ids": axes})
     assert actual.tolist() == [ids if 7 not in positions else [0] * 6]
@@ -864,11 +864,11 @@ def test_hidden_tokens_that_see_themselves_begin_no_sample(positions, before):
     inputs = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([positions])}
     for form in (mask, {"full_attention": mask}, torch.where(mask, 0.0, -torch.inf)):
         assert not sample_ids({**inputs, "attention_mask": form}).any()
-        assert not several({**inputs, "attention_mask": form})
+        assert not has_samples({**inputs, "attention_mask": form})
     apart = torch.block_diag(*torch.ones(2, 3, 3)).bool().tril()[None, None]
     two = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "attention_mask": apart}
     assert sample_ids({**inputs, **two}).tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert several({**inputs, **two})
+    assert has_samples({**inputs, **two})
 
 
 def test_ids_of_hidden_tokens_are_not_read():
@@ -970,8 +970,8 @@ def assert_paths(tree, leaves, together, alone):
 @pytest.mark.parametrize("padding", [0, 4])
 @pytest.mark.parametrize("recurrence", [delta_rule, heads_scan, limited_scan, channels_scan])
 def test_recurrences(recurrence, roots, padding):
-    count = planted(roots)[0].tokens + padding
-    tree, _ = planted(roots, count)
+    count = tree_of_roots(roots)[0].tokens + padding
+    tree, _ = tree_of_roots(roots, count)
     inputs, fillings, run = recurrence(count)
     tokens = [PerToken(x, filling) for x, filling in zip(inputs, fillings, strict=True)]
     together = scan(tree, tokens, run, equal=recurrence is limited_scan)
@@ -984,8 +984,8 @@ def test_recurrences(recurrence, roots, padding):
 @pytest.mark.parametrize("roots", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_convolutions(roots, width):
-    count = planted(roots)[0].tokens + 3
-    tree, _ = planted(roots, count)
+    count = tree_of_roots(roots)[0].tokens + 3
+    tree, _ = tree_of_roots(roots, count)
     x, weight = draw(1, count, 5, seed=0), draw(5, width, seed=1)
 
     def convolve(rows, ids=None):
@@ -996,7 +996,7 @@ def test_convolutions(roots, width):
 
 
 def test_ranges_of_a_tree():
-    tree, _ = planted(TREES["ragged"])
+    tree, _ = tree_of_roots(TREES["ragged"])
     place = torch.arange(tree.longest)
     window = torch.stack([(place - 4).clamp(min=0), place + 1], -1)
     ranges, positions = tree.ranges(window)[0], tree.positions(place.device)[0]

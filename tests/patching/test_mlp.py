@@ -152,7 +152,7 @@ def test_probes_run_once_for_equal_layers(monkeypatch):
     """The activations of gemma hold a ``functools.partial`` of their own each."""
     calls, observed = recorded(monkeypatch, ops, "gated_mlp"), []
     for layers in (1, 3):
-        find_mlps._known.clear()
+        find_mlps._verdicts.clear()
         calls.clear()
         patch(build("gemma", num_hidden_layers=layers))
         observed.append([kwargs["activation"] for _, kwargs in calls])

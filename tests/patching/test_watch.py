@@ -11,7 +11,7 @@ from torch import nn
 from liger_multi.dispatch.op import Op
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.report import Executed, serves
-from tests.models import Graphs, Holder, adapters, batch, build, loss_of, transformers
+from tests.models import Graphs, adapters, batch, build, loss_of, transformers
 
 
 def paths(entries):
@@ -162,14 +162,22 @@ def test_report_is_data_and_a_table():
         r"fused_linear_cross_entropy \(chunk=8\)",
     ):
         assert re.search(line, text)
-    assert "has no output embedding" in str(patch(Holder(nn.Linear(2, 2))))
+    assert "has no output embedding" in str(patch(build().model))
+
+
+def test_report_of_a_plain_module_has_no_operators_of_language_models():
+    report = patch(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), strict=True)
+    assert [e.op for e in report.entries] == ["layer_norm"]
+    assert not report.skipped
+    named = patch(nn.Sequential(nn.LayerNorm(8)), rope=True, fused_linear_cross_entropy=True)
+    assert {s.op for s in named.skipped} == {"rope", "fused_linear_cross_entropy"}
 
 
 def test_report_in_rich():
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
     console.print(patch(build()))
-    console.print(patch(Holder(nn.Linear(2, 2))))
+    console.print(patch(build().model))
     text = console.export_text()
     assert "rms_norm[llama]" in text
     assert "has no output embedding" in text

@@ -246,6 +246,30 @@ def test_actionlint():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(("open_issue", "command"), [("", "create"), ("7", "comment 7")])
+def test_the_weekly_run_reports_a_failure(tmp_path, open_issue, command):
+    """It opens an issue with its report, or comments on the one that is open."""
+    jobs = yaml.load(read(".github/workflows/update.yml"), yaml.BaseLoader)["jobs"]
+    (step,) = [s for s in jobs["newest"]["steps"] if s.get("if") == "failure()"]
+    client = tmp_path / "gh"
+    client.write_text(
+        f'#!/bin/sh\necho "$@" >> calls\ncase "$2" in list) echo {open_issue};; esac\n'
+    )
+    client.chmod(0o755)
+    (tmp_path / "report.txt").write_text("1 failed")
+    names = {"GH_TOKEN": "x", "REPOSITORY": "o/r", "RUN": "the run", "PYTHON_VERSION": "3.14"}
+    env = {**names, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", step["run"]], env=env, cwd=tmp_path, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    listed, reported = (tmp_path / "calls").read_text().splitlines()
+    assert listed.startswith("issue list --repo o/r --state open")
+    assert reported.startswith(f"issue {command}")
+    assert reported.endswith("--body-file issue.txt")
+    assert (tmp_path / "issue.txt").read_text() == "the run\n1 failed"
+
+
 # --- a release ---
 
 

@@ -24,8 +24,9 @@ import yaml
 
 import liger_multi
 from benchmarks import examples as example_runs, pictures, store
-from benchmarks.tables import measured as docs_benchmarks, performance as docs_performance
-from ci import docs, verification as docs_status
+from benchmarks.tables import performance as docs_performance, training as docs_training
+from ci.docs import site as docs_site, tables as docs_tables, verification as docs_status
+from ci.docs.api import public_operators
 from liger_multi.cli import main as command_line
 from tests import comparing, harness
 
@@ -46,7 +47,7 @@ RUN = ("losses.md", "concepts.md", "dispatch.md", "configuration.md")
 def site(tmp_path_factory):
     """The sources of the site."""
     folder = tmp_path_factory.mktemp("site")
-    docs.build(folder)
+    docs_site.build(folder)
     return folder
 
 
@@ -110,11 +111,11 @@ def test_links_lead_to_what_the_repository_has(path, tracked):
 
 def test_links_of_the_site_lead_to_its_pages(site):
     pages = sorted((site / "docs").rglob("*.md"))
-    assert len(pages) > len(PAGES) + len(docs.public_operators())
+    assert len(pages) > len(PAGES) + len(public_operators())
     assert sum(len(list(lead_somewhere(path, (site / "docs").resolve()))) for path in pages) > 200
 
 
-@pytest.mark.parametrize("name", docs.public_operators())
+@pytest.mark.parametrize("name", public_operators())
 def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
     page = site / "docs" / "ops" / f"{name}.md"
     code = blocks(page, "python")[0]
@@ -125,7 +126,7 @@ def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
 
 
 def test_a_page_that_is_made_whole_is_not_committed():
-    assert not [name for name in docs.whole_pages() if (ROOT / "docs" / name).exists()]
+    assert not [name for name in docs_site.whole_pages() if (ROOT / "docs" / name).exists()]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
@@ -133,7 +134,7 @@ def test_a_page_has_at_most_200_lines(path):
     """A page answers one question; what is longer is two pages. Rows of tables do not count."""
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if not line.startswith("|")]) <= 200
-    long = [x for x in lines if len(x) > docs.WIDTH and not x.startswith("|")]
+    long = [x for x in lines if len(x) > docs_tables.WIDTH and not x.startswith("|")]
     assert not long
 
 
@@ -190,7 +191,7 @@ def test_every_page_is_in_the_list_of_pages_once(site):
 
 @pytest.mark.slow
 def test_what_is_generated_is_current():
-    assert [str(path) for path in docs.stale()] == []
+    assert [str(path) for path in docs_tables.stale()] == []
 
 
 def test_the_site_loads_nothing_from_elsewhere(site):
@@ -265,8 +266,8 @@ def test_the_chains_of_the_page_are_those_of_the_registry():
 
 
 def test_every_table_has_its_place_in_a_page():
-    text = "".join(path.read_text(encoding="utf-8") for path in docs.pages())
-    for name in docs.tables():
+    text = "".join(path.read_text(encoding="utf-8") for path in docs_tables.pages())
+    for name in docs_tables.tables():
         assert text.count(f"<!-- {name}:start -->") == 1, name
         assert text.count(f"<!-- {name}:end -->") == 1, name
 
@@ -437,7 +438,7 @@ def test_example_names_a_missing_package(name, package, monkeypatch):
 def test_an_example_is_short_and_says_its_commands(name):
     """One for a CPU and one for GPUs, with arguments that it takes."""
     source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    shows, cpu, gpu = docs_benchmarks.script(name)
+    shows, cpu, gpu = docs_training.script(name)
     assert source.count("\n") < 80
     assert shows.endswith(".")
     assert cpu == f"python examples/{name}.py --tiny"

@@ -18,7 +18,8 @@ import torch
 import torch._inductor  # inner sessions forget what they import first, and it aborts twice
 
 from benchmarks import convergence, recompute, store
-from ci import results, verification as docs_status
+from ci import results
+from ci.docs import verification as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
 from liger_multi.dispatch.registry import backends
 

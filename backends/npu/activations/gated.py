@@ -107,7 +107,7 @@ def _gated_backward_kernel(
 
 
 def _forward_rows(
-    activation: str, by: tuple[float, float], gate: Tensor, up: Tensor, y: Tensor
+    activation: str, multipliers: tuple[float, float], gate: Tensor, up: Tensor, y: Tensor
 ) -> None:
     rows, cols = y.shape
     block = block_of("gated_forward", y, cols)
@@ -124,7 +124,7 @@ def _forward_rows(
         rows,
         cols,
         steps,
-        *by,
+        *multipliers,
         ACTIVATION=ACTIVATIONS[activation],
         BLOCK=block,
     )
@@ -132,7 +132,7 @@ def _forward_rows(
 
 def _backward_rows(
     activation: str,
-    by: tuple[float, float],
+    multipliers: tuple[float, float],
     dy: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -155,19 +155,19 @@ def _backward_rows(
         rows,
         cols,
         steps,
-        *by,
+        *multipliers,
         ACTIVATION=ACTIVATIONS[activation],
         BLOCK=block,
     )
 
 
 def gated(
-    activation: str, gate: Tensor, up: Tensor, by: tuple[float, float] = (1.0, 1.0)
+    activation: str, gate: Tensor, up: Tensor, multipliers: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
-    """act(gate) * up in the promoted dtype; ``by`` multiplies gate, and what comes out."""
+    """act(gate) * up in the promoted dtype; ``multipliers`` are those of gate and output."""
     y = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     if y.numel():
-        _forward_rows(activation, by, *flatten(gate, up, y))
+        _forward_rows(activation, multipliers, *flatten(gate, up, y))
     return y
 
 
@@ -178,31 +178,33 @@ def gated_gradients(
     up: Tensor,
     needs_gate: bool,
     needs_up: bool,
-    by: tuple[float, float] = (1.0, 1.0),
+    multipliers: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; empty tensors if not needed."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
-    written = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
-    if written and dy.numel():
-        dy, gate, up, first, last = flatten(dy, gate, up, written[0], written[-1])
+    outputs = [t for t, is_needed in ((dgate, needs_gate), (dup, needs_up)) if is_needed]
+    if outputs and dy.numel():
+        dy, gate, up, first, last = flatten(dy, gate, up, outputs[0], outputs[-1])
         buffers = (first if needs_gate else None, last if needs_up else None)
-        _backward_rows(activation, by, dy, gate, up, *buffers)
+        _backward_rows(activation, multipliers, dy, gate, up, *buffers)
     return dgate, dup
 
 
-def packed_gated(activation: str, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+def packed_gated(
+    activation: str, packed: Tensor, multipliers: tuple[float, float] = (1.0, 1.0)
+) -> Tensor:
     """act(gate) * up of one tensor that holds both; they are strided views of it."""
     half = packed.shape[-1] // 2
     y = packed.new_empty((*packed.shape[:-1], half))
     if y.numel():
         packed2d = as_rows(packed)
-        _forward_rows(activation, by, packed2d[:, :half], packed2d[:, half:], as_rows(y))
+        _forward_rows(activation, multipliers, packed2d[:, :half], packed2d[:, half:], as_rows(y))
     return y
 
 
 def packed_gated_gradients(
-    activation: str, dy: Tensor, packed: Tensor, by: tuple[float, float] = (1.0, 1.0)
+    activation: str, dy: Tensor, packed: Tensor, multipliers: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
     """Gradients of gate and up, in one tensor."""
     half = packed.shape[-1] // 2
@@ -210,5 +212,5 @@ def packed_gated_gradients(
     if dy.numel():
         packed2d, out = as_rows(packed), as_rows(gradient)
         halves = (packed2d[:, :half], packed2d[:, half:], out[:, :half], out[:, half:])
-        _backward_rows(activation, by, as_rows(dy), *halves)
+        _backward_rows(activation, multipliers, as_rows(dy), *halves)
     return gradient

@@ -9,15 +9,15 @@ from liger_multi.backends.npu.common.limits import packed_gates
 
 def forward(gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """silu(first half) * second half."""
-    by = (gate_multiplier, down_multiplier)
-    if by == (1.0, 1.0) and packed_gates(gate_up) is None:
+    multipliers = (gate_multiplier, down_multiplier)
+    if multipliers == (1.0, 1.0) and packed_gates(gate_up) is None:
         return torch.ops.npu.npu_swiglu(gate_up.contiguous(), -1)
-    return packed_gated("silu", gate_up, by)
+    return packed_gated("silu", gate_up, multipliers)
 
 
 def backward(dy: Tensor, gate_up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """Gradients of both halves, side by side."""
-    by = (gate_multiplier, down_multiplier)
-    if by == (1.0, 1.0) and packed_gates(gate_up) is None:
+    multipliers = (gate_multiplier, down_multiplier)
+    if multipliers == (1.0, 1.0) and packed_gates(gate_up) is None:
         return torch.ops.npu.npu_swiglu_backward(dy.contiguous(), gate_up.contiguous(), -1)
-    return packed_gated_gradients("silu", dy, gate_up, by)
+    return packed_gated_gradients("silu", dy, gate_up, multipliers)

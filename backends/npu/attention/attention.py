@@ -100,7 +100,7 @@ def backward(
         **_mask_options(q, causal),
     )
     dq, dk, dv = (
-        x.transpose(1, 2) if needed else x.new_empty(0)
-        for x, needed in zip(gradients[:3], (needs_q, needs_k, needs_v), strict=True)
+        x.transpose(1, 2) if is_needed else x.new_empty(0)
+        for x, is_needed in zip(gradients[:3], (needs_q, needs_k, needs_v), strict=True)
     )
     return dq, dk, dv, q.new_empty(0)

@@ -52,10 +52,10 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def block_of(name: str, x: Tensor, cols: int, least: int = 128) -> int:
+def block_of(name: str, x: Tensor, cols: int, smallest: int = 128) -> int:
     """Columns a step of kernel ``name`` on rows of ``cols`` columns like ``x``."""
     block = launch_config(name, small, x.device, bytes=x.element_size(), cols=cols).block
-    return max(least, min(block, power_of_2(cols)))
+    return max(smallest, min(block, power_of_2(cols)))
 
 
 def start(kernel: Any, pieces: int, /, *args: Any, **constants: Any) -> None:

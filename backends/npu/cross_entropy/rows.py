@@ -340,11 +340,11 @@ def _finished(
 ) -> RowStats:
     """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
     valid = target != spec.ignore_index
-    inside = (target >= 0) & (target < cols)
-    log_prob = torch.where(inside, log_prob, float("nan"))  # NaN for no class
+    in_vocabulary = (target >= 0) & (target < cols)
+    log_prob = torch.where(in_vocabulary, log_prob, float("nan"))  # NaN for no class
     ce = -log_prob
     if weight is not None:
-        ce = ce * weight.float()[torch.where(inside, target, 0)]
+        ce = ce * weight.float()[torch.where(in_vocabulary, target, 0)]
     if spread is not None:
         eps = spec.label_smoothing
         ce = (1 - eps) * ce + eps / cols * spread
@@ -456,8 +456,8 @@ class AscendRows:
     ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = statistics(raw, target, weight, objective, outputs)
-        by = pair(scales, rows.lse)
-        AscendRows.gradient_into(raw, raw, target, weight, rows.normalizer, objective, by)
+        factors = pair(scales, rows.lse)
+        AscendRows.gradient_into(raw, raw, target, weight, rows.normalizer, objective, factors)
         return rows
 
     @staticmethod

@@ -225,8 +225,8 @@ def _constants(spec: DivergenceSpec, name: str, x: Tensor) -> dict[str, int]:
     }
 
 
-def _factors(
-    factor: Tensor, target: Tensor | None, count: int, spec: DivergenceSpec, like: Tensor
+def _row_factors(
+    factor: Tensor, target: Tensor | None, count: int, spec: DivergenceSpec, student: Tensor
 ) -> Tensor:
     """One number a row, 0 where the row is ignored."""
     wide = factor.float().reshape(-1).expand(count)
@@ -246,11 +246,11 @@ class AscendPairs:
         student, teacher = as_rows(student), as_rows(teacher)
         rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
         if spec.form == "logits":
-            high, low = normalizers(student, spec.scale)
-            rows = rows._replace(lse=high, lse_low=low)
+            high_part, low_part = normalizers(student, spec.scale)
+            rows = rows._replace(lse=high_part, lse_low=low_part)
         if spec.teacher_form == "logits":
-            high, low = normalizers(teacher, spec.scale)
-            rows = rows._replace(teacher_lse=high, teacher_lse_low=low)
+            high_part, low_part = normalizers(teacher, spec.scale)
+            rows = rows._replace(teacher_lse=high_part, teacher_lse_low=low_part)
         start(
             _pair_sums_kernel,
             count,
@@ -292,7 +292,7 @@ class AscendPairs:
             student2d,
             teacher,
             *rows[1:],
-            _factors(factor, target, count, spec, student2d),
+            _row_factors(factor, target, count, spec, student2d),
             buffer,
             student2d.stride(0),
             teacher.stride(0),

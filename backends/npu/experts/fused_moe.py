@@ -70,10 +70,10 @@ def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
 
 def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -> Tensor:
     """The (weighted) sum of the rows of every group: a GEMM with zeros and ones in fp32."""
-    every = torch.arange(groups, device=ids.device).unsqueeze(1)
+    group_ids = torch.arange(groups, device=ids.device).unsqueeze(1)
     total = rows.new_zeros(groups, rows.shape[1], dtype=torch.float32)
     for block in row_blocks(rows.shape[0], 4 * (rows.shape[1] + 2 * groups)):
-        selected = (ids[block] == every).float()
+        selected = (ids[block] == group_ids).float()
         selected = selected if weight is None else selected * weight[block]
         total.addmm_(selected, rows[block].float())
     return total.to(rows.dtype)
@@ -90,15 +90,15 @@ def _refusal(
 
 def _inverse(order: Tensor) -> Tensor:
     """The inverse of a permutation: the place of every entry."""
-    every = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
-    return torch.empty_like(every).scatter_(0, order.long(), every)
+    rows = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
+    return torch.empty_like(rows).scatter_(0, order.long(), rows)
 
 
-def _combined(rows: Tensor, place: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
+def _combined(rows: Tensor, positions: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
     """The weighted sum over every token's pairs with experts, in fp32 where dtypes differ."""
     acc_dtype = rows.dtype if rows.dtype == routing.dtype == dtype else torch.float32
     y: Tensor = torch.ops.npu.npu_moe_token_unpermute(
-        rows.to(acc_dtype), place, routing.to(acc_dtype).contiguous()
+        rows.to(acc_dtype), positions, routing.to(acc_dtype).contiguous()
     )
     return y.to(dtype)
 
@@ -172,11 +172,11 @@ def forward(
             *needs,
         )
     ids = torch.where((index < 0) | (index >= experts), experts, index)
-    rows, place = torch.ops.npu.npu_moe_token_permute(x.contiguous(), ids.contiguous())
-    order = _inverse(place)
+    rows, positions = torch.ops.npu.npu_moe_token_permute(x.contiguous(), ids.contiguous())
+    order = _inverse(positions)
     ids = ids.reshape(-1).index_select(0, order.long())
-    every = torch.arange(experts + 1, device=ids.device)
-    offsets = torch.searchsorted(ids, every, out_int32=True)
+    expert_ids = torch.arange(experts + 1, device=ids.device)
+    offsets = torch.searchsorted(ids, expert_ids, out_int32=True)
     gate_up = grouped_product(rows, first, offsets)
     del rows
     if gate_up_bias is not None:
@@ -185,7 +185,7 @@ def forward(
     products = grouped_product(_activated(gate_up, activation_options), second, offsets)
     if down_bias is not None:
         add_bias_(products, down_bias, ids)
-    y = _combined(products, place, routing, y_dtype)
+    y = _combined(products, positions, routing, y_dtype)
     return y, gate_up if any(needs) else gate_up.new_empty(0, wide), order, offsets
 
 
@@ -198,15 +198,15 @@ def _through_activation(
     """
     dgate_up, shares = torch.empty_like(gate_up), []
     for block in row_blocks(dproduct.shape[0], 32 * dproduct.shape[1]):
-        rows, d, by = gate_up[block], dproduct[block].float(), weight[block].unsqueeze(1)
-        weighted = (d * by).to(dproduct.dtype)
+        rows, d, row_weight = gate_up[block], dproduct[block].float(), weight[block].unsqueeze(1)
+        weighted = (d * row_weight).to(dproduct.dtype)
         if _is_plain(activation_options):
             dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
         else:
             dgate_up[block] = reference.gradients(weighted, rows, activation_options)
         activated = _activated(rows.float(), activation_options)
         shares.append((d * activated).sum(1))
-        dproduct[block] = (activated * by).to(dproduct.dtype)
+        dproduct[block] = (activated * row_weight).to(dproduct.dtype)
     return dgate_up, torch.cat(shares)
 
 
@@ -258,10 +258,10 @@ def backward(
             needs_gate_up_bias,
             needs_down_bias,
         )
-    experts, at = down_weight.shape[0], order.long()
-    token, ids = at // index.shape[1], index.reshape(-1).index_select(0, at)
+    experts, pair = down_weight.shape[0], order.long()
+    token, ids = pair // index.shape[1], index.reshape(-1).index_select(0, pair)
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
-    upstream, weight = dy.index_select(0, token), routing.reshape(-1).index_select(0, at).float()
+    upstream, weight = dy.index_select(0, token), routing.reshape(-1).index_select(0, pair).float()
     dproduct = grouped_product(upstream, down_weight.mT if transposed else down_weight, offsets)
     dproduct.masked_fill_((ids == experts).unsqueeze(1), 0)
     dgate_up, share = _through_activation(dproduct, gate_up, weight, activation_options)
@@ -273,10 +273,10 @@ def backward(
     if needs_down_bias:
         gradients[5] = sums(upstream, ids, experts, weight)
     del upstream, dproduct
-    place = _inverse(order)
+    positions = _inverse(order)
     gradients[3] = routing.new_empty(0)
     if needs_routing:
-        share = share.index_select(0, place.long())
+        share = share.index_select(0, positions.long())
         gradients[3] = share.to(routing.dtype).view(routing.shape)
     if needs_gate_up_bias:
         gradients[4] = sums(dgate_up, ids, experts)
@@ -285,7 +285,7 @@ def backward(
     if needs_x and gate_up_weight is not None:
         first = gate_up_weight.mT if transposed else gate_up_weight
         rows = grouped_product(dgate_up, first, offsets)
-        gradients[0] = _combined(rows, place, rows.new_ones(index.shape), dy.dtype)
+        gradients[0] = _combined(rows, positions, rows.new_ones(index.shape), dy.dtype)
     dx, dfirst, dsecond, drouting, dbias, dother = gradients
     return dx, dfirst, dsecond, drouting, dbias, dother
 

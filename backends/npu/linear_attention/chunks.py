@@ -24,7 +24,7 @@ from liger_multi.reference.linear_attention.chunks import (
     head_blocks,
     token_spans,
 )
-from liger_multi.reference.linear_attention.isolation import doubled, kept, spread
+from liger_multi.reference.linear_attention.isolation import doubled, spread, where_true
 
 BUDGET = 2**30  # bytes of temporaries of a span; the chips have 32 GiB and more
 
@@ -41,17 +41,17 @@ def spans(length: int, chunk: int, rows: int, row_bytes: int) -> tuple[int, list
         row_bytes: What a chunk of one takes.
     """
     chunks = max(1, -(-length // chunk))
-    least = max(1, math.isqrt(chunks))
-    many = max(1, min(rows, BUDGET // (least * row_bytes)))
-    steps = min(chunks, max(least, BUDGET // (many * row_bytes)))
-    return many, token_spans(length, chunk, steps)
+    fewest = max(1, math.isqrt(chunks))
+    count = max(1, min(rows, BUDGET // (fewest * row_bytes)))
+    steps = min(chunks, max(fewest, BUDGET // (count * row_bytes)))
+    return count, token_spans(length, chunk, steps)
 
 
-def _passed(own: Tensor, move: Tensor, state: Tensor, whole: Tensor | None) -> Tensor:
-    """Add ``move @ state`` to ``own`` in place, for chunks that the state passes."""
-    if whole is None:
-        return own.baddbmm_(move, state)
-    return own.add_(kept(move @ state, whole))
+def _add_passed_state(added: Tensor, move: Tensor, state: Tensor, passes: Tensor | None) -> Tensor:
+    """Add ``move @ state`` to ``added`` in place, for chunks that the state passes."""
+    if passes is None:
+        return added.baddbmm_(move, state)
+    return added.add_(where_true(move @ state, passes))
 
 
 class Batched(Span):
@@ -68,9 +68,9 @@ class Batched(Span):
         )
         group = inputs.v.shape[2] // heads
         floats = cls.floats(chunk, size, value) + 3 * size * (size + value)
-        each = inputs.acc_dtype.itemsize * group * floats
-        many, parts = spans(length, chunk, batch * heads, each)
-        return head_blocks(batch, heads, group, 1, many), parts
+        head_bytes = inputs.acc_dtype.itemsize * group * floats
+        count, parts = spans(length, chunk, batch * heads, head_bytes)
+        return head_blocks(batch, heads, group, 1, count), parts
 
     @staticmethod
     def invert(lower: Tensor, visible: Tensor) -> Tensor:
@@ -93,19 +93,19 @@ class Batched(Span):
         n = spread(self.inverse, self.beta * self.v, sight.visible)
         eye = torch.eye(rows.shape[-2], dtype=n.dtype, device=n.device)
         self.move = self._by_chunks(sight.over(self.z * eye - rows @ sight.of_last(self.w)))
-        after, last = self._by_chunks(rows @ sight.of_last(n)), first
-        for own, move, whole in zip(
-            after.unbind(0), self.move.unbind(0), self._whole(), strict=True
+        states_after, last = self._by_chunks(rows @ sight.of_last(n)), first
+        for added, move, passes in zip(
+            states_after.unbind(0), self.move.unbind(0), self._whole(), strict=True
         ):
-            last = _passed(own, move, last, whole)
-        states = self._by_heads(torch.cat([first.unsqueeze(0), after[:-1]]))
+            last = _add_passed_state(added, move, last, passes)
+        states = self._by_heads(torch.cat([first.unsqueeze(0), states_after[:-1]]))
         n = n - sight.of_state(self.w @ states)
         return states, n, last.clone().unflatten(0, n.shape[:3])
 
     def _whole(self) -> list[Tensor | None]:
         """Whether the state passes each chunk, broadcast over all heads."""
         masks = self.sight.by_chunks(self.v.shape[:4])
-        return [whole for _, _, whole in masks]
+        return [passes for _, _, passes in masks]
 
     def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the states after every chunk, X, and that of the first state.
@@ -114,13 +114,13 @@ class Batched(Span):
             dy: Gradient of y, by chunks.
             dstate: Gradient of the state after the span.
         """
-        sight, before = self.sight, self.sight.visible.mT
-        dn, last = spread(self.scores.mT, dy, before), dstate.flatten(0, 2)
-        own = self._by_chunks(self.to_state(dy) - self.w.mT @ sight.of_state(dn))
+        sight, columns = self.sight, self.sight.visible.mT
+        dn, last = spread(self.scores.mT, dy, columns), dstate.flatten(0, 2)
+        dstates_by_chunk = self._by_chunks(self.to_state(dy) - self.w.mT @ sight.of_state(dn))
         first = last
-        steps = zip(own.unbind(0), self.move.unbind(0), self._whole(), strict=True)
-        for own_state, move, whole in reversed(list(steps)):
-            first = _passed(own_state, move.mT, first, whole)
-        after = self._by_heads(torch.cat([own[1:], last.unsqueeze(0)]))
-        solved = spread(self.inverse.mT, dn + sight.of_last(self.kept @ after), before)
-        return after, solved, first.clone().unflatten(0, dn.shape[:3])
+        steps = zip(dstates_by_chunk.unbind(0), self.move.unbind(0), self._whole(), strict=True)
+        for own_state, move, passes in reversed(list(steps)):
+            first = _add_passed_state(own_state, move.mT, first, passes)
+        dstates = self._by_heads(torch.cat([dstates_by_chunk[1:], last.unsqueeze(0)]))
+        solved = spread(self.inverse.mT, dn + sight.of_last(self.kept @ dstates), columns)
+        return dstates, solved, first.clone().unflatten(0, dn.shape[:3])

@@ -355,11 +355,11 @@ class Pieces(NamedTuple):
 
 def pieces(batch: int, length: int, cols: int, block: int, cores: int) -> Pieces:
     """Chunks of LONGEST tokens, of fewer where cores would have no work, of SHORTEST at least."""
-    steps, each = -(-cols // block), LONGEST
-    while each > SHORTEST and batch * -(-length // each) * steps < 2 * cores:
-        each //= 2
-    chunks = -(-length // each)
-    return Pieces(each, chunks, steps, batch * chunks * steps)
+    steps, tokens = -(-cols // block), LONGEST
+    while tokens > SHORTEST and batch * -(-length // tokens) * steps < 2 * cores:
+        tokens //= 2
+    chunks = -(-length // tokens)
+    return Pieces(tokens, chunks, steps, batch * chunks * steps)
 
 
 def reach_of(ids: Tensor | None, width: int) -> Tensor | None:
@@ -370,14 +370,14 @@ def reach_of(ids: Tensor | None, width: int) -> Tensor | None:
     if ids is None:
         return None
     length = ids.shape[1]
-    same = ids.new_ones((ids.shape[0], width + length - 1), dtype=torch.int32)
-    same[:, width:] = ids[:, 1:] == ids[:, :-1]
-    near = torch.zeros_like(ids, dtype=torch.int32)
-    run = torch.ones_like(near)
+    same_sequence = ids.new_ones((ids.shape[0], width + length - 1), dtype=torch.int32)
+    same_sequence[:, width:] = ids[:, 1:] == ids[:, :-1]
+    reach = torch.zeros_like(ids, dtype=torch.int32)
+    run = torch.ones_like(reach)
     for lag in range(width - 1):
-        run = run * same[:, width - 1 - lag : width - 1 - lag + length]
-        near = near + run
-    return near
+        run = run * same_sequence[:, width - 1 - lag : width - 1 - lag + length]
+        reach = reach + run
+    return reach
 
 
 class Arguments(NamedTuple):
@@ -453,8 +453,8 @@ def _gradients(
     parts = batch * work.chunks
     shapes = ((parts, args.width, cols), (parts, cols))
     sums = [
-        x.new_empty(shape, dtype=torch.float32) if needed else None
-        for shape, needed in zip(shapes, (needs_weight, needs_bias), strict=True)
+        x.new_empty(shape, dtype=torch.float32) if is_needed else None
+        for shape, is_needed in zip(shapes, (needs_weight, needs_bias), strict=True)
     ]
     start(
         _conv_backward_kernel,
@@ -508,12 +508,12 @@ def gradients(
     """Gradients of x, weight, bias and state; empty tensors if not needed."""
     needs_x, needs_weight, needs_bias, needs_state = needs
     needs_bias = needs_bias and bias is not None
-    like = x if bias is None else bias
+    tensor = x if bias is None else bias
     dx, dstate = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
     if state is not None:
         dstate = state.new_zeros(state.shape if needs_state else 0)
     dweight = weight.new_zeros(weight.shape if needs_weight else 0)
-    dbias = like.new_zeros(like.shape if needs_bias else 0)
+    dbias = tensor.new_zeros(tensor.shape if needs_bias else 0)
     if dy.numel() and any((needs_x, needs_weight, needs_bias, needs_state)):
         args = arguments(weight, bias, state, ids)
         buffers = (_filled(dx), _filled(dstate))
@@ -521,5 +521,5 @@ def gradients(
             dy, x, args, *buffers, silu, gated, needs_weight, needs_bias
         )
         dweight = dweight if by_weight is None else by_weight.t().to(weight.dtype)
-        dbias = dbias if by_bias is None else by_bias.to(like.dtype)
+        dbias = dbias if by_bias is None else by_bias.to(tensor.dtype)
     return dx, dweight.contiguous(), dbias, dstate

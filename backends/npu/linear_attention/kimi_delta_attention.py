@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_multi.backends.npu.linear_attention.chunks import Batched
 from liger_multi.reference.linear_attention.chunks import GONE, implement
-from liger_multi.reference.linear_attention.isolation import kept, levels, spread
+from liger_multi.reference.linear_attention.isolation import levels, spread, where_true
 from liger_multi.reference.linear_attention.kimi_delta_attention import ChannelSpan
 
 
@@ -26,12 +26,12 @@ def ranges(chunk: int, device: torch.device) -> Tensor:
 
     First those T_s, then those of e, from the chunk's beginning, and r, to its end.
     """
-    place = torch.arange(chunk, device=device)
+    position = torch.arange(chunk, device=device)
     sizes = 2 ** torch.arange(chunk.bit_length() - 1, device=device)[:, None, None]
-    row, gate = place.unsqueeze(-1), place
-    same = row // sizes == gate // sizes
-    later = (row // sizes) % 2 == 1
-    inner = same & torch.where(later, gate <= row, gate > row)
+    row, gate = position.unsqueeze(-1), position
+    same_block = row // sizes == gate // sizes
+    is_upper = (row // sizes) % 2 == 1
+    inner = same_block & torch.where(is_upper, gate <= row, gate > row)
     ends = torch.stack([gate <= row, gate > row])
     return torch.cat([inner, ends])
 
@@ -59,9 +59,9 @@ class BatchedChannelSpan(Batched, ChannelSpan):
         *_, e, r = factors.unbind(-3)
         self.e, self.r = self.sight.of_state(e), self.sight.of_last(r)
         self.z = self.sight.over(e[..., -1, :].unsqueeze(-1))
-        self.factors = kept(factors[..., :-2, :, :].unsqueeze(-3), meeting)
+        self.factors = where_true(factors[..., :-2, :, :].unsqueeze(-3), meeting)
         rows = torch.stack([self.q, self.k.expand_as(self.q)], -3).unsqueeze(-4)
-        self.scaled = kept(rows * self.factors, meeting)
+        self.scaled = where_true(rows * self.factors, meeting)
         pairs = (self.scaled @ self.scaled[..., 1:, :, :].mT).masked_fill_(~self.pairs, 0).sum(-4)
         self.scores, self.inner = pairs.unbind(-3)
         self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
@@ -70,17 +70,21 @@ class BatchedChannelSpan(Batched, ChannelSpan):
         self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All levels at once."""
-        upstream = kept(torch.stack([dp, db], -3).unsqueeze(-4), self.pairs)
+        upstream = where_true(torch.stack([dp, db], -3).unsqueeze(-4), self.pairs)
         columns = self.scaled[..., 1:, :, :]
         to_rows = spread(upstream, columns, self.pairs)
         to_columns = spread(upstream.mT, self.scaled, self.pairs.mT).sum(-3)
         logs = (to_rows * self.scaled).sum(-3).addcmul_(to_columns, columns.squeeze(-3))
         to_rows[..., 1, :, :] += to_columns
         dq, dk = (to_rows * self.factors).sum(-4).unbind(-3)
-        own = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        diagonal = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         de[..., -1, :] += dz
-        every = torch.cat([logs, torch.stack([de, dr], -3)], -3).flatten(-3, -2)
-        return dq + own * self.k, dk + own * self.q, spread(self.sums.mT, every, self.ranges.mT)
+        gradients = torch.cat([logs, torch.stack([de, dr], -3)], -3).flatten(-3, -2)
+        return (
+            dq + diagonal * self.k,
+            dk + diagonal * self.q,
+            spread(self.sums.mT, gradients, self.ranges.mT),
+        )
 
 
 forward, backward = implement(BatchedChannelSpan)

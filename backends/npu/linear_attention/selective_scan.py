@@ -282,8 +282,8 @@ class Inputs(NamedTuple):
 
 def _in_rows(x: Tensor) -> Tensor:
     """``(B, T, D)`` whose rows have one distance and adjacent channels."""
-    even = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)
-    return x if even else x.contiguous()
+    has_row_layout = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)
+    return x if has_row_layout else x.contiguous()
 
 
 def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
@@ -294,7 +294,7 @@ def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
     batch, _, cols = u.shape
     states, cores = max(2, triton.next_power_of_2(size)), device_info(u.device).cores
     widest = triton.next_power_of_2(cols)
-    channels = min(block_of(name, u, states * widest) // states, widest)
+    channels = block_of(name, u, states * widest, smallest=1) // states
     while channels > LEAST and batch * -(-cols // channels) < cores:
         channels //= 2
     return channels * states, states, -(-cols // channels)
@@ -368,10 +368,10 @@ def _run(
     )
 
 
-def _across(state: Tensor | None, u: Tensor, size: int) -> Tensor:
+def _state_by_channels(state: Tensor | None, u: Tensor, size: int) -> Tensor:
     """A copy of states ``(B, D, N)`` as (B, N, D) in fp32, or zeros."""
-    across = u.new_zeros((u.shape[0], size, u.shape[2]), dtype=torch.float32)
-    return across if state is None else across.copy_(state.mT)
+    transposed = u.new_zeros((u.shape[0], size, u.shape[2]), dtype=torch.float32)
+    return transposed if state is None else transposed.copy_(state.mT)
 
 
 def supports(A: Tensor) -> str | None:
@@ -397,8 +397,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch."""
     y = u.new_empty(u.shape)
-    kept = u.new_empty(reference.kept_shape(u, A), dtype=torch.float32)
-    state = _across(initial_state, u, A.shape[1])
+    states_of_spans = u.new_empty(reference.kept_shape(u, A), dtype=torch.float32)
+    state = _state_by_channels(initial_state, u, A.shape[1])
     if y.numel():
         inputs = _inputs_of(
             "scan_forward",
@@ -413,9 +413,11 @@ def forward(
             first=first,
             soft=delta_softplus,
         )
-        each, states = (reference.SPAN, kept) if kept.numel() else (u.shape[1], None)
+        each, states = (
+            (reference.SPAN, states_of_spans) if states_of_spans.numel() else (u.shape[1], None)
+        )
         _run(inputs, slice(0, u.shape[1]), each, state, y, states)
-    return y, state.mT.contiguous() if output_final_state else state.new_empty(0), kept
+    return y, state.mT.contiguous() if output_final_state else state.new_empty(0), states_of_spans
 
 
 class TokenGradients(NamedTuple):
@@ -472,12 +474,12 @@ def _over_spans(
     length, size = inputs.u.shape[1], inputs.A.shape[0]
     each = max(SPAN, math.isqrt(length))
     count = -(-length // each)
-    before = inputs.buffer(count * size)
-    _run(inputs, slice(0, length), each, initial, None, before)
+    states_before = inputs.buffer(count * size)
+    _run(inputs, slice(0, length), each, initial, None, states_before)
     for i in reversed(range(count)):
         part = slice(i * each, min(i * each + each, length))
         states = inputs.buffer((part.stop - part.start) * size)
-        state = before[:, i * size : (i + 1) * size].contiguous()
+        state = states_before[:, i * size : (i + 1) * size].contiguous()
         _run(inputs, part, 1, state, None, states)
         _reverse(inputs, dy, part, states, carry, rows)
 
@@ -513,8 +515,8 @@ def backward(
     )
     batch, size, cols = inputs.sizes
     du, ddelta, dz = (
-        x.new_empty(x.shape) if needed and x is not None else None
-        for x, needed in ((u, needs_u), (delta, needs_delta), (z, needs_z))
+        x.new_empty(x.shape) if gradient_of and x is not None else None
+        for x, gradient_of in ((u, needs_u), (delta, needs_delta), (z, needs_z))
     )
     rows = TokenGradients(du, ddelta, dz, u.new_zeros(inputs.BC.shape, dtype=torch.float32))
     carry = u.new_zeros((batch, 2 * size + 2, cols), dtype=torch.float32)
@@ -522,23 +524,23 @@ def backward(
         carry[:, :size] = dfinal_state.mT
     if u.numel():
         up = torch.zeros_like(inputs.u) if dy is None else dy.contiguous()
-        _over_spans(inputs, up, _across(initial_state, u, size), carry, rows)
+        _over_spans(inputs, up, _state_by_channels(initial_state, u, size), carry, rows)
     sums, (dB, dC) = carry[:, size:].sum(0), rows.BC.chunk(2, -1)
 
-    def needed(gradient: Tensor | None, like: Tensor | None, need: bool = True) -> Tensor:
+    def gradient_of(gradient: Tensor | None, tensor: Tensor | None, need: bool = True) -> Tensor:
         """The gradient in its tensor's dtype; empty if there is none or it is not needed."""
-        if gradient is None or like is None or not need:
-            return (u if like is None else like).new_empty(0)
-        return gradient.to(like.dtype).contiguous()
+        if gradient is None or tensor is None or not need:
+            return (u if tensor is None else tensor).new_empty(0)
+        return gradient.to(tensor.dtype).contiguous()
 
     return (
-        needed(du, u),
-        needed(ddelta, delta),
-        needed(sums[:size].t(), A, needs_A),
-        needed(dB, B, needs_B),
-        needed(dC, C, needs_C),
-        needed(sums[size], D, needs_D),
-        needed(dz, z),
-        needed(sums[size + 1], delta_bias, needs_delta_bias),
-        needed(carry[:, :size].mT, initial_state, needs_initial_state),
+        gradient_of(du, u),
+        gradient_of(ddelta, delta),
+        gradient_of(sums[:size].t(), A, needs_A),
+        gradient_of(dB, B, needs_B),
+        gradient_of(dC, C, needs_C),
+        gradient_of(sums[size], D, needs_D),
+        gradient_of(dz, z),
+        gradient_of(sums[size + 1], delta_bias, needs_delta_bias),
+        gradient_of(carry[:, :size].mT, initial_state, needs_initial_state),
     )

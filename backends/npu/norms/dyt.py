@@ -166,7 +166,8 @@ def run_backward(
     steps = -(-cols // block)
     groups = max(1, min(rows, device_info(x.device).cores // steps))
     parts = [
-        x.new_empty((groups, cols), dtype=torch.float32) if needed else None for needed in sums
+        x.new_empty((groups, cols), dtype=torch.float32) if is_needed else None
+        for is_needed in sums
     ]
     start(
         _dyt_backward_kernel,

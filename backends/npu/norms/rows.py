@@ -190,19 +190,19 @@ def normalize(
     s = None if residual is None else x.new_empty(x.shape, dtype=sum_dtype)
     if x.numel() == 0:
         return y, x if s is None else s, rstd.fill_(float("nan"))  # a mean over no columns is NaN
-    x2d, others = as_rows(x), None if residual is None else as_rows(residual)
+    x2d, residual2d = as_rows(x), None if residual is None else as_rows(residual)
     rows, cols = x2d.shape
     start(
         _norm_forward_kernel,
         rows,
         x2d,
-        others,
+        residual2d,
         None if weight is None else weight.contiguous(),
         y,
         s,
         rstd,
         x_stride=x2d.stride(0),
-        residual_stride=0 if others is None else others.stride(0),
+        residual_stride=0 if residual2d is None else residual2d.stride(0),
         rows=rows,
         cols=cols,
         eps=eps,

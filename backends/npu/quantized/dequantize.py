@@ -146,7 +146,7 @@ def forward(
     elif scales.itemsize == 1:
         scales = scales.view(torch.uint8)
     half, total = group // 2, codes.numel()
-    block = block_of("dequantize", y, total, least=MOST // 2)
+    block = block_of("dequantize", y, total, smallest=MOST // 2)
     pieces = -(-total // block)
     start(
         _dequantize_kernel,

@@ -47,9 +47,9 @@ def forward(
         rows, rstd = rms_norm.forward(rows_of(x, head_axis, True), weight, eps, offset, casting)
         u = heads_of(rows, x, head_axis, True)
     else:
-        there, back = _orders(x_order)
-        rows, rstd = rms_norm.forward(_ordered(x, there), weight, eps, offset, casting)
-        u, rstd = _ordered(rows, back), _ordered(rstd, back).contiguous()
+        to_memory, from_memory = _orders(x_order)
+        rows, rstd = rms_norm.forward(_ordered(x, to_memory), weight, eps, offset, casting)
+        u, rstd = _ordered(rows, from_memory), _ordered(rstd, from_memory).contiguous()
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
     options = ("half", head_axis, x.shape[-1], rope_casting, x_order, dtype, False)
     return rotate_within_limits(u, cos, sin, *options), rstd
@@ -71,18 +71,18 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradient back, then differentiate the norm."""
-    whole, (there, back) = of_tokens(x, weight), _orders(x_order)
+    over_heads, (to_memory, from_memory) = of_tokens(x, weight), _orders(x_order)
     options = ("half", head_axis, x.shape[-1], rope_casting, x_order, torch.float32, True)
     g = rotate(dy, cos, sin, *options)
-    if whole:
+    if over_heads:
         g, rows = (rows_of(t, head_axis, True) for t in (g, x))
     else:
-        g, rows, rstd = (_ordered(t, there) for t in (g, x, rstd))
+        g, rows, rstd = (_ordered(t, to_memory) for t in (g, x, rstd))
     needs = (needs_x, needs_weight)
     dx, dweight = rms_norm.backward(g, rows, weight, rstd.contiguous(), offset, casting, *needs)
     if not needs_x:
         return dx, dweight
-    dx = heads_of(dx, x, head_axis, True) if whole else _ordered(dx, back)
-    if _ordered(dx, there).is_contiguous():
+    dx = heads_of(dx, x, head_axis, True) if over_heads else _ordered(dx, from_memory)
+    if _ordered(dx, to_memory).is_contiguous():
         return dx, dweight
     return dense(x, x_order, x.dtype).copy_(dx), dweight

@@ -140,13 +140,13 @@ def rotate(
     casting: str,
     order: str,
     dtype: torch.dtype,
-    back: bool,
+    inverse: bool,
 ) -> Tensor:
     """A rotation, or back, of the first channels of every head."""
     pairs, half, wide = rotary_dim // 2, style == "half", cos.shape[-1] == rotary_dim
     row = max(LEAST, triton.next_power_of_2(pairs))
     if row > MOST:
-        options = (style, head_axis, rotary_dim, casting, order, dtype, back)
+        options = (style, head_axis, rotary_dim, casting, order, dtype, inverse)
         return reference.rotate(x, cos, sin, *options)
     out = reference.dense(x, order, dtype)
     if not out.numel():
@@ -157,7 +157,7 @@ def rotate(
         out[..., rotary_dim:] = x[..., rotary_dim:]
     (cos, *cos_by), (sin, *sin_by) = _angles(cos), _angles(sin)
     block = _tile(rows, buffer, heads, row)
-    steps, far = -(-heads // (block // row)), pairs if half else 1
+    steps, distance = -(-heads // (block // row)), pairs if half else 1
     start(
         _rope_kernel,
         count * tokens * steps,
@@ -169,14 +169,14 @@ def rotate(
         *buffer.stride()[:3],
         *cos_by,
         *sin_by,
-        far if wide else 0,
+        distance if wide else 0,
         count,
         tokens,
         heads,
         pairs,
         HALF=half,
         EVERY=2 if wide and not half else 1,
-        BACK=back,
+        BACK=inverse,
         PAIRS=row,
         BLOCK=block,
     )

@@ -239,7 +239,7 @@ def multipliers(gate: float, down: float) -> Multipliers:
     return None if gate == 1.0 else gate, None if down == 1.0 else down
 
 
-def _launch_forward(op: str, activation: str, by: Multipliers, flat: Rows) -> None:
+def _launch_forward(op: str, activation: str, multipliers: Multipliers, flat: Rows) -> None:
     """Write y, the last of the tensors after gate and up."""
     tensors, rows, cols, strides = flat
     k = launch_config(f"{op}.forward", tile_config, tensors[0].device, rows=rows, cols=cols)
@@ -247,7 +247,7 @@ def _launch_forward(op: str, activation: str, by: Multipliers, flat: Rows) -> No
     launch(
         _gated_forward_kernel,
         rows * tiles,
-        (*tensors, *strides, cols, tiles, *by),
+        (*tensors, *strides, cols, tiles, *multipliers),
         (activation, k.block),
         k.num_warps,
     )
@@ -256,7 +256,7 @@ def _launch_forward(op: str, activation: str, by: Multipliers, flat: Rows) -> No
 def _launch_backward(
     op: str,
     activation: str,
-    by: Multipliers,
+    multipliers: Multipliers,
     flat: Rows,
     needs_gate: bool = True,
     needs_up: bool = True,
@@ -274,17 +274,19 @@ def _launch_backward(
     launch(
         _gated_backward_kernel,
         rows * tiles,
-        (dy, gate, up, *buffers, *strides[:4], cols, tiles, *by),
+        (dy, gate, up, *buffers, *strides[:4], cols, tiles, *multipliers),
         (activation, product, k.block),
         k.num_warps,
     )
 
 
-def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers = NONE) -> Tensor:
+def forward(
+    op: str, activation: str, gate: Tensor, up: Tensor, multipliers: Multipliers = NONE
+) -> Tensor:
     """act(gate) * up in the promoted dtype."""
     y = empty_contiguous(gate, torch.promote_types(gate.dtype, up.dtype))
     if y.numel():
-        _launch_forward(op, activation, by, by_rows(gate, up, y))
+        _launch_forward(op, activation, multipliers, by_rows(gate, up, y))
     return y
 
 
@@ -296,7 +298,7 @@ def backward(
     up: Tensor,
     needs_gate: bool,
     needs_up: bool,
-    by: Multipliers = NONE,
+    multipliers: Multipliers = NONE,
     product: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; empty tensors if not needed.
@@ -308,23 +310,25 @@ def backward(
     if (needs_gate or needs_up) and dy.numel():
         buffers = (dgate if needs_gate else dup, dup if needs_up else dgate)
         rows = by_rows(dy, gate, up, *buffers)
-        _launch_backward(op, activation, by, rows, needs_gate, needs_up, product)
+        _launch_backward(op, activation, multipliers, rows, needs_gate, needs_up, product)
     return dgate, dup
 
 
-def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = NONE) -> Tensor:
+def packed_forward(
+    op: str, activation: str, gate_up: Tensor, multipliers: Multipliers = NONE
+) -> Tensor:
     """act(gate) * up of one tensor that holds both; they are strided views of it."""
     half = gate_up.shape[-1] // 2
     y = gate_up.new_empty((*gate_up.shape[:-1], half))
     if y.numel():
         gate_up2d = as_rows(gate_up)
         halves = (gate_up2d[:, :half], gate_up2d[:, half:])
-        _launch_forward(op, activation, by, by_rows(*halves, as_rows(y)))
+        _launch_forward(op, activation, multipliers, by_rows(*halves, as_rows(y)))
     return y
 
 
 def packed_backward(
-    op: str, activation: str, dy: Tensor, gate_up: Tensor, by: Multipliers = NONE
+    op: str, activation: str, dy: Tensor, gate_up: Tensor, multipliers: Multipliers = NONE
 ) -> Tensor:
     """Gradient of gate_up: those of gate and up in one buffer."""
     half = gate_up.shape[-1] // 2
@@ -337,7 +341,7 @@ def packed_backward(
             dgate_up2d[:, :half],
             dgate_up2d[:, half:],
         )
-        _launch_backward(op, activation, by, by_rows(as_rows(dy), *halves))
+        _launch_backward(op, activation, multipliers, by_rows(as_rows(dy), *halves))
     return dgate_up
 
 
@@ -466,10 +470,10 @@ def _launch_clamped(
     interleaved: bool,
 ) -> None:
     """All tensors are rows with adjacent columns; interleaved ones have twice the columns."""
-    some = next(t for t in tensors if t is not None)
+    tensor = next(t for t in tensors if t is not None)
     rows, cols = shape
     checked_cols(2 * cols if interleaved else cols)
-    k = launch_config(name, tile_config, some.device, rows=rows, cols=cols)
+    k = launch_config(name, tile_config, tensor.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     strides = [0 if t is None else t.stride(0) for t in tensors]
     launch(
@@ -497,9 +501,9 @@ def clamped_backward(
     """Gradients of gate and up; empty tensors if not needed."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
-    written = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
-    if written and dy.numel():
-        dy, gate, up, first, last = flatten(dy, gate, up, written[0], written[-1])
+    outputs = [t for t, is_needed in ((dgate, needs_gate), (dup, needs_up)) if is_needed]
+    if outputs and dy.numel():
+        dy, gate, up, first, last = flatten(dy, gate, up, outputs[0], outputs[-1])
         tensors = (dy, gate, up, first if needs_gate else None, last if needs_up else None)
         name, shape = "swiglu_clamped.backward", dy.shape
         _launch_clamped(name, _clamped_backward_kernel, tensors, shape, numbers, False)

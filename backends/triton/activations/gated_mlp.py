@@ -57,7 +57,7 @@ class TritonActivation:
             dy=dproduct,
             gate=gate,
             up=up,
-            by=gated.NONE,
+            multipliers=gated.NONE,
             buffers=(first, second),
             columns=columns,
             needs_output=needs_output,

@@ -231,14 +231,19 @@ def _gated_rows_backward_kernel(
 
 
 def forward(
-    op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers, buffer: CodeBuffers
+    op: str,
+    activation: str,
+    gate: Tensor,
+    up: Tensor,
+    multipliers: Multipliers,
+    buffer: CodeBuffers,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act(gate) * up where it is needed, its codes and scales."""
     cols = gate.shape[-1]
     rows = gate.numel() // max(cols, 1)
     k = launch_config(f"{op}_quantized.forward", forward_config, gate.device, rows=rows, cols=cols)
     if k.block < cols or not gate.numel():
-        y = gated.forward(op, activation, gate, up, by)
+        y = gated.forward(op, activation, gate, up, multipliers)
         buffer.fill(y)
         return buffer.outputs(y)
     dtype = torch.promote_types(gate.dtype, up.dtype)
@@ -247,7 +252,7 @@ def forward(
     launch(
         _gated_rows_forward_kernel,
         cdiv(rows, k.rows),
-        (gate, up, y, buffer.codes, buffer.scale, gate_stride, up_stride, rows, cols, *by),
+        (gate, up, y, buffer.codes, buffer.scale, gate_stride, up_stride, rows, cols, *multipliers),
         (activation, buffer.bias, buffer.writes, k.rows, k.block),
         k.num_warps,
     )
@@ -269,7 +274,7 @@ def backward(
     dy: Tensor,
     gate: Tensor,
     up: Tensor,
-    by: Multipliers,
+    multipliers: Multipliers,
     buffers: BufferPair,
     columns: Columns,
     needs_output: tuple[bool, bool],
@@ -283,18 +288,26 @@ def backward(
         dy: Rows; overwritten with act(gate) * up for ``product``.
         gate: Rows.
         up: Rows.
-        by: Multipliers.
+        multipliers: Multipliers.
         buffers: For codes of each gradient; None for no codes.
         columns: Numbers per column that it is multiplied by before it is coded.
         needs_output: Which gradients are needed themselves, besides their codes.
         product: Whether the product is.
     """
     rows, cols = gate.shape
-    some = next((buffer for buffer in buffers if buffer is not None), None)
-    if some is None or not gate.numel():
+    code_buffer = next((buffer for buffer in buffers if buffer is not None), None)
+    if code_buffer is None or not gate.numel():
         needs = [w or r is not None or product for w, r in zip(needs_output, buffers, strict=True)]
         gradients = gated.backward(
-            op, activation, dy, gate, up, needs[0], needs_up=needs[1], by=by, product=product
+            op,
+            activation,
+            dy,
+            gate,
+            up,
+            needs[0],
+            needs_up=needs[1],
+            multipliers=multipliers,
+            product=product,
         )
         for buffer, column, grad in zip(buffers, columns, gradients, strict=True):
             if buffer is not None:
@@ -324,9 +337,9 @@ def backward(
                 gate_stride,
                 up_stride,
                 cols,
-                *by,
+                *multipliers,
             ),
-            (activation, some.bias, product, k.block),
+            (activation, code_buffer.bias, product, k.block),
             k.num_warps,
         )
     dgate, dup = [

@@ -8,8 +8,8 @@ from liger_multi.backends.triton.activations.gated import multipliers
 
 def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
     """silu(gate) * up in the promoted dtype."""
-    by = multipliers(gate_multiplier, down_multiplier)
-    return gated.forward("swiglu", "silu", gate, up, by)
+    factors = multipliers(gate_multiplier, down_multiplier)
+    return gated.forward("swiglu", "silu", gate, up, factors)
 
 
 def backward(
@@ -22,5 +22,5 @@ def backward(
     needs_up: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; empty tensors if not needed."""
-    by = multipliers(gate_multiplier, down_multiplier)
-    return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, by)
+    factors = multipliers(gate_multiplier, down_multiplier)
+    return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, factors)

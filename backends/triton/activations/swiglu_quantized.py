@@ -11,8 +11,8 @@ def forward(
     gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float, writes_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gate) * up where it is needed, its codes and scales."""
-    by = multipliers(gate_multiplier, down_multiplier)
-    return gated_rows.forward("swiglu", "silu", gate, up, by, code_buffers(gate, writes_y))
+    factors = multipliers(gate_multiplier, down_multiplier)
+    return gated_rows.forward("swiglu", "silu", gate, up, factors, code_buffers(gate, writes_y))
 
 
 backward = swiglu.backward

@@ -96,7 +96,7 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
     k = launch_config("low_rank.split", split_config, x.device, cols=cols)
     x = as_rows(x, k.cols)
     steps = cdiv(cols, k.cols)
-    code = sum(part << 2 * place for place, part in enumerate(order))
+    code = sum(part << 2 * index for index, part in enumerate(order))
     args = (x, out, rows, cols, steps, x.stride(0), shape[1], cols if axis else rows * cols)
     launch(
         _split_kernel, cdiv(rows, k.rows) * steps, args, (code, count, k.rows, k.cols), k.num_warps

@@ -221,7 +221,7 @@ def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
 
 def _tile(
     info: DeviceInfo,
-    which: int,
+    kernel_index: int,
     dim: int,
     value_dim: int,
     rows: tuple[int, int],
@@ -231,9 +231,9 @@ def _tile(
     core = core_type(info)
     small = () if core == "little memory" else (SMALL,)
     tiles = TILES.get((core, _class(dim, value_dim)), (SMALLEST,) * 3)
-    for m, n, stages, warps in (tiles[which], *small):
-        few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
-        if few and on_chip(m, n, stages) <= info.shared_bytes:
+    for m, n, stages, warps in (tiles[kernel_index], *small):
+        covers_rows = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
+        if covers_rows and on_chip(m, n, stages) <= info.shared_bytes:
             return AttentionConfig(m, n, stages, warps)
     return AttentionConfig(*SMALLEST)
 
@@ -298,8 +298,8 @@ def backward_keys_config(
 
 def _rows(x: Tensor) -> Tensor:
     """``x`` with adjacent channels and tiles below 2 GiB (see assume_rows)."""
-    near = tile_rows(LARGEST_TILE, x.stride(2)) > 1
-    return x if near and (x.stride(3) == 1 or x.shape[3] == 1) else x.contiguous()
+    is_near = tile_rows(LARGEST_TILE, x.stride(2)) > 1
+    return x if is_near and (x.stride(3) == 1 or x.shape[3] == 1) else x.contiguous()
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
@@ -343,9 +343,9 @@ def _batch_step(ranges: Tensor | None) -> int:
     return 0 if ranges is None or ranges.shape[0] == 1 else ranges.stride(0)
 
 
-def _ordered(like: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
+def _ordered(tensor: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    batch, heads, length, _ = tensor.shape
+    return tensor.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
 
 
 def forward(
@@ -413,8 +413,8 @@ def backward(
             dy, q, k, v, sinks, ranges, y, lse, scale=scale, softcap=softcap, needs=needs
         )
     gradients = [
-        _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
-        for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
+        _ordered(x, x.dtype, x.shape[3]) if is_needed else x.new_empty(0)
+        for x, is_needed in ((q, needs_q), (k, needs_k), (v, needs_v))
     ]
     inner = torch.empty_like(lse, memory_format=torch.contiguous_format)
     masked = (None if ranges is None else ranges.contiguous(), causal, scale, softcap)
@@ -424,7 +424,7 @@ def backward(
         _backward_queries(dy, q, k, v, y, lse, inner, gradients[0] if needs_q else None, *masked)
         if needs_k or needs_v:
             dk, dv = (
-                gradients[i] if needed else None for i, needed in ((1, needs_k), (2, needs_v))
+                gradients[i] if is_needed else None for i, is_needed in ((1, needs_k), (2, needs_v))
             )
             _backward_keys(dy, q, k, v, lse, inner, dk, dv, *masked)
     else:
@@ -445,10 +445,10 @@ def _forward_by_pairs(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Two ranges at a time; their results are added by their shares of the sum of exponentials."""
-    first, *others = ranges.split(4, -1)
+    first, *other_ranges = ranges.split(4, -1)
     y, lse = forward(q, k, v, sinks, first, False, scale, softcap)
     total = y.float()
-    for pair in others:
+    for pair in other_ranges:
         merge(total, lse, *forward(q, k, v, None, pair, False, scale, softcap))
     return y.copy_(total), lse
 
@@ -467,12 +467,12 @@ def _backward_by_pairs(
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Every pair of ranges has its part of each gradient, with y and lse of all; sums in fp32."""
-    first, *others = ranges.split(4, -1)
+    first, *other_ranges = ranges.split(4, -1)
     gradients = backward(dy, q, k, v, sinks, first, y, lse, False, scale, softcap, *needs)
     totals = [x.float() for x in gradients[:3]]
-    for pair in others:
-        more = (False, scale, softcap, *needs[:3], False)
-        parts = backward(dy, q, k, v, None, pair, y, lse, *more)
+    for pair in other_ranges:
+        options = (False, scale, softcap, *needs[:3], False)
+        parts = backward(dy, q, k, v, None, pair, y, lse, *options)
         totals = [total.add_(part) for total, part in zip(totals, parts, strict=False)]
     dq, dk, dv = (x.copy_(total) for x, total in zip(gradients, totals, strict=False))
     return dq, dk, dv, gradients[3]
@@ -568,11 +568,11 @@ def _backward_keys(
     count = (tiles + extra) * batch * groups
     launch(_attention_backward_keys_kernel, count, args, constants, numbers.num_warps)
     if extra:
-        rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
+        sizes = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
         launch(
             _attention_parts_kernel,
             SHARED * batch * groups,
-            (partial, limits, *rest),
+            (partial, limits, *sizes),
             (*constants[3], *constants[4:6], SHARED, parts),
             numbers.num_warps,
         )

@@ -111,15 +111,15 @@ def _keys(x: Tensor, block: Block) -> Tensor:
     return _view(x, block.key, block, block.keys)
 
 
-def _sums(like: Tensor, blocks: Blocks) -> torch.dtype:
+def _sum_dtype(tensor: Tensor, blocks: Blocks) -> torch.dtype:
     """The dtype that parts are added in."""
-    return like.dtype if blocks.depth <= 2 else torch.float32
+    return tensor.dtype if blocks.depth <= 2 else torch.float32
 
 
-def _empty(like: Tensor, size: int, blocks: Blocks) -> Tensor:
+def _empty_output(tensor: Tensor, size: int, blocks: Blocks) -> Tensor:
     """An uninitialized output for causal blocks, with zeros in the padding behind them."""
-    _, heads, length, _ = like.shape
-    empty = like.new_empty(1, length, heads, size, dtype=_sums(like, blocks))
+    _, heads, length, _ = tensor.shape
+    empty = tensor.new_empty(1, length, heads, size, dtype=_sum_dtype(tensor, blocks))
     end = max(b.query + b.batch * b.queries for b in blocks.calls if b.causal)
     if end < length:
         empty[:, end:] = 0
@@ -136,17 +136,17 @@ def forward(
     *options: float,
 ) -> tuple[Tensor, Tensor]:
     """Forward of every block by ``call``, a forward of the contract, for one row."""
-    rest = blocks.rest
-    if rest is not None:
-        y, lse = call(q, k, v, sinks, rest, False, *options)
-        y = y.to(_sums(y, blocks))
+    remaining = blocks.rest
+    if remaining is not None:
+        y, lse = call(q, k, v, sinks, remaining, False, *options)
+        y = y.to(_sum_dtype(y, blocks))
     else:  # causal blocks have all queries but those of padding
-        y = _empty(q, v.shape[3], blocks)
+        y = _empty_output(q, v.shape[3], blocks)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
         if sinks is not None:
             lse.copy_(sinks[None, :, None])
     for block in blocks.calls:
-        first = rest is None and block.causal
+        first = remaining is None and block.causal
         heads = (_queries(q, block), _keys(k, block), _keys(v, block), sinks if first else None)
         part, part_lse = call(*heads, None, block.causal, *options)
         if first:
@@ -171,20 +171,20 @@ def backward(
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of every block by ``call``, a backward of the contract; gradients are added."""
-    rest = blocks.rest
+    remaining = blocks.rest
     dsinks = []
-    if rest is not None:
-        *grads, dsink = call(dy, q, k, v, sinks, rest, y, lse, False, *options, *needs)
-        grads = [x.to(_sums(x, blocks)) for x in grads]
+    if remaining is not None:
+        *grads, dsink = call(dy, q, k, v, sinks, remaining, y, lse, False, *options, *needs)
+        grads = [x.to(_sum_dtype(x, blocks)) for x in grads]
         dsinks.append(dsink)
     else:
         grads = [
-            _empty(x, x.shape[3], blocks) if needed else x.new_empty(0)
-            for x, needed in zip((q, k, v), needs[:3], strict=True)
+            _empty_output(x, x.shape[3], blocks) if is_needed else x.new_empty(0)
+            for x, is_needed in zip((q, k, v), needs[:3], strict=True)
         ]
     views = (_queries, _keys, _keys)
     for block in blocks.calls:
-        first = rest is None and block.causal
+        first = remaining is None and block.causal
         heads = [view(x, block) for view, x in zip(views, (q, k, v), strict=True)]
         up, out, ends = (_queries(x, block) for x in (dy, y, lse))
         mask = (sinks if first else None, None, out, ends.contiguous(), block.causal)

@@ -43,14 +43,14 @@ def backward_config(info: DeviceInfo, heads: int, dim: int, item: int) -> Indexe
     return _config(info, heads, dim, item, 64)
 
 
-def _config(info: DeviceInfo, heads: int, dim: int, item: int, most: int) -> IndexerConfig:
-    own, size = _padded(heads), _padded(dim)
+def _config(info: DeviceInfo, heads: int, dim: int, item: int, largest: int) -> IndexerConfig:
+    padded_heads, size = _padded(heads), _padded(dim)
     if core_type(info) == "little memory":
         return IndexerConfig(16, 1, 4)
-    for block, stages in ((most, 2), (64, 2), (32, 2), (32, 1)):
-        loaded = item * (own * size + stages * block * size + block * own)
-        if block <= most and loaded <= info.shared_bytes and item < 4:
-            return IndexerConfig(block, stages, 8 if own * size > 2048 else 4)
+    for block, stages in ((largest, 2), (64, 2), (32, 2), (32, 1)):
+        loaded = item * (padded_heads * size + stages * block * size + block * padded_heads)
+        if block <= largest and loaded <= info.shared_bytes and item < 4:
+            return IndexerConfig(block, stages, 8 if padded_heads * size > 2048 else 4)
     return IndexerConfig(16, 1, 8)
 
 
@@ -62,15 +62,15 @@ def supports(q: Tensor) -> str | None:
     little = core_type(info) == "little memory"
     limit = (1024 if q.element_size() == 2 else 0) if little else info.shared_bytes // 2
     if size > limit and not INTERPRETED:
-        most = limit // q.element_size()
+        largest = limit // q.element_size()
         return (
-            f"takes up to {most} elements of all heads on {info.arch} (registers), got "
+            f"takes up to {largest} elements of all heads on {info.arch} (registers), got "
             f"{q.shape[2]} heads of {q.shape[3]}"
         )
     return None
 
 
-def _near(x: Tensor) -> Tensor:
+def _near_rows(x: Tensor) -> Tensor:
     """``x`` with adjacent channels; copied only where needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -84,7 +84,7 @@ def forward(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> T
     scores = q.new_empty(indices.shape, dtype=torch.float32)
     if not scores.numel():
         return scores
-    q, k, indices = _near(q), _near(k), indices.contiguous()
+    q, k, indices = _near_rows(q), _near_rows(k), indices.contiguous()
     (batch, queries, heads, dim), keys = q.shape, k.shape[1]
     n = launch_config(
         "indexer_scores.forward",
@@ -129,7 +129,7 @@ def backward(
     (batch, queries, heads, dim), keys, slots = q.shape, k.shape[1], indices.shape[2]
     dq, dw = q.new_empty(q.shape), w.new_empty(w.shape)
     dscores, indices = dscores.contiguous(), indices.contiguous()
-    near_q, near_k = _near(q), _near(k)
+    near_q, near_k = _near_rows(q), _near_rows(k)
     n = launch_config(
         "indexer_scores.backward",
         backward_config,

@@ -14,7 +14,7 @@ from liger_multi.backends.triton.attention.indexer_kernels import (
     _indexer_select_kernel,
 )
 from liger_multi.backends.triton.attention.indexer_scores import (
-    _near,
+    _near_rows,
     _padded,
     _steps,
     backward,
@@ -72,7 +72,7 @@ def supports(q: Tensor, k: Tensor) -> str | None:
 
 def _queries(q: Tensor) -> Tensor:
     """Queries of adjacent channels, a tile of which is no 2 GiB long."""
-    q = _near(q)
+    q = _near_rows(q)
     return q if tile_rows(LARGEST_TILE, q.stride(1)) > 1 else q.contiguous()
 
 
@@ -92,7 +92,7 @@ def forward(
     out = q.new_empty(indices.shape, dtype=torch.float32)
     if not indices.numel():
         return indices, out
-    q, k = _queries(q), _near(k)
+    q, k = _queries(q), _near_rows(k)
     ranges = None if ranges is None else ranges.contiguous().expand(batch, -1, -1)
     tile = launch_config("indexer_topk.tile", tile_config, q.device, dim=dim, item=q.element_size())
     select = launch_config("indexer_topk.select", select_config, q.device, keys=keys)
@@ -102,7 +102,7 @@ def forward(
     for b in range(batch):
         bounds = None if ranges is None else ranges[b]
         for begin in range(0, queries, rows):
-            some = min(rows, queries - begin)
+            query_count = min(rows, queries - begin)
             args = (
                 q[b],
                 k[b],
@@ -120,8 +120,14 @@ def forward(
                 scale,
             )
             constants = (causal, dim, _padded(dim), tile.block_m, tile.block_n)
-            programs = cdiv(some, tile.block_m) * cdiv(keys, tile.block_n)
+            programs = cdiv(query_count, tile.block_m) * cdiv(keys, tile.block_n)
             launch(_indexer_all_scores_kernel, programs, args, constants, tile.num_warps)
             chosen = (scores, bounds, indices[b], out[b], width, begin, queries, keys, count)
-            launch(_indexer_select_kernel, some, chosen, (causal, select.block), select.num_warps)
+            launch(
+                _indexer_select_kernel,
+                query_count,
+                chosen,
+                (causal, select.block),
+                select.num_warps,
+            )
     return indices, out

@@ -393,7 +393,7 @@ def _by_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _places(x: Tensor) -> tuple[int, ...]:
+def _sizes_and_strides(x: Tensor) -> tuple[int, ...]:
     """What kernels need to find the rows of ``x`` (B, C, R, S)."""
     return (*x.stride()[:3], *x.shape[1:])
 
@@ -410,7 +410,7 @@ def _softmax(scores: Tensor) -> Tensor:
         launch(
             _multi_token_forward_wide_kernel,
             images * rows,
-            (x, p, *_places(x)),
+            (x, p, *_sizes_and_strides(x)),
             (k.block,),
             k.num_warps,
         )
@@ -419,7 +419,7 @@ def _softmax(scores: Tensor) -> Tensor:
     launch(
         _multi_token_forward_kernel,
         images * cdiv(rows, tall),
-        (x, p, *_places(x)),
+        (x, p, *_sizes_and_strides(x)),
         (tall, k.block),
         k.num_warps,
     )
@@ -466,7 +466,7 @@ def _lower(x: Tensor, lowest: bool) -> Tensor:
     launch(
         _multi_token_lower_kernel,
         images * cdiv(rows, tall),
-        (x, out, *_places(x)),
+        (x, out, *_sizes_and_strides(x)),
         (lowest, tall, k.block),
         k.num_warps,
     )
@@ -495,11 +495,11 @@ def _transpose(x: Tensor, k: TransposeConfig, to_last: bool) -> Tensor:
     (batch, heads, rows, cols), pieces = x.shape, cdiv(x.shape[3], k.block)
     layout = torch.channels_last if to_last else torch.contiguous_format
     x = _by_rows(x) if to_last else x.contiguous(memory_format=torch.channels_last)
-    apart = x.stride(1) if to_last else rows * cols
-    if apart * power_of_2(heads) * x.element_size() >= FAR:
-        turned = _lower(x, False) if to_last else x
-        turned = turned.contiguous(memory_format=layout)
-        return turned if to_last else _zero_(turned)
+    distance = x.stride(1) if to_last else rows * cols
+    if distance * power_of_2(heads) * x.element_size() >= FAR:
+        transposed = _lower(x, False) if to_last else x
+        transposed = transposed.contiguous(memory_format=layout)
+        return transposed if to_last else _zero_(transposed)
     out = torch.empty_like(x, memory_format=layout)
     strides = (x if to_last else out).stride()[:3]
     if out.numel():

@@ -94,11 +94,11 @@ def inverse(lists: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """
     groups = lists.shape[1]
     offset = torch.arange(groups, device=lists.device, dtype=torch.int32)[:, None] * keys
-    inside = (lists >= 0) & (lists < keys)
-    flat = torch.where(inside, lists + offset, groups * keys).flatten()
+    is_key = (lists >= 0) & (lists < keys)
+    flat = torch.where(is_key, lists + offset, groups * keys).flatten()
     sorted_keys, order = torch.sort(flat, stable=True)
-    each = torch.arange(groups * keys + 1, device=lists.device, dtype=torch.int32)
-    return order, torch.searchsorted(sorted_keys, each)
+    key_ids = torch.arange(groups * keys + 1, device=lists.device, dtype=torch.int32)
+    return order, torch.searchsorted(sorted_keys, key_ids)
 
 
 def add_up(total: Tensor, parts: Tensor, lists: Tensor, keys: int) -> None:
@@ -148,8 +148,8 @@ def summed(
     parts = torch.empty(size, dtype=torch.float32, device=lists.device)
     for b, rows in _blocks(batch, queries, step):
         write(parts, b, rows)
-        some = lists[b, :, rows].transpose(0, 1).expand(-1, groups, -1)
-        add_up(total[b].flatten(0, 1), parts, some, keys)
+        lists_of_groups = lists[b, :, rows].transpose(0, 1).expand(-1, groups, -1)
+        add_up(total[b].flatten(0, 1), parts, lists_of_groups, keys)
     return total
 
 

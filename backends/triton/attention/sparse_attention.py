@@ -49,8 +49,8 @@ class Channels(NamedTuple):
     @classmethod
     def of(cls, dim: int, value: int, shared: bool) -> Channels:
         """The first part is the value, or the largest power of two."""
-        lead = value if shared else 1 << (dim.bit_length() - 1)
-        return cls(lead, dim - lead, value, shared)
+        leading = value if shared else 1 << (dim.bit_length() - 1)
+        return cls(leading, dim - leading, value, shared)
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -118,12 +118,14 @@ def _row(info: DeviceInfo, size: int) -> tuple[str, int]:
     return core, size if (core, size) in TILES else max(128, size)
 
 
-def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: int) -> SparseConfig:
+def _tile(
+    info: DeviceInfo, kernel_index: int, heads: int, channels: Channels, item: int
+) -> SparseConfig:
     """The kind's tile, or one for fewer heads."""
     if item == 4 or INTERPRETED:
         return SparseConfig(*WIDE)
     size = _class(channels.lead + channels.rest, channels.value, channels.shared)
-    tile = TILES[_row(info, size)][which]
+    tile = TILES[_row(info, size)][kernel_index]
     return SparseConfig(*(tile if tile[0] <= _padded(heads) else FEW_HEADS))
 
 
@@ -162,8 +164,8 @@ def supports(q: Tensor, v: Tensor | None, value_dim: int) -> str | None:
         return None
     info, dim = device_info(q.device), q.shape[3]
     core, size = _row(info, _class(dim, value_dim, v is None))
-    most = max(n for k, n in TILES if k == core)
-    widest = WIDEST_FP32 if most > 64 else 0
+    largest = max(n for k, n in TILES if k == core)
+    widest = WIDEST_FP32 if largest > 64 else 0
     if q.element_size() == 4 and max(dim, value_dim) > widest:
         return (
             f"takes fp32 heads of up to {widest} elements on {info.arch} (registers), got "
@@ -173,7 +175,7 @@ def supports(q: Tensor, v: Tensor | None, value_dim: int) -> str | None:
         return None
     form = "latents" if v is None else "keys beside values"
     return (
-        f"takes heads of up to {most} channels beside {most // 2} others on {info.arch} "
+        f"takes heads of up to {largest} channels beside {largest // 2} others on {info.arch} "
         f"(registers), got {form} of {dim} for values of {value_dim}"
     )
 
@@ -181,7 +183,7 @@ def supports(q: Tensor, v: Tensor | None, value_dim: int) -> str | None:
 # --- calls ---
 
 
-def _near(x: Tensor) -> Tensor:
+def _near_rows(x: Tensor) -> Tensor:
     """``x`` with adjacent channels; copied only where needed."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
@@ -206,8 +208,8 @@ class Call(NamedTuple):
     ) -> Call:
         """Strided views where channels are adjacent."""
         channels = Channels.of(q.shape[3], value_dim, v is None)
-        v = None if v is None else _near(v)
-        return cls(_near(q), _near(k), v, lists.contiguous(), channels, scale)
+        v = None if v is None else _near_rows(v)
+        return cls(_near_rows(q), _near_rows(k), v, lists.contiguous(), channels, scale)
 
     @property
     def list_steps(self) -> tuple[int, int, int]:
@@ -259,9 +261,9 @@ class Call(NamedTuple):
         return (*c.constants, *sizes, min(LARGEST_LIST, power_of_2(max(1, self.lists.shape[3]))))
 
 
-def _ordered(like: Tensor, size: int) -> Tensor:
-    batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, size).transpose(1, 2)
+def _ordered(tensor: Tensor, size: int) -> Tensor:
+    batch, heads, length, _ = tensor.shape
+    return tensor.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
 def forward(
@@ -337,14 +339,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries alone, or with what keys are given by some queries at a time."""
     c = Call.of(q, k, v, indices, value_dim, scale)
-    up = Upstream(_near(dy), _near(y), lse.contiguous())
+    up = Upstream(_near_rows(dy), _near_rows(y), lse.contiguous())
     dq = _ordered(q, q.shape[3]) if needs_q else q.new_empty(0)
-    some = dq if needs_q else None
+    dq_out = dq if needs_q else None
     if not needs_k and not (needs_v and v is not None):
         if lse.numel():
-            _of_queries(c, up, some, q.shape[0] * q.shape[2], 0, None)
+            _of_queries(c, up, dq_out, q.shape[0] * q.shape[2], 0, None)
         return dq, k.new_empty(0), k.new_empty(0)
-    total = _of_keys(c, up, some)
+    total = _of_keys(c, up, dq_out)
     dk = _as_heads(total[..., : q.shape[3]], k) if needs_k else k.new_empty(0)
     if v is None or not needs_v:
         return dq, dk, k.new_empty(0)
@@ -406,21 +408,21 @@ def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
 
     def write(parts: Tensor, b: int, rows: slice) -> None:
         nonlocal pairs
-        some = rows.stop - rows.start
+        count = rows.stop - rows.start
         if not pairs.numel():
             pairs = c.q.new_empty(2, parts.shape[0], slots, heads)
-        one = c.of_batch(b)
-        here = Upstream(up.dy[b, None], up.y[b, None], up.lse[b, None])
-        _of_queries(one, here, None if dq is None else dq[b, None], some, rows.start, pairs)
+        call = c.of_batch(b)
+        upstream = Upstream(up.dy[b, None], up.y[b, None], up.lse[b, None])
+        _of_queries(call, upstream, None if dq is None else dq[b, None], count, rows.start, pairs)
         args = (
             *pairs.unbind(),
-            one.q,
-            here.dy,
-            one.lists,
+            call.q,
+            upstream.dy,
+            call.lists,
             parts,
-            _steps(one.q),
-            _steps(here.dy),
-            one.list_steps,
+            _steps(call.q),
+            _steps(upstream.dy),
+            call.list_steps,
             rows.start,
             groups,
             heads // groups,
@@ -436,7 +438,7 @@ def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
             n.block_h,
             n.stages,
         )
-        launch(_sparse_attention_keys_kernel, some * tiles, args, constants, n.num_warps)
+        launch(_sparse_attention_keys_kernel, count * tiles, args, constants, n.num_warps)
 
     extra_bytes = 2 * heads * c.q.element_size()
     return summed(c.lists, groups, keys if slots else 0, channels.width, write, extra_bytes)

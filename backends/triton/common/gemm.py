@@ -116,10 +116,10 @@ def _gemm_by_rows_kernel(
     tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=row_mask & col_mask)
 
 
-def _near(x: Tensor, rows: int, cols: int, most: int) -> Tensor:
+def _near_tiles(x: Tensor, rows: int, cols: int, limit: int) -> Tensor:
     """``x``, or a copy where a tile of it would not end within 2 GiB (see assume_rows)."""
-    near = x.stride(0) * rows < most and x.stride(1) * cols < most
-    return x if near else x.contiguous().view(-1).view(x.shape)  # an axis of 1 keeps its stride
+    is_near = x.stride(0) * rows < limit and x.stride(1) * cols < limit
+    return x if is_near else x.contiguous().view(-1).view(x.shape)  # an axis of 1 keeps its stride
 
 
 def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -163,10 +163,10 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
         turned=int(b.stride(0) == 1),
     )
     bias = None if bias is None else bias.contiguous()
-    most = 2**30 // size
-    if max(inner, cols) * max(k.block_m, k.block_n) >= most:
+    limit = 2**30 // size
+    if max(inner, cols) * max(k.block_m, k.block_n) >= limit:
         raise ValueError(f"the GEMM of independent rows takes no K or N as long as {(inner, cols)}")
-    a, b = _near(a, k.block_m, k.block_k, most), _near(b, k.block_k, k.block_n, most)
+    a, b = _near_tiles(a, k.block_m, k.block_k, limit), _near_tiles(b, k.block_k, k.block_n, limit)
     launch(
         _gemm_by_rows_kernel,
         cdiv(rows, k.block_m) * cdiv(cols, k.block_n),

@@ -86,10 +86,10 @@ def launch(
             number = None
         numbers.append(classes.number(a) if number is None else number)
     entry = _compiled.get(tuple(numbers))
-    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    enter_hook, exit_hook = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     if entry is None or (  # a profiler hooks launches; Triton then launches itself
-        (enter is not None and getattr(enter, "calls", True))
-        or (leave is not None and getattr(leave, "calls", True))
+        (enter_hook is not None and getattr(enter_hook, "calls", True))
+        or (exit_hook is not None and getattr(exit_hook, "calls", True))
     ):
         _launch_by_triton(kernel, (programs, sets), args, constants, num_warps, entry is None)
         return

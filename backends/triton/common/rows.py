@@ -349,9 +349,9 @@ def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     (rows, cols), x = x.shape, x.contiguous()
     if rows > MOST_PARTIALS:
         parts = power_of_2(math.isqrt(rows))
-        whole = rows // parts * parts
-        sums = sum_partials(x[:whole].view(-1, parts * cols), torch.float32)
-        x = torch.cat([sums.view(parts, cols), x[whole:]])
+        full_rows = rows // parts * parts
+        sums = sum_partials(x[:full_rows].view(-1, parts * cols), torch.float32)
+        x = torch.cat([sums.view(parts, cols), x[full_rows:]])
     return sum_partials(x, dtype)
 
 
@@ -364,8 +364,8 @@ def as_rows(x: Tensor, width: int = 0) -> Tensor:
     cols = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(x.numel() // max(cols, 1), cols)
     tile = LARGEST_TILE // max(width or cols, 1)
-    near = tile < 2 or rows.stride(0) * tile * rows.element_size() < 2**31
-    if near and (rows.stride(1) == 1 or cols == 1):
+    is_near = tile < 2 or rows.stride(0) * tile * rows.element_size() < 2**31
+    if is_near and (rows.stride(1) == 1 or cols == 1):
         return rows
     return rows.contiguous().view(-1).view(rows.shape)  # a single row may have kept its stride
 

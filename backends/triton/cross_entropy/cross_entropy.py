@@ -448,11 +448,11 @@ def reduce_rows(
     Without ``rows`` only the denominators are computed.
     """
     requested = outputs.split(",") if rows is not None else []
-    keep = (rows is not None, "z_loss" in requested, "token_accuracy" in requested)
+    needs = (rows is not None, "z_loss" in requested, "token_accuracy" in requested)
     loss, z_loss, accuracy = [
-        target.new_empty(() if kept else (0,), dtype=torch.float32) for kept in keep
+        target.new_empty(() if is_needed else (0,), dtype=torch.float32) for is_needed in needs
     ]
-    by = target.new_empty(2, dtype=torch.float32)
+    denominators = target.new_empty(2, dtype=torch.float32)
     ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
     count = target.shape[0]
     k = launch_config("cross_entropy.reduce", reduce_config, target.device, rows=count)
@@ -463,7 +463,7 @@ def reduce_rows(
             target,
             weight,
             *filled(ce, zl, argmax, loss, z_loss, accuracy),
-            by,
+            denominators,
             target.stride(0),
             count,
             cols,
@@ -472,7 +472,7 @@ def reduce_rows(
         (reduction == "mean", k.block),
         k.num_warps,
     )
-    return loss, z_loss, accuracy, by
+    return loss, z_loss, accuracy, denominators
 
 
 def finish(
@@ -486,18 +486,18 @@ def finish(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""
     requested = outputs.split(",")
-    kept = "predicted_tokens" in requested or not rows.argmax.numel()
-    predicted = rows.argmax if kept else rows.argmax.new_empty(0)
+    as_is = "predicted_tokens" in requested or not rows.argmax.numel()
+    predicted = rows.argmax if as_is else rows.argmax.new_empty(0)
     if reduction == "none":
         z_loss = rows.zl if "z_loss" in requested else rows.ce.new_empty(0)
-        loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
+        loss, denominators, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
         if "token_accuracy" in requested:
             accuracy = ((rows.argmax == target) & (target != ignore_index)).to(torch.float32)
     else:
-        loss, z_loss, accuracy, by = reduce_rows(
+        loss, z_loss, accuracy, denominators = reduce_rows(
             target, weight, rows, cols, ignore_index, reduction, outputs
         )
-    return loss, z_loss, accuracy, predicted, rows.log_prob, rows.entropy, rows.lse, by
+    return loss, z_loss, accuracy, predicted, rows.log_prob, rows.entropy, rows.lse, denominators
 
 
 # --- kernels of rows, and launchers ---
@@ -927,8 +927,8 @@ def forward(
     total = weight_sum(weight, options)
     add_zl = reduction == "none" and z_loss_weight != 0.0
     _launch_rows(_columns(logits), target, weight, total, options, rows, add_zl=add_zl)
-    *results, by = finish(rows, target, weight, cols, ignore_index, reduction, outputs)
-    return (*results, rows.lse_low, by)  # type: ignore[return-value]
+    *results, denominators = finish(rows, target, weight, cols, ignore_index, reduction, outputs)
+    return (*results, rows.lse_low, denominators)  # type: ignore[return-value]
 
 
 def backward(

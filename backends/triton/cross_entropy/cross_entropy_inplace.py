@@ -78,11 +78,15 @@ def forward(
     check_targets(target, logits.shape[1], ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
     weight = None if weight is None else weight.contiguous()
-    *_, by = reduce_rows(target, weight, None, logits.shape[1], ignore_index, reduction, "")
+    *_, denominators = reduce_rows(
+        target, weight, None, logits.shape[1], ignore_index, reduction, ""
+    )
     rows = RowStats.empty(logits.shape[0], options, outputs, logits)
     wide = logits if logits.stride(1) == 1 else logits.contiguous()
     add_zl = reduction == "none" and z_loss_weight != 0.0
-    rows_of.loss_and_gradient_(wide, target, weight, options, rows, by, add_zl=add_zl, inverse=True)
+    rows_of.loss_and_gradient_(
+        wide, target, weight, options, rows, denominators, add_zl=add_zl, inverse=True
+    )
     if wide is not logits:
         logits.copy_(wide)
     cols = logits.shape[1]

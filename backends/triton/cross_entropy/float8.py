@@ -153,12 +153,12 @@ class TritonRounding:
         scale = _scale(x, dtype, launch_config("float8", flat_config, x.device))
         k, (rows, cols) = launch_config("float8.both_ways", tile_config, x.device), x.shape
         data = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
-        across = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
+        transposed = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
         launch(
             _round_both_ways_kernel,
             cdiv(rows, k.rows) * cdiv(cols, k.cols),
-            (x, scale, data, across, rows, cols),
+            (x, scale, data, transposed, rows, cols),
             (*FORMATS[dtype], k.rows, k.cols),
             k.num_warps,
         )
-        return Rounded(data.view(dtype), scale), Rounded(across.view(dtype), scale)
+        return Rounded(data.view(dtype), scale), Rounded(transposed.view(dtype), scale)

@@ -82,19 +82,23 @@ def scale(
     gradient: Tensor,
     factor: Tensor | None,
     dtype: torch.dtype,
-    by: Tensor | None = None,
-    over: bool = False,
+    denominators: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
-    """``gradient * factor / by[1]`` in fp32, rounded once; without a factor a cast, or nothing."""
+    """``gradient * factor / denominators[1]`` in fp32, rounded once; a cast without a factor."""
     if factor is None or not gradient.numel():
         return scale_to(gradient, factor, dtype)
-    out = gradient if over and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    out = (
+        gradient
+        if overwrite and gradient.dtype == dtype
+        else torch.empty_like(gradient, dtype=dtype)
+    )
     k = launch_config("scale", flat_config, gradient.device)
     size = gradient.numel()
     launch(
         _scale_kernel,
         cdiv(size, k.block),
-        (gradient, factor, by, out, size),
+        (gradient, factor, denominators, out, size),
         (k.block,),
         k.num_warps,
     )
@@ -163,8 +167,8 @@ class TritonRows:
         dloss: Tensor,
     ) -> None:
         """``raw`` becomes its gradient for one upstream gradient a row."""
-        ones = torch.ones(2, dtype=torch.float32, device=raw.device)
-        rows_of.gradient_into(raw, dloss, raw, target, _contiguous(weight), lse, ones, objective)
+        unit = torch.ones(2, dtype=torch.float32, device=raw.device)
+        rows_of.gradient_into(raw, dloss, raw, target, _contiguous(weight), lse, unit, objective)
 
 
 # --- log-probabilities, of a head and of given logits ---

@@ -168,25 +168,55 @@ def _log2_mixture(gap, beta):
 
 
 @triton.jit
-def _jensen_terms(s, t, beta):
-    """Terms p log2(m / p) and q log2(m / q) from natural logarithms; 0 where both are -inf.
+def _logarithms(
+    student_ptr,
+    teacher_ptr,
+    mask,
+    scale,
+    s_shift,
+    s_low,
+    t_shift,
+    t_low,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+):
+    """Logarithms to base 2 of both probabilities of a step's classes, and log2(p / q).
+
+    Given log-probabilities are subtracted before they are scaled, which is exact of those nearby.
+    Of logits the last subtraction of the normalizer rounds in any case, and is one with scaling.
+    """
+    s = _values(student_ptr, mask, scale, FORM)
+    t = _values(teacher_ptr, mask, scale, TEACHER_FORM)
+    if FORM == LOGITS and TEACHER_FORM == LOGITS:
+        s = tl.fma(s - s_shift, LOG2E, -s_low * LOG2E)
+        t = tl.fma(t - t_shift, LOG2E, -t_low * LOG2E)
+        return s, t, t - s
+    if FORM == LOGITS:
+        s = (s - s_shift) - s_low
+    if TEACHER_FORM == LOGITS:
+        t = (t - t_shift) - t_low
+    return s * LOG2E, t * LOG2E, (t - s) * LOG2E
+
+
+@triton.jit
+def _jensen_terms(s, t, gap, beta):
+    """Terms q log2(m / q) and, with p log2(m / p) added to it, both; 0 where both are 0.
 
     With e the smaller probability over the larger, log2 m is log2 of the larger plus log2(w + w'
     e). Nothing cancels in that sum, but where e is nearly 1 a series replaces it, as in
     :func:`_log2_mixture`.
     """
     teachers, students = _weights(beta)
-    gap = (t - s) * LOG2E
     far = at_most(tl.abs(gap), GONE)  # both may be -inf
-    large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
-    up = t > s
+    large = tl.exp2(tl.maximum(s, t, propagate_nan=tl.PropagateNan.ALL))
+    up = gap > 0.0
     of_less = tl.where(up, students, teachers)
     near = _bend(gap, beta) - of_less * far
     e = tl.exp2(far * -1.0)
     of_large = log2_near(tl.where(up, teachers, students) + of_less * e)
     of_large = tl.where(far < NEAR, near, of_large)
     of_small = e * (far + of_large)
-    return large * tl.where(up, of_large, of_small), large * tl.where(up, of_small, of_large)
+    return large * tl.where(up, of_small, of_large), large * (of_large + of_small)
 
 
 @triton.jit
@@ -344,10 +374,12 @@ def sums(
         col = first + lane
         mask = col < cols
         if LOGS:
-            s = _logarithm(student_ptr + col, mask, scale, s_shift, s_low, FORM)
-            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, t_low, TEACHER_FORM)
-            of_teacher, of_student = _jensen_terms(s, t, beta)
-            loss += _folded(of_teacher, BLOCK)
+            s, t, gap = _logarithms(
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, s_low, t_shift, t_low,
+                FORM=FORM, TEACHER_FORM=TEACHER_FORM,
+            )  # fmt: skip
+            of_student, of_both = _jensen_terms(s, t, gap, beta)
+            loss += _folded(of_both, BLOCK)
             slope += _folded(of_student, BLOCK)
         else:
             gap, q, p, a, b = _both(
@@ -374,8 +406,8 @@ def sums(
     total = tl.sum(loss, axis=0)
     weighted = tl.sum(slope, axis=0)
     if LOGS:
-        weighted *= -students * LN2
-        return weighted - teachers * LN2 * total, weighted
+        loss = (teachers * total + (students - teachers) * weighted) * -LN2
+        return loss, weighted * (-students * LN2)
     return total * (0.5 if FORMULA == TVD else LN2), weighted
 
 
@@ -412,15 +444,18 @@ def write_gradient(
         col = start + lane
         mask = col < cols
         if LOGS:
-            s = _logarithm(student_ptr + col, mask, scale, s_shift, s_low, FORM)
-            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, t_low, TEACHER_FORM)
+            s, t, gap = _logarithms(
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, s_low, t_shift, t_low,
+                FORM=FORM, TEACHER_FORM=TEACHER_FORM,
+            )  # fmt: skip
             if SUM:
-                of_teacher, of_student = _jensen_terms(s, t, beta)
-                loss -= _folded(teachers * of_teacher + students * of_student, BLOCK)
+                of_student, of_both = _jensen_terms(s, t, gap, beta)
+                each = teachers * of_both + (students - teachers) * of_student
+                loss -= _folded(each, BLOCK)
                 dz = of_student * by_log
             else:
-                gap = at_most((t - s) * LOG2E, FAR)  # beyond, q is nothing; both may be -inf
-                q = tl.exp2(s * LOG2E)
+                gap = at_most(gap, FAR)  # beyond, q is nothing; both may be -inf
+                q = tl.exp2(s)
                 dz = q * (_log2_mixture(gap, beta) * by_log - slope * factor)
         else:
             gap, q, p, a, b = _both(
@@ -730,7 +765,7 @@ def _rows(
     rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
     if not count:
         return rows
-    kept = rows if factor is None else (rows.loss, *[None] * 5)
+    statistics = rows if factor is None else (rows.loss, *[None] * 5)
     shape = {"rows": count, "cols": cols, "logits": int(spec.form == "logits")}
     shape["element_bytes"] = student.element_size() + teacher.element_size()
     k = launch_config(f"{name}.forward", sum_config, student.device, **shape)
@@ -742,7 +777,7 @@ def _rows(
             teacher,
             target,
             factor,
-            *filled(*kept),
+            *filled(*statistics),
             student.stride(0),
             teacher.stride(0),
             _step(target),

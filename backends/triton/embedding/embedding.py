@@ -252,8 +252,8 @@ def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: f
         return out
     dy, device = _columns(dy), dy.device
     ids, order = torch.sort(_narrow(index, classes), stable=True)
-    every = torch.arange(classes + 1, device=device, dtype=ids.dtype)
-    bounds = torch.searchsorted(ids, every, out_int32=True)
+    class_ids = torch.arange(classes + 1, device=device, dtype=ids.dtype)
+    bounds = torch.searchsorted(ids, class_ids, out_int32=True)
     k = launch_config("embedding.backward", gather_config, device, rows=count, cols=cols)
     # about as many windows in the longest run as rows in a window
     window, steps = max(64, power_of_2(math.isqrt(count)) // 2), cdiv(cols, k.block)

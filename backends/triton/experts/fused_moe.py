@@ -452,8 +452,8 @@ def up_config(
 
 def supports(x: Tensor | None, gate_up: Tensor | None = None) -> str | None:
     """No fp64: GEMMs accumulate in fp32."""
-    some = x if x is not None else gate_up
-    double = some is not None and some.dtype == torch.float64
+    tensor = x if x is not None else gate_up
+    double = tensor is not None and tensor.dtype == torch.float64
     return "its products accumulate in float32, got float64" if double else None
 
 
@@ -468,7 +468,7 @@ def activated(
     bias: Tensor | None,
     index: Tensor,
     groups: Groups,
-    keep: bool,
+    keeps_gate_up: bool,
     activation_options: tuple[str, Numbers, bool],
 ) -> tuple[Tensor, Tensor]:
     """act(gate) * up of every row, and gate and up where they are kept."""
@@ -484,9 +484,9 @@ def activated(
     if gate_up is not None:
         return activation_of(
             gate_up, bias, index, groups, activation_options
-        ), gate_up if keep else gate_up[:0]
+        ), gate_up if keeps_gate_up else gate_up[:0]
     out = source.new_empty(groups.rows, cols)
-    gate_up = source.new_empty(groups.rows if keep else 0, wide)
+    gate_up = source.new_empty(groups.rows if keeps_gate_up else 0, wide)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     launch(
         _moe_up_kernel,
@@ -495,7 +495,7 @@ def activated(
             source,
             weight,
             bias,
-            gate_up if keep else None,
+            gate_up if keeps_gate_up else None,
             out,
             tiles,
             groups.offsets,
@@ -595,24 +595,24 @@ def combined_product(
     bias: Tensor | None,
     index: Tensor,
     dtype: torch.dtype,
-    most: int,
+    limit: int,
 ) -> Tensor:
     """The sum over the pairs of every token of rows times the weights of their experts.
 
-    Some columns at a time, whose rows take ``most`` bytes: a pair's row is as wide as a token's,
+    Some columns at a time, whose rows take ``limit`` bytes: a pair's row is as wide as a token's,
     and there are ``per`` times as many.
     """
     weight = opened(weight)
     cols, size = weight.shape[1], groups.rows * rows.source.element_size()
     step = cols
-    while not by_rows() and size * step > most and step >= 2 * LEAST_COLS and not step % 32:
+    while not by_rows() and size * step > limit and step >= 2 * LEAST_COLS and not step % 32:
         step //= 2
     y = rows.source.new_empty(groups.rows // groups.per, cols, dtype=dtype)
     for start in range(0, cols, step):
         part = slice(start, start + step)
         pairs = product(name, rows, weight[:, part], groups)
-        own = None if bias is None else bias[:, part].contiguous()
-        combined(pairs, groups, routing, own, index, dtype, y[:, part])
+        part_bias = None if bias is None else bias[:, part].contiguous()
+        combined(pairs, groups, routing, part_bias, index, dtype, y[:, part])
         del pairs
     return y
 
@@ -662,17 +662,23 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort, two GEMMs, a weighted sum."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
-    keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
-    keep = keep or needs_gate_up_bias or needs_down_bias
+    keeps_gate_up = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
+    keeps_gate_up = keeps_gate_up or needs_gate_up_bias or needs_down_bias
     index = index.contiguous()
     order, inverse, offsets = sorted_pairs(index, first.shape[0])
     if not order.numel() or not x.numel():
-        gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
+        gate_up = x.new_zeros(order.numel() if keeps_gate_up else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups, numbers = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
     rows = RowOperand(columns(x), gather=True)
     inner, gate_up = activated(
-        rows, first, dense(gate_up_bias), index, groups, keep, (activation, numbers, interleaved)
+        rows,
+        first,
+        dense(gate_up_bias),
+        index,
+        groups,
+        keeps_gate_up,
+        (activation, numbers, interleaved),
     )
     del rows
     factors = (groups, routing.contiguous(), down_bias, index, y_dtype, FORWARD_PAIRS_BYTES)
@@ -799,8 +805,8 @@ def _zeros(
     first = (wide[0], hidden, wide[1]) if transposed else (*wide, hidden)
     shapes = (dy.shape, first, down_weight.shape, routing.shape, wide, (wide[0], hidden))
     return tuple(
-        (routing if i == 3 else dy).new_zeros(shape if needed else (0,))
-        for i, (shape, needed) in enumerate(zip(shapes, needs, strict=True))
+        (routing if i == 3 else dy).new_zeros(shape if is_needed else (0,))
+        for i, (shape, is_needed) in enumerate(zip(shapes, needs, strict=True))
     )
 
 

@@ -82,18 +82,18 @@ def fitted(
     of some memory spill with so few threads, or stages, as others take (ci.static, triton 3.9).
     """
     large = info.shared_bytes > 2**16
-    most, share = 4 if large else 2, 32
+    stages_limit, share = 4 if large else 2, 32
     n = max(16, min(128 // factors, power_of_2(cols)))
     k = max(16, min((128 if large else 64) // element_bytes, power_of_2(inner)))
     if element_bytes > 2:  # multiply-adds from registers
         m, n, k = min(m, 64), min(n, 64 // factors), 16
         if large and info.warp_size == 64:
-            most = 1
+            stages_limit = 1
         elif large and info.shared_bytes < 200_000:
-            most, share = 2, 16
+            stages_limit, share = 2, 16
     stage = (m + factors * n) * k * element_bytes
     budget = info.shared_bytes // (2 if large else 1)
-    stages = max(1, min(most, budget // stage))
+    stages = max(1, min(stages_limit, budget // stage))
     threads = max(info.warp_size, min(256, m * n * factors // share))
     return ProductConfig(m, n, k, stages, warps(threads, info.warp_size))
 
@@ -248,8 +248,8 @@ def product(
     parts = pieces(weight)
     if len(parts) > 1:
         out = a.source.new_empty(groups.rows, weight.shape[1], dtype=dtype)
-        for part, place in zip(parts, out.split([p.shape[1] for p in parts], 1), strict=True):
-            place.copy_(product(name, a, part, groups, dtype))
+        for part, out_part in zip(parts, out.split([p.shape[1] for p in parts], 1), strict=True):
+            out_part.copy_(product(name, a, part, groups, dtype))
         return out
     weight = opened(weight)
     x, (_, cols, inner) = a.source, weight.shape
@@ -430,13 +430,13 @@ def _gradient_by_library(
     reaches, and our kernel gathers those of the other groups while it reads them. Which groups they
     are is decided on the device: the library leaves groups without rows as they are.
     """
-    sides, done = (left, right), None
+    sides, computed_rows = (left, right), None
     unwritten = [s.source for s in sides if s.gather and s.cached is None]
-    most = max((groups.rows * x.shape[1] * x.element_size() for x in unwritten), default=0)
-    if most > WRITTEN_BYTES:
+    largest = max((groups.rows * x.shape[1] * x.element_size() for x in unwritten), default=0)
+    if largest > WRITTEN_BYTES:
         rows = int(groups.rows * WRITTEN_SHARE)
-        done = torch.where(groups.offsets <= rows, groups.offsets, 0).amax()
-        offsets = torch.minimum(groups.offsets, done)
+        computed_rows = torch.where(groups.offsets <= rows, groups.offsets, 0).amax()
+        offsets = torch.minimum(groups.offsets, computed_rows)
         p, q = (side.first(groups, offsets, rows) for side in sides)
     else:
         offsets, (p, q) = groups.offsets, (side.written(groups) for side in sides)
@@ -444,7 +444,11 @@ def _gradient_by_library(
     del p, q
     size = gradient.shape[1] * gradient.shape[2]
     launch(_zero_groups_kernel, groups.count * 16, (gradient, groups.offsets, size, 16), (256,), 4)
-    return gradient if done is None else _gradient_by_kernel(k, *sides, groups, gradient, done)
+    return (
+        gradient
+        if computed_rows is None
+        else _gradient_by_kernel(k, *sides, groups, gradient, computed_rows)
+    )
 
 
 def _gradient_by_kernel(
@@ -453,10 +457,10 @@ def _gradient_by_kernel(
     right: RowOperand,
     groups: Groups,
     out: Tensor,
-    done: Tensor | None = None,
+    computed_rows: Tensor | None = None,
     parts: int = 3,
 ) -> Tensor:
-    """Fill ``out`` for all groups but those within the first rows, whose number is in ``done``."""
+    """Fill ``out`` for all groups but those within the first ``computed_rows`` rows."""
     p, q = left.source, right.source
     m, n = p.shape[1], q.shape[1]
     m_steps, n_steps = cdiv(m, k.block_m), cdiv(n, k.block_n)
@@ -469,7 +473,7 @@ def _gradient_by_kernel(
             q,
             out,
             groups.offsets,
-            done,
+            computed_rows,
             *orders,
             p.stride(0),
             q.stride(0),

@@ -149,14 +149,14 @@ def update_config(
 
 def add_(
     rows: Tensor,
-    low: Tensor,
+    projected: Tensor,
     w: Tensor,
     scale: float,
     groups: Groups,
     bias: Tensor | None = None,
 ) -> None:
-    """``rows += scale low @ w' + bias`` with the matrices (E, N, r) of their groups."""
-    cols, rank = rows.shape[1], low.shape[1]
+    """``rows += scale projected @ w' + bias`` with the matrices (E, N, r) of their groups."""
+    cols, rank = rows.shape[1], projected.shape[1]
     k = choice("lora_moe.update", update_config, rows, groups, cols, rank)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     counts = {torch.bfloat16: 2, torch.float32: 3} if rows.dtype == torch.bfloat16 else {}
@@ -164,7 +164,19 @@ def add_(
     launch(
         _grouped_update_kernel,
         tiles.shape[0] * steps,
-        (rows, low, w, bias, tiles, groups.offsets, *w.stride(), cols, rank, steps, float(scale)),
+        (
+            rows,
+            projected,
+            w,
+            bias,
+            tiles,
+            groups.offsets,
+            *w.stride(),
+            cols,
+            rank,
+            steps,
+            float(scale),
+        ),
         (k.block_m, k.block_n, k.block_k, cdiv(rank, k.block_k), products),
         k.num_warps,
     )
@@ -187,15 +199,20 @@ class Adapter:
         return product("lora_moe.back", dy, self.b.mT, groups, torch.float32)
 
     def gradients(
-        self, x: RowOperand, dy: RowOperand, back: Tensor, groups: Groups, needs: tuple[bool, bool]
+        self,
+        x: RowOperand,
+        dy: RowOperand,
+        dprojected: Tensor,
+        groups: Groups,
+        needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         """The gradients of a and b; empty if not needed."""
         da, db = self.a.new_empty(0), self.b.new_empty(0)
         if needs[0]:
-            da = self._gradient("lora_moe.da", RowOperand(back), x, groups).to(da.dtype)
+            da = self._gradient("lora_moe.da", RowOperand(dprojected), x, groups).to(da.dtype)
         if needs[1]:
-            low = RowOperand(self.low(x, groups))
-            db = self._gradient("lora_moe.db", dy, low, groups).to(db.dtype)
+            projected = RowOperand(self.low(x, groups))
+            db = self._gradient("lora_moe.db", dy, projected, groups).to(db.dtype)
         return da, db
 
     def _gradient(self, name: str, left: RowOperand, right: RowOperand, groups: Groups) -> Tensor:
@@ -243,23 +260,25 @@ def forward(
     """Sort, two GEMMs and what adapters add to them, a weighted sum."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     up, down = _adapter(gate_up_a, gate_up_b, gate_up_scale), _adapter(down_a, down_b, down_scale)
-    keep = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
-    keep = keep or needs_down_a or needs_down_b
+    keeps_gate_up = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
+    keeps_gate_up = keeps_gate_up or needs_down_a or needs_down_b
     index = index.contiguous()
     order, inverse, offsets = sorted_pairs(index, first.shape[0])
     if not order.numel() or not x.numel():
-        gate_up = x.new_zeros(order.numel() if keep else 0, first.shape[1])
+        gate_up = x.new_zeros(order.numel() if keeps_gate_up else 0, first.shape[1])
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups = Groups(offsets, order, index.shape[1], inverse)
     activation_options = (activation, (limit, alpha, up_offset), interleaved)
     rows, bias = RowOperand(columns(x), gather=True), dense(gate_up_bias)
     if up is None:
-        inner, gate_up = activated(rows, first, bias, index, groups, keep, activation_options)
+        inner, gate_up = activated(
+            rows, first, bias, index, groups, keeps_gate_up, activation_options
+        )
     else:
         gate_up = product("fused_moe.up_interleaved", rows, first, groups)
         add_(gate_up, up.low(rows, groups), up.b, up.scale, groups, bias)
         inner = activation_of(gate_up, None, index, groups, activation_options)
-        gate_up = gate_up if keep else gate_up[:0]
+        gate_up = gate_up if keeps_gate_up else gate_up[:0]
     del rows
     pairs = product("fused_moe.down", RowOperand(inner), second, groups)
     if down is not None:
@@ -302,28 +321,30 @@ def backward(
     dy = dy.to(gate_up.dtype)
     needs_up, needs_down = (needs_gate_up_a, needs_gate_up_b), (needs_down_a, needs_down_b)
     factors = (gate_up_a, gate_up_b, down_a, down_b)
-    thin = [dy.new_empty(0) if t is None else t.new_empty(0) for t in factors]
+    factor_gradients = [dy.new_empty(0) if t is None else t.new_empty(0) for t in factors]
     if not order.numel() or not dy.numel():
-        needed = zip(thin, factors, (*needs_up, *needs_down), strict=True)
-        zeros = [t.new_zeros(g.shape) if g is not None and need else t for t, g, need in needed]
+        outputs = zip(factor_gradients, factors, (*needs_up, *needs_down), strict=True)
+        zeros = [t.new_zeros(g.shape) if g is not None and need else t for t, g, need in outputs]
         dx = dy.new_zeros(dy.shape if needs_x else 0)
         return dx, routing.new_zeros(routing.shape if needs_routing else 0), *zeros  # type: ignore[return-value]
     up, down = _adapter(gate_up_a, gate_up_b, gate_up_scale), _adapter(down_a, down_b, down_scale)
     groups = Groups(offsets, order, index.shape[1])
     index, routing = index.contiguous(), routing.contiguous()
-    upstream, back = RowOperand(columns(dy), gather=True), None
+    upstream, dprojected = RowOperand(columns(dy), gather=True), None
     second = down_weight if transposed else down_weight.mT
     dproduct = product("fused_moe.dproduct", upstream, second, groups)
     if down is not None:
-        back = down.back(upstream, groups)
-        add_(dproduct, back, down.a.mT, down.scale, groups)
+        dprojected = down.back(upstream, groups)
+        add_(dproduct, dprojected, down.a.mT, down.scale, groups)
     activation_options = (activation, (limit, alpha, up_offset), interleaved)
     inner = needs_x or any(needs_up)
     dgate_up, drouting = inner_gradients(
         dproduct, gate_up, routing, groups, activation_options, needs_routing, inner
     )
-    if down is not None and back is not None:
-        thin[2:] = down.gradients(RowOperand(dproduct), upstream, back, groups, needs_down)
+    if down is not None and dprojected is not None:
+        factor_gradients[2:] = down.gradients(
+            RowOperand(dproduct), upstream, dprojected, groups, needs_down
+        )
     del dproduct
     if needs_routing and down_bias is not None:
         add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
@@ -331,14 +352,14 @@ def backward(
     dx = dy.new_empty(0)
     if dgate_up is not None:
         rows = RowOperand(dgate_up)
-        back = None if up is None else up.back(rows, groups)
-        if up is not None and back is not None and x is not None:
+        dprojected = None if up is None else up.back(rows, groups)
+        if up is not None and dprojected is not None and x is not None:
             sides = (RowOperand(columns(x), gather=True), rows)
-            thin[:2] = up.gradients(*sides, back, groups, needs_up)
+            factor_gradients[:2] = up.gradients(*sides, dprojected, groups, needs_up)
         if needs_x and gate_up_weight is not None:
             transposed_weight = gate_up_weight if transposed else gate_up_weight.mT
             pairs = product("fused_moe.dx", rows, transposed_weight, groups)
-            if up is not None and back is not None:
-                add_(pairs, back, up.a.mT, up.scale, groups)
+            if up is not None and dprojected is not None:
+                add_(pairs, dprojected, up.a.mT, up.scale, groups)
             dx = combined(pairs, groups, None, None, index, dy.dtype)
-    return dx, drouting, *thin  # type: ignore[return-value]
+    return dx, drouting, *factor_gradients  # type: ignore[return-value]

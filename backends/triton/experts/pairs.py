@@ -53,10 +53,10 @@ def piece_config(info: DeviceInfo, cols: int) -> PieceConfig:
     return PieceConfig(block, stages, warps(block // 8, info.warp_size))
 
 
-def piece(name: str, some: Tensor, cols: int) -> PieceConfig:
+def piece(name: str, tensor: Tensor, cols: int) -> PieceConfig:
     """Launch configuration of a pass over rows, which may hold gate and up."""
     checked_cols(2 * cols)
-    config: PieceConfig = launch_config(f"fused_moe.{name}", piece_config, some.device, cols=cols)
+    config: PieceConfig = launch_config(f"fused_moe.{name}", piece_config, tensor.device, cols=cols)
     return config
 
 
@@ -212,9 +212,9 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def rows_of_pairs(
-    x: Tensor, inverse: Tensor, offsets: Tensor, per: int, rows: int | None = None
+    x: Tensor, inverse: Tensor, offsets: Tensor, pairs_per_row: int, rows: int | None = None
 ) -> Tensor:
-    """Row ``pair // per`` of x for every sorted row; those of no expert are left as they are.
+    """Row ``pair // pairs_per_row`` of x for every sorted row; rows of no expert are not written.
 
     There are ``rows`` of them, where the last group ends at most.
     """
@@ -226,7 +226,7 @@ def rows_of_pairs(
         _pairs_rows_kernel,
         x.shape[0] * pieces,
         (x, inverse, offsets, out, x.stride(0), offsets.shape[0] - 1, cols, pieces),
-        (per, k.block),
+        (pairs_per_row, k.block),
         k.num_warps,
     )
     return out
@@ -300,14 +300,14 @@ class Groups:
         """The table for tiles of ``block`` rows, (tiles, 2): group, or -1, and first row."""
         table = self.tables.get(block)
         if table is None:
-            most = min(self.rows, cdiv(self.rows, block) + self.count)
-            table = self.tables[block] = self.offsets.new_empty(most, 2)
+            limit = min(self.rows, cdiv(self.rows, block) + self.count)
+            table = self.tables[block] = self.offsets.new_empty(limit, 2)
             groups = power_of_2(self.count)
             step = max(16, min(128, 8192 // groups))
             launch(
                 _group_tiles_kernel,
-                cdiv(most, step),
-                (self.offsets, table, self.count, most),
+                cdiv(limit, step),
+                (self.offsets, table, self.count, limit),
                 (block, groups, step),
                 4,
             )
@@ -327,8 +327,8 @@ class RowOperand:
         if not self.gather:
             return self.source
         if self.cached is None:
-            at = (groups.inverse, groups.offsets, groups.per)
-            self.cached = rows_of_pairs(self.source, *at)
+            row_map = (groups.inverse, groups.offsets, groups.per)
+            self.cached = rows_of_pairs(self.source, *row_map)
         return self.cached
 
     def first(self, groups: Groups, offsets: Tensor, rows: int) -> Tensor:

@@ -249,11 +249,11 @@ class CodeBuffers(NamedTuple):
 NO_CODES = CodeBuffers()
 
 
-def code_buffers(x: Tensor, writes: bool) -> CodeBuffers:
+def code_buffers(x: Tensor, writes_y: bool) -> CodeBuffers:
     """Buffers for the codes of a result with the shape of ``x``."""
     codes = empty_contiguous(x, torch.uint8)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return CodeBuffers(codes, scale, FORMATS[format_of(x.device)][1], writes)
+    return CodeBuffers(codes, scale, FORMATS[format_of(x.device)][1], writes_y)
 
 
 class TritonQuantizer:

@@ -30,8 +30,10 @@ def backward_config(
     packed: bool,
 ) -> ConvolutionConfig:
     """8 bytes a thread, whose sums need registers; long chunks, each of which leaves a partial."""
-    each = max(1, (8 if width <= 4 else 4) // element_bytes)
-    return convolution_config(info, (rows, length, cols), each, 256, (256, 2 if packed else 4, 3))
+    channels = max(1, (8 if width <= 4 else 4) // element_bytes)
+    return convolution_config(
+        info, (rows, length, cols), channels, 256, (256, 2 if packed else 4, 3)
+    )
 
 
 supports = supports
@@ -68,8 +70,8 @@ def backward(
     dx, dstate = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
     if initial_state is not None:
         shape = initial_state.shape if needs_initial_state else (0,)
-        new = initial_state.new_empty if x.numel() else initial_state.new_zeros
-        dstate = new(shape)
+        allocate = initial_state.new_empty if x.numel() else initial_state.new_zeros
+        dstate = allocate(shape)
     total = Partials(x, weight, bias, needs_weight, needs_bias)
     if x.numel():
         dy, x = adjacent(dy), adjacent(x)

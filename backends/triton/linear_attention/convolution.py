@@ -43,13 +43,15 @@ def convolution_config(
     """
     rows, length, cols = shape
     rows = length if by_rows() else rows  # sums at the seams of pieces have another order
-    most, step, stages = k
-    most = min(most, max(WIDEST, power_of_2(length)))
+    rows_per_program, step, stages = k
+    rows_per_program = min(rows_per_program, max(WIDEST, power_of_2(length)))
     block = min(power_of_2(cols), each * threads)
-    while most > 16 and cdiv(rows, most) * cdiv(cols, block) < 2 * info.cores:
-        most //= 2
+    while (
+        rows_per_program > 16 and cdiv(rows, rows_per_program) * cdiv(cols, block) < 2 * info.cores
+    ):
+        rows_per_program //= 2
     num_warps = warps(block // each, info.warp_size)
-    return ConvolutionConfig(most, step, block, num_warps, stages)
+    return ConvolutionConfig(rows_per_program, step, block, num_warps, stages)
 
 
 def forward_config(
@@ -160,13 +162,13 @@ class Partials:
 
     def __init__(
         self,
-        like: Tensor,
+        x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         needs_weight: bool,
         needs_bias: bool,
     ) -> None:
-        self.like, self.of_weight, self.of_bias = like, weight, bias
+        self.like, self.of_weight, self.of_bias = x, weight, bias
         self.needs = (needs_weight, needs_bias and bias is not None)
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -174,8 +176,8 @@ class Partials:
     def make(self, programs: int) -> tuple[Tensor | None, Tensor | None]:
         """Memory for so many programs of every channel."""
         parts = [
-            self.like.new_empty((programs, size), dtype=torch.float32) if needed else None
-            for needed, size in zip(
+            self.like.new_empty((programs, size), dtype=torch.float32) if is_needed else None
+            for is_needed, size in zip(
                 self.needs, (self.of_weight.numel(), len(self.of_weight)), strict=True
             )
         ]
@@ -184,8 +186,8 @@ class Partials:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Sums of all programs; zeros where there were none; empty if not needed."""
-        like = self.like if self.of_bias is None else self.of_bias
-        dweight, dbias = self.of_weight.new_empty(0), like.new_empty(0)
+        tensor = self.like if self.of_bias is None else self.of_bias
+        dweight, dbias = self.of_weight.new_empty(0), tensor.new_empty(0)
         if self.needs[0]:
             shape = self.of_weight.shape
             dweight = (
@@ -195,9 +197,9 @@ class Partials:
             )
         if self.needs[1]:
             dbias = (
-                like.new_zeros(like.shape)
+                tensor.new_zeros(tensor.shape)
                 if self.bias is None
-                else (sum_partials(self.bias, like.dtype))
+                else (sum_partials(self.bias, tensor.dtype))
             )
         return dweight, dbias
 

@@ -422,7 +422,7 @@ def backward(
     _gradients(c, prepared, dy, (states, dstates, values, dv), (dq, dk, dg, dbeta))
     needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
     pairs = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
-    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in pairs)
+    dq, dk, dv, dg, dbeta = (x if is_needed else x.new_empty(0) for x, is_needed in pairs)
     return dq, dk, dv, dg, dbeta, dinitial
 
 
@@ -468,10 +468,10 @@ def _reverse(
 
 
 def _gradients(
-    c: Call, prepared: Prepared, dy: Tensor, passed: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+    c: Call, prepared: Prepared, dy: Tensor, passes: tuple[Tensor, ...], grads: tuple[Tensor, ...]
 ) -> None:
     """Gradients of the inputs from the states, their gradients, N and Y; Y is overwritten by dv."""
-    states, dstates, values, solved = passed
+    states, dstates, values, solved = passes
     dq, dk, dg, dbeta = grads
     sums = torch.empty_like(prepared.gates[:2])
     k = c.config("pairs", pairs_config)
@@ -539,6 +539,6 @@ def _gradients(
     )
     constants = (*c.columns(k), c.first is not None)
     launch(_delta_rule_keys_kernel, count // c.group, args, constants, k.num_warps)
-    many, plane = c.v.shape[2], c.streams * c.chunks * c.chunk
-    args = (sums, c.first, dg, dbeta, c.first_step, c.q.shape[1], c.chunks, many, plane)
+    value_heads, plane = c.v.shape[2], c.streams * c.chunks * c.chunk
+    args = (sums, c.first, dg, dbeta, c.first_step, c.q.shape[1], c.chunks, value_heads, plane)
     launch(_delta_rule_gates_kernel, count, args, (c.chunk,), 4)

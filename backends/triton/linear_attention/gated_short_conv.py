@@ -30,8 +30,10 @@ def gated_backward_config(
     packed: bool,
 ) -> ConvolutionConfig:
     """Four inputs, and gates that wait as long as their gradients."""
-    each = max(1, (8 if width <= 4 else 4) // element_bytes)
-    return convolution_config(info, (rows, length, cols), each, 256, (128, 1 if packed else 2, 1))
+    channels = max(1, (8 if width <= 4 else 4) // element_bytes)
+    return convolution_config(
+        info, (rows, length, cols), channels, 256, (128, 1 if packed else 2, 1)
+    )
 
 
 supports = supports

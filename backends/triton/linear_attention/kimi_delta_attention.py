@@ -74,8 +74,8 @@ def gradients_config(
     """Five tiles of rows by channels are in registers, of few numbers a thread."""
     chunk = chunk_config(info, tokens, dim, value, item).block
     channels = min(64, _padded(dim))
-    most = 16 if _is_large(info) else 8
-    warps = max(2, min(8, chunk * channels // (most * info.warp_size)))
+    numbers_per_thread = 16 if _is_large(info) else 8
+    warps = max(2, min(8, chunk * channels // (numbers_per_thread * info.warp_size)))
     return ChannelConfig(32 if item == 4 else 64, FEWEST_STAGES, warps, channels)
 
 
@@ -105,8 +105,8 @@ class Prepared(NamedTuple):
 
 def _staged(c: Call, k: DeltaConfig) -> DeltaConfig:
     """The configuration with the stages that a loop over GEMMs needs on Hopper."""
-    needed = FEWEST_STAGES if _is_large(device_info(c.k.device)) else 1
-    return replace(k, stages=max(needed, k.stages))
+    fewest = FEWEST_STAGES if _is_large(device_info(c.k.device)) else 1
+    return replace(k, stages=max(fewest, k.stages))
 
 
 def _levels(c: Call) -> int:
@@ -119,12 +119,14 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     size, dtype = _padded(dim), torch.float32
     planes = 2 if c.q.element_size() == 4 else 1
     sums = c.q.new_empty(planes, c.streams, padded, size, dtype=dtype)
-    queries, keys, kept = (c.q.new_empty(c.streams, padded, dim) for _ in range(3))
+    queries, keys, decayed_keys = (c.q.new_empty(c.streams, padded, dim) for _ in range(3))
     last = c.q.new_empty(c.streams, c.chunks, size, dtype=dtype)
     rstd = c.q.new_empty(2, batch * heads, padded, dtype=dtype) if c.normed else None
     scores, solve = (c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2))
     adjoint = torch.empty_like(scores) if backward else None
-    prepared = Prepared(sums, queries, keys, kept, last, rstd, scores, solve, adjoint=adjoint)
+    prepared = Prepared(
+        sums, queries, keys, decayed_keys, last, rstd, scores, solve, adjoint=adjoint
+    )
     count = c.streams * c.chunks
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
@@ -303,7 +305,7 @@ def backward(
     dq, dk, dg = _gradients(c, prepared, dy, (states, dstates, values, dv))
     needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
     pairs = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
-    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in pairs)
+    dq, dk, dv, dg, dbeta = (x if is_needed else x.new_empty(0) for x, is_needed in pairs)
     return dq, dk, dv, dg, dbeta, dinitial
 
 
@@ -375,10 +377,10 @@ def _pairs(
 
 
 def _gradients(
-    c: Call, prepared: Prepared, dy: Tensor, passed: tuple[Tensor, ...]
+    c: Call, prepared: Prepared, dy: Tensor, passes: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dg, from the states, their gradients, N and dv."""
-    states, dstates, values, dv = passed
+    states, dstates, values, dv = passes
     dq, dk, dg = (x.new_empty(x.shape) for x in (c.q, c.k, c.g))
     rows = prepared.sums.new_empty(2, *prepared.sums.shape[1:])  # of Q; of G, then of K
     size = rows.shape[3]

@@ -183,10 +183,10 @@ class Call(NamedTuple):
         _, length, cols = self.u.shape
         return not (length % tokens or cols % block)
 
-    def constants(self, *more: Any) -> tuple[Any, ...]:
+    def constants(self, *values: Any) -> tuple[Any, ...]:
         """The last arguments of every kernel, which are ``constexpr``."""
         states = self.B.shape[2]
-        return states, power_of_2(states), self.softplus, *more
+        return states, power_of_2(states), self.softplus, *values
 
     def config(self, name: str) -> Any:
         """The launch configuration of a kernel."""
@@ -207,8 +207,8 @@ class Call(NamedTuple):
     def tiles(self, block: int, *leading: int) -> Tensor:
         """An fp32 buffer for tiles of states of ``block`` channels; a tile is contiguous."""
         batch, _, cols = self.u.shape
-        many = cdiv(cols, block) * power_of_2(self.B.shape[2]) * block
-        return self.u.new_empty(batch, *leading, many, dtype=torch.float32)
+        elements = cdiv(cols, block) * power_of_2(self.B.shape[2]) * block
+        return self.u.new_empty(batch, *leading, elements, dtype=torch.float32)
 
     def pairs(self, tokens: int) -> Tensor:
         """B and C in fp32 side by side, 0 past the last state and up to ``tokens``.
@@ -303,7 +303,7 @@ def _call(
     )
 
 
-class Passed(NamedTuple):
+class FirstPass(NamedTuple):
     """What the first pass leaves where there are tensors: of spans, and before chunks."""
 
     ends: Tensor | None = None
@@ -317,9 +317,9 @@ def _first_pass(
     k: ScanConfig,
     parts: Spans,
     pairs: Tensor,
-    out: Passed,
+    out: FirstPass,
     dy: Tensor | None = None,
-    before: Tensor | None = None,
+    states_before: Tensor | None = None,
 ) -> None:
     """Run the first pass over all spans; for ends without the last one, which nothing follows."""
     active = parts.spans - (out.ends is not None)
@@ -332,7 +332,7 @@ def _first_pass(
         dy,
         c.z,
         c.bias,
-        before,
+        states_before,
         c.first,
         *out,
         c.strides(dy),
@@ -340,8 +340,8 @@ def _first_pass(
         parts.chunks,
         0,
     )
-    even, count = c.even(parts.tokens, k.block), cdiv(cols, k.block)
-    constants = c.constants(k.block, (parts.parts, parts.step), k.ahead, even)
+    is_even, count = c.even(parts.tokens, k.block), cdiv(cols, k.block)
+    constants = c.constants(k.block, (parts.parts, parts.step), k.ahead, is_even)
     launch(_selective_scan_states_kernel, batch * active * count, args, constants, k.num_warps)
 
 
@@ -364,11 +364,11 @@ def _join(
 def _states_before(c: Call, k: ScanConfig, parts: Spans, pairs: Tensor) -> Tensor:
     """The states before spans, (batch, spans, N, channels)."""
     ends, sums = c.states(parts.spans), c.numbers(parts.spans)
-    _first_pass(c, k, parts, pairs, Passed(ends, sums))
+    _first_pass(c, k, parts, pairs, FirstPass(ends, sums))
     return _join(c, parts, ends, sums, c.initial, False)
 
 
-def _known(
+def _starts_of_reverse(
     c: Call,
     k: ScanConfig,
     parts: Spans,
@@ -380,11 +380,11 @@ def _known(
     """What the reverse pass starts from: gradients after spans, and states before chunks."""
     at_chunks = c.tiles(k.block, parts.spans, parts.chunks)
     if parts.spans == 1:
-        _first_pass(c, k, parts, pairs, Passed(states=at_chunks), None, c.initial)
+        _first_pass(c, k, parts, pairs, FirstPass(states=at_chunks), None, c.initial)
         return dfinal, at_chunks
-    after, sums = c.states(parts.spans), c.numbers(parts.spans)
-    _first_pass(c, k, parts, pairs, Passed(None, sums, at_chunks, after), dy, states)
-    return _join(c, parts, after, sums, dfinal, True), at_chunks
+    dstates_after, sums = c.states(parts.spans), c.numbers(parts.spans)
+    _first_pass(c, k, parts, pairs, FirstPass(None, sums, at_chunks, dstates_after), dy, states)
+    return _join(c, parts, dstates_after, sums, dfinal, True), at_chunks
 
 
 def _by_spans(c: Call, y: Tensor, needs_final: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -394,7 +394,7 @@ def _by_spans(c: Call, y: Tensor, needs_final: bool) -> tuple[Tensor | None, Ten
     parts = Spans.of(length, k)
     pairs = c.pairs(parts.spans * parts.tokens)
     split = parts.spans > 1
-    before = _states_before(c, k, parts, pairs) if split else c.initial
+    states_before = _states_before(c, k, parts, pairs) if split else c.initial
     final = c.numbers(c.B.shape[2]) if needs_final else None
     args = (
         c.u,
@@ -404,7 +404,7 @@ def _by_spans(c: Call, y: Tensor, needs_final: bool) -> tuple[Tensor | None, Ten
         c.D,
         c.z,
         c.bias,
-        before,
+        states_before,
         c.first,
         y,
         final,
@@ -416,7 +416,7 @@ def _by_spans(c: Call, y: Tensor, needs_final: bool) -> tuple[Tensor | None, Ten
     programs = batch * parts.spans * cdiv(cols, k.block)
     constants = c.constants(k.step, k.block, k.ahead, c.even(parts.tokens, k.block))
     launch(_selective_scan_forward_kernel, programs, args, constants, k.num_warps)
-    return None if final is None else final.mT.contiguous(), before if split else None
+    return None if final is None else final.mT.contiguous(), states_before if split else None
 
 
 def _by_teams(
@@ -429,7 +429,7 @@ def _by_teams(
         raise ValueError(f"a step of {tokens} tokens must divide {reference.SPAN}")
     steps = cdiv(length, tokens)
     final = y.new_empty(batch, *c.A.shape, dtype=torch.float32) if needs_final else None
-    before = c.states(spans) if spans > 1 else None
+    states_before = c.states(spans) if spans > 1 else None
     args = (
         c.u,
         c.delta,
@@ -442,17 +442,17 @@ def _by_teams(
         c.first,
         y,
         final,
-        before,
+        states_before,
         c.strides(),
         (length, cols, spans),
         steps,
         0,
     )
-    levels, even = k.team.bit_length() - 1, c.even(tokens, k.block)
-    constants = c.constants(k.block, (k.team, levels, k.count, reference.SPAN), even)
+    levels, is_even = k.team.bit_length() - 1, c.even(tokens, k.block)
+    constants = c.constants(k.block, (k.team, levels, k.count, reference.SPAN), is_even)
     programs = batch * cdiv(cols, k.block)
     launch(_selective_scan_team_kernel, programs, args, constants, k.num_warps)
-    return final, before
+    return final, states_before
 
 
 def forward(
@@ -499,15 +499,15 @@ def forward(
         delta_softplus=delta_softplus,
     )
     y, k = u.new_empty(u.shape), c.config("team")
-    final, before = (
+    final, states_before = (
         _by_teams(c, k, y, output_final_state)
         if k.team
         else _by_spans(c.by_state(), y, output_final_state)
     )
-    final, before = (
-        u.new_empty(0, dtype=torch.float32) if x is None else x for x in (final, before)
+    final, states_before = (
+        u.new_empty(0, dtype=torch.float32) if x is None else x for x in (final, states_before)
     )
-    return y, final, before
+    return y, final, states_before
 
 
 class Gradients(NamedTuple):
@@ -526,17 +526,19 @@ class Gradients(NamedTuple):
     delta_bias: Tensor | None
     initial_state: Tensor | None
 
-    def of(self, name: str, like: Tensor) -> Tensor:
+    def of(self, name: str, tensor: Tensor) -> Tensor:
         """The gradient of a tensor, its parts summed; empty if not needed."""
         gradient: Tensor | None = getattr(self, name)
         if gradient is None:
-            return like.new_empty(0)
+            return tensor.new_empty(0)
         if name == "initial_state":
-            return gradient.mT.to(like.dtype).contiguous()
+            return gradient.mT.to(tensor.dtype).contiguous()
         if name not in SUMS:
             return gradient
-        total = sum_rows(gradient.flatten(0, 1).flatten(1), like.dtype)
-        return total.view(like.mT.shape).mT.contiguous() if name == "A" else total.view(like.shape)
+        total = sum_rows(gradient.flatten(0, 1).flatten(1), tensor.dtype)
+        return (
+            total.view(tensor.mT.shape).mT.contiguous() if name == "A" else total.view(tensor.shape)
+        )
 
 
 SUMS = ("A", "D", "delta_bias")
@@ -546,32 +548,32 @@ def _buffers(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
     """Buffers for the gradients that are needed."""
     (batch, _, cols), states = c.u.shape, c.B.shape[2]
 
-    def new(name: str, like: Tensor | None, *shape: int) -> Tensor | None:
-        acc_dtype = torch.float32 if like is None else like.dtype
+    def allocate(name: str, tensor: Tensor | None, *shape: int) -> Tensor | None:
+        acc_dtype = torch.float32 if tensor is None else tensor.dtype
         return c.u.new_empty(shape, dtype=acc_dtype) if needs[name] else None
 
     return Gradients(
-        new("u", c.u, *c.u.shape),
-        new("delta", c.delta, *c.u.shape),
-        new("z", c.z, *c.u.shape),
-        new("A", None, batch, spans, states, cols),
+        allocate("u", c.u, *c.u.shape),
+        allocate("delta", c.delta, *c.u.shape),
+        allocate("z", c.z, *c.u.shape),
+        allocate("A", None, batch, spans, states, cols),
         None,
-        new("D", None, batch, spans, cols),
-        new("delta_bias", None, batch, spans, cols),
-        new("initial_state", None, batch, states, cols),
+        allocate("D", None, batch, spans, cols),
+        allocate("delta_bias", None, batch, spans, cols),
+        allocate("initial_state", None, batch, states, cols),
     )
 
 
-def _part(value: Any, some: slice) -> Any:
+def _part(value: Any, sequences: slice) -> Any:
     """Some sequences of the tensors of a call or of gradients."""
-    whole = ("A", "D", "bias") if isinstance(value, Call) else ()
-    one = isinstance(value, Call) and value.first_step == 0
-    kept = (*whole, "first") if one else whole
+    parameters = ("A", "D", "bias") if isinstance(value, Call) else ()
+    is_single = isinstance(value, Call) and value.first_step == 0
+    shared_names = (*parameters, "first") if is_single else parameters
     return value._replace(
         **{
-            name: x[some]
+            name: x[sequences]
             for name, x in value._asdict().items()
-            if isinstance(x, Tensor) and name not in kept
+            if isinstance(x, Tensor) and name not in shared_names
         }
     )
 
@@ -580,8 +582,8 @@ def _groups(c: Call, parts: Spans, block: int) -> list[slice]:
     """Sequences whose programs are work for all cores; each group has its states in turn."""
     batch, _, cols = c.u.shape
     programs, cores = parts.spans * cdiv(cols, block), device_info(c.u.device).cores
-    many = max(1, cdiv(PROGRAMS * cores, programs))
-    return [slice(b, min(b + many, batch)) for b in range(0, batch, many)]
+    count = max(1, cdiv(PROGRAMS * cores, programs))
+    return [slice(b, min(b + count, batch)) for b in range(0, batch, count)]
 
 
 def _reverse(
@@ -597,7 +599,7 @@ def _reverse(
 ) -> Tensor | None:
     """Write the gradients of some sequences; return those of B and C, side by side."""
     batch, length, cols = c.u.shape
-    after, at_chunks = _known(c, k, parts, pairs, dy, dfinal, states)
+    dstates_after, at_chunks = _starts_of_reverse(c, k, parts, pairs, dy, dfinal, states)
     blocks = cdiv(cols, k.block)
     sums = pairs.new_empty(blocks, *pairs.shape) if summed else None
     args = (
@@ -611,15 +613,15 @@ def _reverse(
         c.bias,
         c.first,
         at_chunks,
-        after,
+        dstates_after,
         *out._replace(pairs=sums),
         c.strides(dy),
         (length, cols, parts.spans, batch),
         parts.chunks,
         0,
     )
-    even = c.even(parts.tokens, k.block)
-    shape = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, even)
+    is_even = c.even(parts.tokens, k.block)
+    shape = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, is_even)
     programs = batch * parts.spans * blocks
     launch(_selective_scan_backward_kernel, programs, args, (shape,), k.num_warps)
     if sums is None:
@@ -627,12 +629,12 @@ def _reverse(
     return sum_rows(sums.flatten(1), torch.float32).view(pairs.shape)
 
 
-def _numbers(total: Tensor | None, i: int, like: Tensor) -> Tensor:
+def _gradient_of_rows(total: Tensor | None, i: int, tensor: Tensor) -> Tensor:
     """The gradient of B or of C."""
     if total is None:
-        return like.new_empty(0)
-    x = total[:, : like.shape[1], i, : like.shape[2]]
-    return x.to(like.dtype).contiguous()
+        return tensor.new_empty(0)
+    x = total[:, : tensor.shape[1], i, : tensor.shape[2]]
+    return x.to(tensor.dtype).contiguous()
 
 
 def backward(
@@ -685,8 +687,8 @@ def backward(
     }
     options: dict[str, Any] = {"first": first, "delta_softplus": delta_softplus}
     if not u.numel():
-        named: dict[str, Any] = {f"needs_{n}": need for n, need in needs.items()}
-        return reference.backward(dy, dfinal_state, states=states, **tensors, **options, **named)
+        flags: dict[str, Any] = {f"needs_{n}": need for n, need in needs.items()}
+        return reference.backward(dy, dfinal_state, states=states, **tensors, **options, **flags)
     required = {n: need and tensors[n] is not None for n, need in needs.items()}
     c = _call(**tensors, **options).by_state()
     k = c.config("backward")
@@ -694,23 +696,23 @@ def backward(
     dy, dfinal = torch.zeros_like(c.u) if dy is None else _adjacent(dy), _by_state(dfinal_state)
     pairs, out = c.pairs(parts.spans * parts.tokens), _buffers(c, parts.spans, required)
     summed, totals = required["B"] or required["C"], []
-    for some in _groups(c, parts, k.block):
-        carried = _reverse(
-            _part(c, some),
+    for sequences in _groups(c, parts, k.block):
+        dBC = _reverse(
+            _part(c, sequences),
             k,
             parts,
-            pairs[some],
-            dy[some],
-            None if dfinal is None else dfinal[some],
-            states[some],
-            _part(out, some),
+            pairs[sequences],
+            dy[sequences],
+            None if dfinal is None else dfinal[sequences],
+            states[sequences],
+            _part(out, sequences),
             summed=summed,
         )
-        totals += [] if carried is None else [carried]
+        totals += [] if dBC is None else [dBC]
     total = torch.cat(totals) if totals else None
     numbers = {"B": (0, B), "C": (1, C)}
     gradients = [
-        _numbers(total if required[n] else None, *numbers[n])
+        _gradient_of_rows(total if required[n] else None, *numbers[n])
         if n in numbers
         else out.of(n, u if x is None else x)
         for n, x in tensors.items()

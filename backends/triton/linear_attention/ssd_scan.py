@@ -110,8 +110,8 @@ def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
         )
     if not INTERPRETED:
         step = ALIGNED // 2
-        short = any(n < SHORTEST or n % step for n in (size, value // pieces))
-        if _is_large(info) and x.element_size() == 2 and short:
+        is_short = any(n < SHORTEST or n % step for n in (size, value // pieces))
+        if _is_large(info) and x.element_size() == 2 and is_short:
             return (
                 f"takes heads and states of at least {SHORTEST} elements in multiples of {step} "
                 f"on {info.arch}, got {value} and {size}"
@@ -207,14 +207,14 @@ class Call(NamedTuple):
         return self.x.shape[2] // self.groups
 
     def config(
-        self, name: str, formula: Callable[..., DeltaConfig], most: int = 256
+        self, name: str, formula: Callable[..., DeltaConfig], tile_limit: int = 256
     ) -> tuple[tuple[Any, ...], int]:
-        """Constants of a kernel, with up to ``most`` rows of states in a tile, and its warps."""
+        """Constants of a kernel with up to ``tile_limit`` rows of states a tile, and warps."""
         k = _config(name, formula, self.x, self.B)
         size, value = self.B.shape[3], self.x.shape[3]
         block = max(NARROWEST, min(k.block, power_of_2(value)))
         stages = max(FEWEST_STAGES if _is_large(device_info(self.x.device)) else 1, k.stages)
-        tile = min(most, _padded(size))
+        tile = min(tile_limit, _padded(size))
         return (self.group, size, tile, value, block, self.chunk, stages), k.num_warps
 
 
@@ -240,10 +240,10 @@ def _call(
     dt_bias: Tensor | None,
     first: Tensor | None,
     options: StepOptions,
-    most: int,
+    longest: int,
 ) -> Call:
-    """Chunks have at most ``most`` tokens, but 16 or more."""
-    chunk = min(_config("chunk", chunk_config, x, B).block, max(16, power_of_2(most + 1) // 2))
+    """Chunks have at most ``longest`` tokens, but 16 or more."""
+    chunk = min(_config("chunk", chunk_config, x, B).block, max(16, power_of_2(longest + 1) // 2))
     skip = D
     if D is not None:
         skip = (D if D.ndim == 2 else D[:, None]).float().expand(x.shape[2:]).contiguous()
@@ -368,14 +368,14 @@ class Pieces:
             name: converters[name](x) if name in converters else x for name, x in kwargs.items()
         }
 
-    def joined(self, result: Tensor, like: Tensor | None, shared: bool) -> Tensor:
+    def joined(self, result: Tensor, tensor: Tensor | None, shared: bool) -> Tensor:
         """A gradient of pieces as that of heads; the sum over pieces where they share a tensor."""
-        if like is None or not result.numel():
-            return result if like is None else like.new_empty(0)
+        if tensor is None or not result.numel():
+            return result if tensor is None else tensor.new_empty(0)
         if not shared:
-            return result.view(like.shape)
+            return result.view(tensor.shape)
         pieces = result.unflatten(-1, (-1, self.count)).unbind(-1)
-        return functools.reduce(torch.add, pieces).to(like.dtype)
+        return functools.reduce(torch.add, pieces).to(tensor.dtype)
 
 
 def _forward_in_pieces(**kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -391,11 +391,11 @@ def _backward_in_pieces(**kwargs: Any) -> Nine:
     by_head = {"dt", "A", "dt_bias"}
     by_head |= {"D"} if kwargs["D"] is not None and kwargs["D"].ndim == 1 else set()
     gradients = backward(**pieces.call(kwargs))
-    joined = [
-        pieces.joined(grad, like, name in by_head)
-        for name, grad, like in zip(INPUTS, gradients, inputs, strict=True)
+    gradients_of_heads = [
+        pieces.joined(grad, tensor, name in by_head)
+        for name, grad, tensor in zip(INPUTS, gradients, inputs, strict=True)
     ]
-    return tuple(joined)  # type: ignore[return-value]
+    return tuple(gradients_of_heads)  # type: ignore[return-value]
 
 
 def _transposed(state: Tensor | None) -> Tensor | None:
@@ -457,7 +457,7 @@ def forward(
             output_final_state=output_final_state,
         )
     options = StepOptions(dt_softplus, dt_min, dt_max)
-    c = _call(x, dt, A, B, C, D, dt_bias, first, options=options, most=chunk)
+    c = _call(x, dt, A, B, C, D, dt_bias, first, options=options, longest=chunk)
     final = None
     if output_final_state:
         shape = (x.shape[0], x.shape[2], B.shape[3], x.shape[3])
@@ -534,7 +534,7 @@ def backward(
             needs_initial_state=needs_initial_state,
         )
     options = StepOptions(dt_softplus, dt_min, dt_max)
-    c = _call(x, dt, A, B, C, D, dt_bias, first, options=options, most=chunk)
+    c = _call(x, dt, A, B, C, D, dt_bias, first, options=options, longest=chunk)
     gates = _gates(c)
     states = _states(c, gates, _transposed(initial_state), None)
     dy, dz = _through_gate(c, gates, states, dy, z)
@@ -552,11 +552,11 @@ def backward(
         skips = skips if D.ndim == 2 else skips.mT
         gradients["D"] = sum_rows(skips.reshape(-1, D.numel()), D.dtype).view(D.shape)
 
-    def buffer(name: str, like: Tensor | None, needed: bool) -> Tensor:
+    def buffer(name: str, tensor: Tensor | None, is_needed: bool) -> Tensor:
         """The gradient of a tensor; empty if not needed."""
-        if like is None or not needed:
-            return x.new_empty(0) if like is None else like.new_empty(0)
-        return gradients[name].to(like.dtype).contiguous()
+        if tensor is None or not is_needed:
+            return x.new_empty(0) if tensor is None else tensor.new_empty(0)
+        return gradients[name].to(tensor.dtype).contiguous()
 
     return (
         buffer("x", x, needs_x),
@@ -611,9 +611,9 @@ def _gradients(
     c: Call, gates: Tensor, dy: Tensor, states: Tensor, dstates: Tensor
 ) -> dict[str, Any]:
     """Those of x, B, C and dt; and of A, D and the bias by sequences and chunks."""
-    x, (batch, _, many, value) = c.x, c.x.shape
+    x, (batch, _, heads, value) = c.x, c.x.shape
     dx, db, dc, ddt = (t.new_empty(t.shape) for t in (x, c.B, c.C, c.dt))
-    dskips = None if c.skip is None else c.skip.new_empty(batch, many, c.chunks, value)
+    dskips = None if c.skip is None else c.skip.new_empty(batch, heads, c.chunks, value)
     pairs = x.new_empty(batch * c.groups * c.chunks, c.chunk, c.chunk)
     sums = gates.new_empty(2 + c.parts, c.plane)
     count = batch * c.groups * c.chunks
@@ -655,7 +655,7 @@ def _gradients(
     constants, warps = c.config("groups", groups_config, ROWS_OF_STATES)
     constants = (*constants, c.first is not None)
     launch(_ssd_groups_kernel, count * c.parts, args, constants, warps)
-    of_heads = gates.new_empty(2, batch, many, c.chunks)
+    of_heads = gates.new_empty(2, batch, heads, c.chunks)
     args = (
         c.dt,
         c.A,
@@ -670,6 +670,6 @@ def _gradients(
     )
     flags = (c.parts, c.options.softplus, c.chunk)
     launch(_ssd_steps_kernel, c.streams * c.chunks, args, flags, 4)
-    by_chunk = of_heads.permute(1, 3, 0, 2).reshape(-1, 2 * many)
-    da, dbias = (part.clone() for part in sum_rows(by_chunk, torch.float32).view(2, many))
+    by_chunk = of_heads.permute(1, 3, 0, 2).reshape(-1, 2 * heads)
+    da, dbias = (part.clone() for part in sum_rows(by_chunk, torch.float32).view(2, heads))
     return {"x": dx, "dt": ddt, "A": da, "B": db, "C": dc, "D": dskips, "dt_bias": dbias}

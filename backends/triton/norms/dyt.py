@@ -180,12 +180,12 @@ def forward(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None
         k = launch_config(
             "dyt.forward", dyt_config, x.device, rows=rows, cols=cols, element_bytes=size
         )
-        tiles, each = cdiv(cols, k.block), tile_rows(k.rows, x.stride(0), cols)
+        tiles, rows_per_tile = cdiv(cols, k.block), tile_rows(k.rows, x.stride(0), cols)
         launch(
             _dyt_forward_kernel,
-            cdiv(rows, each) * tiles,
+            cdiv(rows, rows_per_tile) * tiles,
             (x, alpha, weight, bias, y, x.stride(0), rows, cols, tiles),
-            (each, k.block),
+            (rows_per_tile, k.block),
             k.num_warps,
         )
     return y

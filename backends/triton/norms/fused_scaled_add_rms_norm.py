@@ -159,7 +159,7 @@ def forward(
     x, residual = as_rows(x), as_rows(residual)
     weight = None if weight is None else weight.contiguous()
     rows, cols = x.shape
-    by = (
+    scales = (
         None if x_scale == 1.0 else x_scale,
         None if residual_scale == 1.0 else residual_scale,
     )
@@ -172,7 +172,7 @@ def forward(
         launch(
             _scaled_add_rms_norm_forward_kernel,
             cdiv(rows, k.rows),
-            (*tensors, rows, cols, eps, *by),
+            (*tensors, rows, cols, eps, *scales),
             (*constants, k.rows, k.block),
             k.num_warps,
         )
@@ -180,7 +180,7 @@ def forward(
         launch(
             _scaled_add_rms_norm_forward_wide_kernel,
             rows,
-            (*tensors, cols, eps, *by),
+            (*tensors, cols, eps, *scales),
             (*constants, k.block),
             k.num_warps,
         )

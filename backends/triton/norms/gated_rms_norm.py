@@ -457,12 +457,12 @@ def forward(
     strides = (x.stride(0), 0 if gate is None else gate.stride(0))
     tensors = (x, gate, weight, y, rstd)
     if k.block >= group_size:
-        each = tile_rows(k.rows, *strides, group_size * groups)
+        rows_per_tile = tile_rows(k.rows, *strides, group_size * groups)
         launch(
             _gated_rms_norm_forward_kernel,
-            cdiv(rows, each) * groups,
+            cdiv(rows, rows_per_tile) * groups,
             (*tensors, *strides, rows, group_size, groups, eps),
-            (*constants, each, k.block),
+            (*constants, rows_per_tile, k.block),
             k.num_warps,
         )
     else:
@@ -495,8 +495,8 @@ def backward(
     constants = _constants(weight, gate, offset, casting, norm_first, activation)
     needs_gate, needs_weight = needs_gate and gate is not None, needs_weight and weight is not None
     dx = x.new_empty(x.shape if needs_x else 0)
-    like = x if gate is None else gate
-    dgate = like.new_empty(like.shape if needs_gate else 0)
+    tensor = x if gate is None else gate
+    dgate = tensor.new_empty(tensor.shape if needs_gate else 0)
     if x.numel() == 0 or not (needs_x or needs_gate or needs_weight):
         dweight = x.new_empty(0) if weight is None else torch.zeros_like(weight)
         return dx, dgate, dweight if needs_weight else dweight.new_empty(0)
@@ -533,14 +533,14 @@ def _launch(
 ) -> Tensor | None:
     """Fill dx and dgate where they have elements; return partials of the weight's gradient."""
     (rows, cols), groups = x.shape, x.shape[1] // size
-    read = dy.element_size() + x.element_size() + (0 if gate is None else gate.element_size())
+    read_bytes = dy.element_size() + x.element_size() + (0 if gate is None else gate.element_size())
     k = launch_config(
         "gated_rms_norm.backward",
         gated_backward_config,
         x.device,
         rows=rows * groups,
         cols=size,
-        element_bytes=read,
+        element_bytes=read_bytes,
     )
     row_programs = max(1, min(cdiv(k.programs, groups), cdiv(rows, k.rows)))
     partial = x.new_empty((row_programs, cols), dtype=torch.float32) if needs_weight else None

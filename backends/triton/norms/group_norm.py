@@ -361,8 +361,8 @@ def backward_config(info: DeviceInfo, each: int, cols: int) -> GroupConfig:
     return _config(info, each, cols, 8192)
 
 
-def _config(info: DeviceInfo, each: int, cols: int, largest: int) -> GroupConfig:
-    rows, block = power_of_2(checked_cols(each)), power_of_2(checked_cols(cols))
+def _config(info: DeviceInfo, group_rows: int, cols: int, largest: int) -> GroupConfig:
+    rows, block = power_of_2(checked_cols(group_rows)), power_of_2(checked_cols(cols))
     if rows * block <= largest:
         threads = min(max(32, rows * block // 16), info.max_threads)
         return GroupConfig(rows, block, warps(threads, info.warp_size), 1)
@@ -387,14 +387,14 @@ def forward(
         return y, mean, rstd
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     x = x.contiguous()
-    rows, channels, each, cols = _sizes(x, num_groups)
-    k = launch_config("group_norm.forward", forward_config, x.device, each=each, cols=cols)
-    scale = 1.0 / (each * cols)
+    rows, channels, group_rows, cols = _sizes(x, num_groups)
+    k = launch_config("group_norm.forward", forward_config, x.device, each=group_rows, cols=cols)
+    scale = 1.0 / (group_rows * cols)
     if k.whole:
         launch(
             _group_norm_forward_kernel,
-            rows // each,
-            (x, weight, bias, y, mean, rstd, num_groups, each, cols, scale, eps),
+            rows // group_rows,
+            (x, weight, bias, y, mean, rstd, num_groups, group_rows, cols, scale, eps),
             (k.rows, k.block),
             k.num_warps,
         )
@@ -409,8 +409,8 @@ def forward(
     )
     launch(
         _group_norm_statistics_kernel,
-        rows // each,
-        (moments, mean, rstd, rows, each, cols, scale, eps),
+        rows // group_rows,
+        (moments, mean, rstd, rows, group_rows, cols, scale, eps),
         (JOIN_BLOCK,),
         4,
     )
@@ -418,7 +418,7 @@ def forward(
     launch(
         _group_norm_apply_kernel,
         cdiv(rows, k.rows) * tiles,
-        (x, weight, bias, mean, rstd, y, rows, cols, channels, each, tiles),
+        (x, weight, bias, mean, rstd, y, rows, cols, channels, group_rows, tiles),
         (k.rows, k.block),
         k.num_warps,
     )
@@ -469,15 +469,15 @@ def _launch(
     dx: Tensor | None,
 ) -> Tensor:
     """Fill dx; the sums of dy * n and of dy of every sample and channel."""
-    rows, channels, each, cols = _sizes(x, num_groups)
+    rows, channels, group_rows, cols = _sizes(x, num_groups)
     sums = x.new_empty((2, x.shape[0], channels), dtype=torch.float32)
-    k = launch_config("group_norm.backward", backward_config, x.device, each=each, cols=cols)
-    scale, tile = 1.0 / (each * cols), (k.rows, k.block)
+    k = launch_config("group_norm.backward", backward_config, x.device, each=group_rows, cols=cols)
+    scale, tile = 1.0 / (group_rows * cols), (k.rows, k.block)
     if k.whole:
         launch(
             _group_norm_backward_kernel,
-            rows // each,
-            (dy, x, weight, mean, rstd, dx, sums, rows, num_groups, each, cols, scale),
+            rows // group_rows,
+            (dy, x, weight, mean, rstd, dx, sums, rows, num_groups, group_rows, cols, scale),
             tile,
             k.num_warps,
         )
@@ -485,23 +485,23 @@ def _launch(
     launch(
         _group_norm_sums_kernel,
         cdiv(rows, k.rows),
-        (dy, x, mean, rstd, sums, rows, cols, each),
+        (dy, x, mean, rstd, sums, rows, cols, group_rows),
         tile,
         k.num_warps,
     )
     if dx is not None:
-        means, tiles = x.new_empty(2 * rows // each, dtype=torch.float32), cdiv(cols, k.block)
+        means, tiles = x.new_empty(2 * rows // group_rows, dtype=torch.float32), cdiv(cols, k.block)
         launch(
             _group_norm_means_kernel,
-            rows // each,
-            (sums, weight, means, rows, num_groups, each, scale),
+            rows // group_rows,
+            (sums, weight, means, rows, num_groups, group_rows, scale),
             (JOIN_BLOCK,),
             4,
         )
         launch(
             _group_norm_backward_apply_kernel,
             cdiv(rows, k.rows) * tiles,
-            (dy, x, weight, mean, rstd, means, dx, rows, cols, channels, each, tiles),
+            (dy, x, weight, mean, rstd, means, dx, rows, cols, channels, group_rows, tiles),
             tile,
             k.num_warps,
         )

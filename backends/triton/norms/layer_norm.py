@@ -317,15 +317,24 @@ def normalize(
     weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
     rows = x.numel() // cols
     k = launch_config("layer_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2)
-    inside = buffers.inside(cols, k.block)
-    y = empty_contiguous(source) if inside.writes else x.new_empty(0)
+    fused_buffers = buffers.inside(cols, k.block)
+    y = empty_contiguous(source) if fused_buffers.writes else x.new_empty(0)
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
         launch(
             _layer_norm_forward_kernel,
             cdiv(rows, k.rows),
-            (*tensors, inside.codes, inside.scale, stride, rows, cols, 1.0 / cols, eps),
-            (inside.bias, inside.writes, k.rows, k.block),
+            (
+                *tensors,
+                fused_buffers.codes,
+                fused_buffers.scale,
+                stride,
+                rows,
+                cols,
+                1.0 / cols,
+                eps,
+            ),
+            (fused_buffers.bias, fused_buffers.writes, k.rows, k.block),
             k.num_warps,
         )
     else:
@@ -336,7 +345,7 @@ def normalize(
             (k.block,),
             k.num_warps,
         )
-    if inside is not buffers:
+    if fused_buffers is not buffers:
         buffers.fill(y)
         y = buffers.where_written(y)
     return y, mean, rstd

@@ -382,9 +382,9 @@ def modulated_backward_config(
 ) -> ModulatedConfig:
     """The layer norm's formula, with tiles that stay within the rows of one modulation."""
     k = backward_config(info, rows, cols, element_bytes, sums=2, widest=4096)
-    each = max(1, rows // modulations)
-    per_tile = min(k.rows, power_of_2(each))
-    splits = max(1, min(k.programs // modulations, cdiv(each, per_tile)))
+    rows_of_modulation = max(1, rows // modulations)
+    per_tile = min(k.rows, power_of_2(rows_of_modulation))
+    splits = max(1, min(k.programs // modulations, cdiv(rows_of_modulation, per_tile)))
     programs = modulations * splits if splits > 1 else min(modulations, k.programs)
     threads = k.num_warps * info.warp_size * per_tile // k.rows
     num_warps = warps(max(32, threads), info.warp_size)
@@ -419,7 +419,7 @@ def forward(
     x, scale, shift = as_rows(x), scale.contiguous(), None if shift is None else shift.contiguous()
     weight = None if weight is None else weight.contiguous()
     rows, cols = x.shape
-    each = rows * cols // scale.numel()
+    rows_of_modulation = rows * cols // scale.numel()
     constants = _constants(x, weight, offset, casting)
     k = launch_config(
         "modulated_rms_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2
@@ -429,7 +429,7 @@ def forward(
         launch(
             _modulated_rms_norm_forward_kernel,
             cdiv(rows, k.rows),
-            (*tensors, rows, cols, each, eps),
+            (*tensors, rows, cols, rows_of_modulation, eps),
             (*constants, k.rows, k.block),
             k.num_warps,
         )
@@ -437,7 +437,7 @@ def forward(
         launch(
             _modulated_rms_norm_forward_wide_kernel,
             rows,
-            (*tensors, cols, each, eps),
+            (*tensors, cols, rows_of_modulation, eps),
             (*constants, k.block),
             k.num_warps,
         )
@@ -459,12 +459,12 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, scale, shift and weight; empty tensors if not needed."""
-    like = x if weight is None else weight
+    tensor = x if weight is None else weight
     dx = x.new_empty(x.shape if needs_x else 0)
     if x.numel() == 0:
         needs_and_dtypes = ((needs_scale, scale.dtype), (needs_shift, shift_dtype))
         outputs = [scale.new_zeros(scale.shape if n else 0, dtype=d) for n, d in needs_and_dtypes]
-        return dx, outputs[0], outputs[1], like.new_zeros(like.shape if needs_weight else 0)
+        return dx, outputs[0], outputs[1], tensor.new_zeros(tensor.shape if needs_weight else 0)
     constants = _constants(x, weight, offset, casting)
     sum_dtypes = [d for n, d in ((needs_scale, scale.dtype), (needs_shift, shift_dtype)) if n and d]
     sums, partial = _launch(
@@ -481,7 +481,7 @@ def backward(
     )
     dscale = sums.pop(0).view(scale.shape) if needs_scale else scale.new_empty(0)
     dshift = sums.pop(0).view(scale.shape) if needs_shift else x.new_empty(0, dtype=shift_dtype)
-    dweight = like.new_empty(0) if partial is None else sum_partials(partial, like.dtype)
+    dweight = tensor.new_empty(0) if partial is None else sum_partials(partial, tensor.dtype)
     return dx, dscale, dshift, dweight
 
 

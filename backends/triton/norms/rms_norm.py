@@ -393,8 +393,8 @@ def normalize(
     dtype = (
         torch.promote_types(sum_dtype, weight.dtype) if weight is not None and rounds else sum_dtype
     )
-    *lead, cols = x.shape
-    rstd = x.new_empty(lead, dtype=torch.float32)
+    *leading, cols = x.shape
+    rstd = x.new_empty(leading, dtype=torch.float32)
     s = None if residual is None else empty_contiguous(x, sum_dtype)
     if x.numel() == 0:
         y = empty_contiguous(x, dtype)
@@ -408,15 +408,15 @@ def normalize(
     k = launch_config(f"{name}.forward", forward_config, x.device, rows=rows, cols=cols)
     constants = (offset, casting == "gemma", rounds)
     strides = (x_stride, residual_stride)
-    inside = buffers.inside(cols, k.block)
-    y = empty_contiguous(source, dtype) if inside.writes else x.new_empty(0, dtype=dtype)
+    fused_buffers = buffers.inside(cols, k.block)
+    y = empty_contiguous(source, dtype) if fused_buffers.writes else x.new_empty(0, dtype=dtype)
     tensors = (x, residual, weight, y, s, rstd)
     if k.block >= cols:
         launch(
             _rms_norm_forward_kernel,
             cdiv(rows, k.rows),
-            (*tensors, inside.codes, inside.scale, *strides, rows, cols, eps),
-            (*constants, inside.bias, inside.writes, k.rows, k.block),
+            (*tensors, fused_buffers.codes, fused_buffers.scale, *strides, rows, cols, eps),
+            (*constants, fused_buffers.bias, fused_buffers.writes, k.rows, k.block),
             k.num_warps,
         )
     else:
@@ -427,7 +427,7 @@ def normalize(
             (*constants, k.block),
             k.num_warps,
         )
-    if inside is not buffers:
+    if fused_buffers is not buffers:
         buffers.fill(y)
         y = buffers.where_written(y)
     return y, source if s is None else s, rstd
@@ -456,9 +456,14 @@ def gradients(
     weight = None if weight is None else weight.contiguous()
     cols = x.shape[-1]
     rows = x.numel() // cols
-    read = dy.element_size() + x.element_size() + (0 if ds is None else ds.element_size())
+    read_bytes = dy.element_size() + x.element_size() + (0 if ds is None else ds.element_size())
     k = launch_config(
-        f"{name}.backward", backward_config, x.device, rows=rows, cols=cols, element_bytes=read
+        f"{name}.backward",
+        backward_config,
+        x.device,
+        rows=rows,
+        cols=cols,
+        element_bytes=read_bytes,
     )
     partial = x.new_empty(k.programs, cols, dtype=torch.float32) if needs_weight else None
     strides = (dy_stride, ds_stride, x_stride)

@@ -510,10 +510,10 @@ def _view(blocks: Tensor) -> Tensor:
     return v if v.stride(2) == 1 or v.shape[2] == 1 else v.contiguous()
 
 
-def _near(group: int, v: Tensor) -> int:
+def _near_blocks(group: int, v: Tensor) -> int:
     """As many blocks as span less than 2 GiB, here and in a contiguous tensor."""
-    apart = max(v.stride(0), v.shape[1] * v.shape[2]) * v.element_size()
-    while group > 1 and group * apart >= 2**31:
+    distance = max(v.stride(0), v.shape[1] * v.shape[2]) * v.element_size()
+    while group > 1 and group * distance >= 2**31:
         group //= 2
     return group
 
@@ -532,7 +532,7 @@ def forward(
     weight = None if weight is None else weight.contiguous()
     tensors = (v, query.contiguous(), weight, y, p, rstd)
     numbers = (v.stride(0), v.stride(1), count, rows, cols, eps)
-    tile, group = tile_rows(k.rows, v.stride(1)), _near(k.group, v)
+    tile, group = tile_rows(k.rows, v.stride(1)), _near_blocks(k.group, v)
     lanes = tile_rows(max(1, min(64, 512 // tile)), rows)
     if k.block >= cols:
         launch(
@@ -573,7 +573,7 @@ def backward(
     v, (dy, dy_stride) = _view(blocks), with_stride(dy)
     count, rows, cols = v.shape
     k = _config("backward", backward_config, v)
-    tile, group = tile_rows(k.rows, v.stride(1), dy_stride), _near(k.group, v)
+    tile, group = tile_rows(k.rows, v.stride(1), dy_stride), _near_blocks(k.group, v)
     dv = v.new_empty(blocks.shape) if needs_blocks else None
     weight = None if weight is None else weight.contiguous()
     query = query.contiguous()

@@ -70,17 +70,19 @@ class MixConfig:
 MOST_CHUNKS = 8  # of a row's sum, where their number must not follow the rows
 
 
-def _tall(outputs: int) -> int:
+def _padded_outputs(outputs: int) -> int:
     return max(16, power_of_2(outputs))
 
 
-def _stages(info: DeviceInfo, tile: int, outputs: int, block: int, most: int) -> int:
+def _stages(info: DeviceInfo, tile: int, outputs: int, block: int, limit: int) -> int:
     """Steps in flight, of fp32 streams and weights, in half of the on-chip memory."""
-    return max(1, min(most, info.shared_bytes // 2 // (4 * block * (tile + _tall(outputs)))))
+    return max(
+        1, min(limit, info.shared_bytes // 2 // (4 * block * (tile + _padded_outputs(outputs))))
+    )
 
 
 def _threads(outputs: int) -> int:
-    return 256 if _tall(outputs) > 32 else 128
+    return 256 if _padded_outputs(outputs) > 32 else 128
 
 
 def mix_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixConfig:
@@ -89,12 +91,12 @@ def mix_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) 
     About eight programs a core, of eight steps at least. A fourth step of fp32 under way would
     spill on cores that have memory for it (ci.static, triton 3.9).
     """
-    tile, wide = 64, _tall(outputs) > 32
+    tile, wide = 64, _padded_outputs(outputs) > 32
     block = 32 if wide else min(power_of_2(checked_cols(cols)), 8192 // (tile * size))
-    block, most = max(32, block), 4 if size == 2 else 3
-    stages = _stages(info, tile, outputs, block, most)
-    most = MOST_CHUNKS if by_rows() else 8 * info.cores // cdiv(rows, tile)
-    chunks = max(1, min(cdiv(cols, 8 * block), most))
+    block, limit = max(32, block), 4 if size == 2 else 3
+    stages = _stages(info, tile, outputs, block, limit)
+    limit = MOST_CHUNKS if by_rows() else 8 * info.cores // cdiv(rows, tile)
+    chunks = max(1, min(cdiv(cols, 8 * block), limit))
     return MixConfig(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 
@@ -105,13 +107,13 @@ def mix_gradient_config(
 
     Cores of little memory would keep steps under way in registers, which then spill.
     """
-    tall, large = _tall(outputs), info.shared_bytes > 2**16
+    tall, large = _padded_outputs(outputs), info.shared_bytes > 2**16
     area = 1024 if not large else 2048 if size == 2 else 512
     block = max(32, min(power_of_2(checked_cols(cols)), area // tall))
     chunks = max(1, min(cdiv(rows, 256), 8 * info.cores // max(1, cdiv(cols, block))))
     # fp32 has three times the parts
-    tile, most = 16 if tall > 32 else 64 // size, 4 if size == 2 else 3
-    stages = _stages(info, tile, 0, block, most if large else 1)
+    tile, limit = 16 if tall > 32 else 64 // size, 4 if size == 2 else 3
+    stages = _stages(info, tile, 0, block, limit if large else 1)
     return MixConfig(tile, block, stages, warps(_threads(outputs), info.warp_size), chunks)
 
 
@@ -305,10 +307,21 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
     rstd = rows.new_empty(count, dtype=torch.float32)
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.forward", mix_config, rows.device, **shape)
-    tiles, per = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
-    chunks, tall = cdiv(cols, per), _tall(outputs)
+    tiles, cols_per_chunk = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
+    chunks, tall = cdiv(cols, cols_per_chunk), _padded_outputs(outputs)
     partial, squares = out.new_empty(chunks, count * outputs), out.new_empty(chunks, count)
-    args = (rows, weight, partial, squares, rows.stride(0), count, cols, outputs, per, tiles)
+    args = (
+        rows,
+        weight,
+        partial,
+        squares,
+        rows.stride(0),
+        count,
+        cols,
+        outputs,
+        cols_per_chunk,
+        tiles,
+    )
     constants = (_digits(rows), _digits(weight), k.rows, tall, k.block, k.stages)
     launch(_mixes_kernel, chunks * tiles, args, constants, k.num_warps)
     sums = (partial, squares, out, rstd, count, cols, outputs, chunks, rms_eps)
@@ -317,25 +330,33 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
 
 
 def mixes_gradients(
-    rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool, needs_weight: bool
+    rows: Tensor, weight: Tensor, d: Tensor, row_scale: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Both gradients; the streams are read once."""
     if not rows.numel() or not (needs_x or needs_weight):
-        return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
+        return reference.mixes_gradients(rows, weight, d, row_scale, needs_x, needs_weight)
     (count, cols), outputs = rows.shape, weight.shape[0]
     rows, weight = rows.contiguous(), weight.contiguous()
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.backward", mix_gradient_config, rows.device, **shape)
     if k.library and not by_rows():
-        return reference.mixes_gradients(rows, weight, d, own, needs_x, needs_weight)
-    per, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
-    chunks = cdiv(count, per)
+        return reference.mixes_gradients(rows, weight, d, row_scale, needs_x, needs_weight)
+    rows_per_chunk, steps = cdiv(cdiv(count, k.chunks), k.rows) * k.rows, cdiv(cols, k.block)
+    chunks = cdiv(count, rows_per_chunk)
     dx = rows.new_empty(rows.shape) if needs_x else None
     partial = d.new_empty(chunks, outputs * cols) if needs_weight else None
-    args = (rows, weight, d.contiguous(), own.contiguous(), dx, partial)
-    sizes = (rows.stride(0), count, cols, outputs, per, steps)
+    args = (rows, weight, d.contiguous(), row_scale.contiguous(), dx, partial)
+    sizes = (rows.stride(0), count, cols, outputs, rows_per_chunk, steps)
     depth = 1 if rows.element_size() == 2 else 2
-    tile = (_digits(rows), _digits(weight), depth, k.rows, _tall(outputs), k.block, k.stages)
+    tile = (
+        _digits(rows),
+        _digits(weight),
+        depth,
+        k.rows,
+        _padded_outputs(outputs),
+        k.block,
+        k.stages,
+    )
     launch(_mixes_backward_kernel, chunks * steps, (*args, *sizes), tile, k.num_warps)
     dweight = weight.new_empty(0)
     if partial is not None:
@@ -590,31 +611,33 @@ class TritonParts:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One launch, and one that adds what programs leave of the parameters' gradients."""
         (rows, outputs), (count, steps, *_) = m.shape, options
-        d, own = m.new_empty(m.shape), m.new_empty(rows, 1)
+        d, row_scale = m.new_empty(m.shape), m.new_empty(rows, 1)
         if not rows:
             dbias, dscale = (
                 t.new_zeros(t.shape if n else 0) for t, n in zip((bias, scale), needs, strict=True)
             )
-            return d, own, dbias, dscale
+            return d, row_scale, dbias, dscale
         k = launch_config("hyper_connections.backward", sinkhorn_config, m.device, streams=count)
         checked_cols(2 * steps * k.rows * count * count)  # a tile's part of the iterates
         programs = cdiv(rows, k.rows)
         wide = cdiv(outputs + 3, 16) * 16  # what is past them is not used
         sums = m.new_empty(programs, wide) if any(needs) else None
-        kept = m.new_empty(rows * (2 * steps - 1) * count * count if grads[2] is not None else 0)
+        iterates = m.new_empty(
+            rows * (2 * steps - 1) * count * count if grads[2] is not None else 0
+        )
         dense = [None if g is None else g.contiguous() for g in grads]
         inputs = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
-        args = (*inputs, *dense, d, own, sums, kept, rows, *options[1:], length, wide)
+        args = (*inputs, *dense, d, row_scale, sums, iterates, rows, *options[1:], length, wide)
         constants = (count, power_of_2(count), k.rows)
         launch(_sinkhorn_backward_kernel, programs, args, constants, k.num_warps)
-        total = own.new_empty(0) if sums is None else sum_partials(sums, torch.float32)
+        total = row_scale.new_empty(0) if sums is None else sum_partials(sums, torch.float32)
         dbias = total[:outputs].to(bias.dtype) if needs[0] else bias.new_empty(0)
         dscale = (
             total[outputs : outputs + 3].to(scale.dtype, copy=True)
             if needs[1]
             else scale.new_empty(0)
         )
-        return d, own, dbias, dscale
+        return d, row_scale, dbias, dscale
 
 
 forward, backward = implement_hyper_connections(TritonParts())

@@ -169,7 +169,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All four gradients."""
     pairs = ((x, needs_x), (out, needs_out), (post, needs_post), (mix, needs_mix))
-    dx, dout, dpost, dmix = (t.new_empty(t.shape if needed else 0) for t, needed in pairs)
+    dx, dout, dpost, dmix = (t.new_empty(t.shape if is_needed else 0) for t, is_needed in pairs)
     outputs = [m if n else None for m, (_, n) in zip((dx, dout, dpost, dmix), pairs, strict=True)]
     if dy.numel():
         up, rows, outs = as_tiles(dy), as_tiles(x), as_outs(out)

@@ -27,18 +27,18 @@ class StreamConfig:
 
 def stream_config(info: DeviceInfo, streams: int, cols: int, size: int) -> StreamConfig:
     """Columns that 128 threads load by 16 bytes each; fewer of both where streams are many."""
-    each = 16 // size
-    most = min(128 * each, LARGEST // power_of_2(streams))
-    block = max(16, min(power_of_2(checked_cols(cols)), most))
-    return StreamConfig(block, warps(max(32, block // each), info.warp_size))
+    vector = 16 // size
+    limit = min(128 * vector, LARGEST // power_of_2(streams))
+    block = max(16, min(power_of_2(checked_cols(cols)), limit))
+    return StreamConfig(block, warps(max(32, block // vector), info.warp_size))
 
 
 def as_tiles(x: Tensor) -> Tensor:
     """View (or copy) ``(..., N, C)`` as ``(rows, N, C)`` with adjacent columns, streams near."""
     rows = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     tall = power_of_2(checked_cols(rows.shape[1] * rows.shape[2]) and rows.shape[1])
-    near = tile_rows(tall, rows.stride(1)) == tall
-    return rows if near and (rows.stride(2) == 1 or rows.shape[2] == 1) else rows.contiguous()
+    is_near = tile_rows(tall, rows.stride(1)) == tall
+    return rows if is_near and (rows.stride(2) == 1 or rows.shape[2] == 1) else rows.contiguous()
 
 
 def as_outs(x: Tensor) -> Tensor:

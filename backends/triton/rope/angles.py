@@ -331,30 +331,35 @@ def rotate(
         rotation.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
         for x, order, dtype in zip(sources, orders, dtypes, strict=True)
     ]
-    near = [None if x is None else near_channels(x) for x in sources]
-    some = next((x for x in near if x is not None), None)
-    if some is None or (some.numel() == 0 and sum(x.numel() for x in outputs) == 0):
+    inputs = [None if x is None else near_channels(x) for x in sources]
+    tensor = next((x for x in inputs if x is not None), None)
+    if tensor is None or (tensor.numel() == 0 and sum(x.numel() for x in outputs) == 0):
         return outputs[0], outputs[1]
     heads = [0 if x is None else x.shape[head_axis] for x in sources]
-    pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, outputs, strict=True)]
+    pairs = [
+        (tensor, tensor) if x is None else (x, out) for x, out in zip(inputs, outputs, strict=True)
+    ]
     (q, q_out), (k, k_out) = pairs
-    tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
+    tokens, width = (
+        tensor.numel() // max(tensor.shape[head_axis] * tensor.shape[-1], 1),
+        tensor.shape[-1],
+    )
     n = launch_config(
         f"{op}.{'backward' if inverse else 'forward'}",
         angles_config,
-        some.device,
+        tensor.device,
         rows=tokens,
         cols=width,
         q_heads=heads[0],
         k_heads=heads[1],
-        element_bytes=some.element_size(),
+        element_bytes=tensor.element_size(),
     )
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
     rotary, first = rotation.rotary, rotation.first
     tiles = cdiv(first.shape[2], n.tokens)
-    passed = power_of_2(width - rotary) if width > rotary else 0
+    passed_channels = power_of_2(width - rotary) if width > rotary else 0
     launch(
         _rope_angles_kernel,
         tokens // first.shape[2] * tiles * groups,
@@ -390,7 +395,7 @@ def rotate(
             rotation.round,
             rotation.constants(),
             inverse,
-            (n.tokens, n.heads, power_of_2(rotary // 2), passed),
+            (n.tokens, n.heads, power_of_2(rotary // 2), passed_channels),
         ),
         n.num_warps,
     )

@@ -80,17 +80,17 @@ def _tiles(
     width: int,
     whole: bool,
     elements: int,
-    each: int,
+    per_thread: int,
     per_core: int,
 ) -> TileConfig:
     # A tile stays within one sequence. How many sequences there are decides nothing about it:
     # other tiles lie differently in the threads, which add up a head's channels in another order.
     # Launchers name a long sequence where one token must have the bits that it has among many.
     row = power_of_2(width)
-    every = power_of_2(max(heads, 1))
-    block = every if whole else max(1, min(every, 8, elements // row))
+    padded_heads = power_of_2(max(heads, 1))
+    block = padded_heads if whole else max(1, min(padded_heads, 8, elements // row))
     per_tile = max(1, min(elements // (block * row), 32, power_of_2(max(seq, 1))))
-    threads = min(max(block * per_tile * row // each, 32), 512)
+    threads = min(max(block * per_tile * row // per_thread, 32), 512)
     parts = 1 if whole else cdiv(max(heads, 1), block)
     programs = max(1, cdiv(per_core * info.cores, parts))
     return TileConfig(per_tile, block, warps(threads, info.warp_size), programs)
@@ -360,7 +360,7 @@ def forward(
     rstd = x.new_empty(statistics_shape(x, weight, head_axis), dtype=torch.float32)
     if x.numel() == 0:
         return y, rstd.fill_(float("nan"))  # there is no mean over zero channels
-    whole, x = of_tokens(x, weight), near_channels(x)
+    over_heads, x = of_tokens(x, weight), near_channels(x)
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
     k = launch_config(
@@ -370,11 +370,11 @@ def forward(
         seq=MANY if by_rows() else seq,
         heads=heads,
         width=width,
-        whole=whole,
+        whole=over_heads,
     )
     steps = [strides(t, head_axis) for t in (x, y)]
-    k = k if whole else near_tile(k, steps, (x, y))
-    groups, tiles = 1 if whole else cdiv(heads, k.heads), cdiv(seq, k.tokens)
+    k = k if over_heads else near_tile(k, steps, (x, y))
+    groups, tiles = 1 if over_heads else cdiv(heads, k.heads), cdiv(seq, k.tokens)
     rounds, narrow = casting == "llama", norm_dtype(x, weight, casting) == x.dtype
     launch(
         _rms_norm_rope_forward_kernel,
@@ -391,7 +391,7 @@ def forward(
             seq,
             tiles,
             groups,
-            heads * width if whole else width,
+            heads * width if over_heads else width,
             eps,
         ),
         (
@@ -399,7 +399,7 @@ def forward(
             casting == "gemma",
             rounds,
             narrow,
-            whole,
+            over_heads,
             width,
             power_of_2(width // 2),
             k.tokens,
@@ -429,7 +429,7 @@ def backward(
     dx = dense(x, x_order, x.dtype) if needs_x else x.new_empty(0)
     if x.numel() == 0 or not (needs_x or needs_weight):
         return dx, torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
-    whole, x, dy = of_tokens(x, weight), near_channels(x), near_channels(dy)
+    over_heads, x, dy = of_tokens(x, weight), near_channels(x), near_channels(dy)
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
     k = launch_config(
@@ -439,15 +439,15 @@ def backward(
         seq=MANY if by_rows() else seq,
         heads=heads,
         width=width,
-        whole=whole,
+        whole=over_heads,
     )
     target = dx if needs_x else x
     steps = [strides(t, head_axis) for t in (dy, x, target)]
-    k = k if whole else near_tile(k, steps, (dy, x, target))
-    groups, tiles = 1 if whole else cdiv(heads, k.heads), cdiv(seq, k.tokens)
-    cols = heads * width if whole else width
-    every = x.shape[0] * tiles
-    programs = min(k.programs, every) * groups
+    k = k if over_heads else near_tile(k, steps, (dy, x, target))
+    groups, tiles = 1 if over_heads else cdiv(heads, k.heads), cdiv(seq, k.tokens)
+    cols = heads * width if over_heads else width
+    all_tiles = x.shape[0] * tiles
+    programs = min(k.programs, all_tiles) * groups
     partial = x.new_empty(programs, cols, dtype=torch.float32) if needs_weight else None
     launch(
         _rms_norm_rope_backward_kernel,
@@ -465,11 +465,11 @@ def backward(
             heads,
             seq,
             tiles,
-            every,
+            all_tiles,
             groups,
             cols,
         ),
-        (offset, casting == "llama", whole, width, power_of_2(width // 2), k.tokens, k.heads),
+        (offset, casting == "llama", over_heads, width, power_of_2(width // 2), k.tokens, k.heads),
         k.num_warps,
     )
     if partial is None:

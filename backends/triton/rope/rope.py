@@ -31,7 +31,7 @@ from liger_multi.backends.triton.common.rows import (
     short_offsets,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, kept, launch_config
+from liger_multi.dispatch.launch import DeviceInfo, cached_config, launch_config
 from liger_multi.reference.rope.rope import dense, output_dtype
 
 # --- tiles: each in one sequence, its elements near a scalar base ---
@@ -276,8 +276,8 @@ def strides(x: Tensor, head_axis: int) -> tuple[int, int, int, int]:
     return steps[0], steps[head_axis], steps[3 - head_axis], steps[3]
 
 
-def _fits(count: int, stride: int, item: int, most: int) -> bool:
-    return count == 1 or count * stride * item < most
+def _fits(count: int, stride: int, item: int, limit: int) -> bool:
+    return count == 1 or count * stride * item < limit
 
 
 def near_tile(
@@ -460,10 +460,12 @@ def _geometry(
     inverse: bool,
 ) -> Geometry:
     """How to rotate q and k by cos and sin; q, k, cos, sin, and the results of q and k."""
-    whole = [*map(near_channels, tensors[:2]), *map(near_angles, tensors[2:4])]
-    copied = tuple(a is not b for a, b in zip(whole, tensors, strict=False))
-    q, k, cos, _ = whole
-    q_out, k_out = (x if there else near for x, there, near in zip(tensors[4:], heads, whole))
+    inputs = [*map(near_channels, tensors[:2]), *map(near_angles, tensors[2:4])]
+    copied = tuple(a is not b for a, b in zip(inputs, tensors, strict=False))
+    q, k, cos, _ = inputs
+    q_out, k_out = (
+        x if output else input_like for x, output, input_like in zip(tensors[4:], heads, inputs)
+    )
     width, angle, seq = q.shape[-1], cos.stride(), cos.shape[-2]
     tokens = q.numel() // max(q.shape[head_axis] * width, 1)
     if sum(heads) == 0 or tokens == 0:
@@ -481,7 +483,7 @@ def _geometry(
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(cdiv(heads[0], n.heads) + cdiv(heads[1], n.heads), n.share)
-    passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
+    passed_channels = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     return Geometry(
         copied,
         tokens // seq * cdiv(seq, n.tokens) * groups,
@@ -509,7 +511,7 @@ def _geometry(
             n.tokens,
             n.heads,
             power_of_2(rotary_dim // 2),
-            passed,
+            passed_channels,
         ),
         n.num_warps,
     )
@@ -526,10 +528,10 @@ def _launch(
     inverse: bool,
 ) -> None:
     """Rotate q and k into ``outputs``; one of them may be absent."""
-    some = sources[1] if sources[0] is None else sources[0]
-    assert some is not None
-    q, q_out = (some, some) if sources[0] is None else (sources[0], outputs[0])
-    k, k_out = (some, some) if sources[1] is None else (sources[1], outputs[1])
+    tensor = sources[1] if sources[0] is None else sources[0]
+    assert tensor is not None
+    q, q_out = (tensor, tensor) if sources[0] is None else (sources[0], outputs[0])
+    k, k_out = (tensor, tensor) if sources[1] is None else (sources[1], outputs[1])
     angle = cos.stride()
     if angle[-1] != 1 or sin.stride() != angle:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -538,14 +540,17 @@ def _launch(
         0 if sources[1] is None else k.shape[head_axis],
     )
     tensors = (q, k, cos, sin, q_out, k_out)
-    rest = (heads, style, head_axis, rotary_dim, inverse)
+    key = (heads, style, head_axis, rotary_dim, inverse)
     layouts = [(x.shape, x.stride(), x.dtype) for x in tensors]
-    n = kept(("rope", q.device, *rest, *layouts), lambda: _geometry(tensors, *rest))
+    n = cached_config(("rope", q.device, *key, *layouts), lambda: _geometry(tensors, *key))
     if not n.programs:
         return
     if True in n.copied:
-        near = (x.contiguous() if moved else x for x, moved in zip(tensors, n.copied, strict=False))
-        q, k, cos, sin = near
+        inputs = (
+            x.contiguous() if is_copied else x
+            for x, is_copied in zip(tensors, n.copied, strict=False)
+        )
+        q, k, cos, sin = inputs
         q_out, k_out = q_out if heads[0] else q, k_out if heads[1] else k
     args = (q, k, cos, sin, q_out, k_out, *n.numbers)
     launch(_rope_kernel, n.programs, args, n.constants, n.num_warps)

@@ -9,7 +9,7 @@ ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _position_angles(
-    like: torch.dtype,
+    dtype: torch.dtype,
     position_ids: Tensor,
     inv_freq: Tensor,
     scaling: float,
@@ -17,7 +17,7 @@ def _position_angles(
     chunked: bool,
     casting: str,
 ) -> Angles:
-    rounded = "" if casting == "cohere" else ROUNDED.get(like, "")
+    rounded = "" if casting == "cohere" else ROUNDED.get(dtype, "")
     return Angles(
         "positions",
         position_ids,

@@ -56,10 +56,10 @@ class _EagerGradients(torch.autograd.Function):
                 None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors
             ]
             value, metrics = loss(*leaves)  # type: ignore[arg-type]
-        needed = [x for x in leaves if x is not None and x.requires_grad]
+        differentiable = [x for x in leaves if x is not None and x.requires_grad]
         gradients: Iterator[Tensor | None] = iter(())
-        if needed and value.requires_grad:
-            gradients = iter(torch.autograd.grad(value, needed, allow_unused=True))
+        if differentiable and value.requires_grad:
+            gradients = iter(torch.autograd.grad(value, differentiable, allow_unused=True))
         requires_grad = [x is not None and x.requires_grad for x in leaves]
         leaf_gradients = [next(gradients, None) if need else None for need in requires_grad]
         ctx.save_for_backward(*leaf_gradients)
@@ -94,14 +94,14 @@ class _Total:
 
     def add(self, value: Any) -> None:
         """What the loss of a chunk returned: a number, or one with others after it."""
-        loss, *others = value if isinstance(value, (tuple, list)) else (value,)
+        loss, *metrics = value if isinstance(value, (tuple, list)) else (value,)
         self.loss = self.loss + loss
-        self.metrics.append([torch.as_tensor(x) for x in others])
+        self.metrics.append([torch.as_tensor(x) for x in metrics])
 
     def aux(self) -> tuple[Tensor, ...]:
         """The numbers that are returned with the loss."""
-        joined = zip(*self.metrics, strict=True)
-        return tuple(torch.cat(x) if x[0].ndim else torch.stack(x).sum(0) for x in joined)
+        columns = zip(*self.metrics, strict=True)
+        return tuple(torch.cat(x) if x[0].ndim else torch.stack(x).sum(0) for x in columns)
 
 
 def _answers(
@@ -178,7 +178,7 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
                 f"got {target.shape[0]}"
             )
         labels = chosen_labels(cls.__name__, nll_target, target)
-        before = reference_answers(
+        reference = reference_answers(
             cls.__name__,
             use_ref_model,
             (ref_input, ref_weight, ref_bias),
@@ -194,9 +194,9 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
             (chosen, rejected), total = sums.chunk(2), _Total()
             for part in _chunks(len(chosen), chunk_size):
                 kwargs = dict(loss_kwargs)
-                if before is not None:
+                if reference is not None:
                     names = ("ref_chosen_logps", "ref_rejected_logps")
-                    kwargs |= dict(zip(names, (b[part] for b in before.chunk(2)), strict=True))
+                    kwargs |= dict(zip(names, (b[part] for b in reference.chunk(2)), strict=True))
                 total.add(
                     cls.preference_loss_fn(
                         chosen[part], rejected[part], target, beta=beta, **kwargs
@@ -212,10 +212,16 @@ def pair_answers(
     head: losses.Head, target: Tensor, nll_target: Tensor | None, ignore_index: int, average: bool
 ) -> tuple[ops.LogProbOutput, Tensor, Tensor]:
     """Statistics of tokens, log-probabilities of sequences, and the chosen answers' mean NLL."""
-    own, nll = pair_tokens("LigerFusedLinear*Loss", head, target, nll_target, (), ignore_index)
+    statistics, nll = pair_tokens(
+        "LigerFusedLinear*Loss", head, target, nll_target, (), ignore_index
+    )
     mask = target != ignore_index
-    assert own.log_prob is not None
-    return own, sequences(torch.where(mask, own.log_prob, 0), mask, None, average), nll
+    assert statistics.log_prob is not None
+    return (
+        statistics,
+        sequences(torch.where(mask, statistics.log_prob, 0), mask, None, average),
+        nll,
+    )
 
 
 def chosen_labels(name: str, nll_target: Tensor | None, target: Tensor) -> Tensor | None:
@@ -261,7 +267,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_EagerGradients):
         **loss_kwargs: Any,
     ) -> Made:
         """Loss; sums of log-probabilities and logits over liked and other answers, and the rest."""
-        before = reference_answers(
+        reference = reference_answers(
             cls.__name__,
             use_ref_model,
             (ref_input, ref_weight, ref_bias),
@@ -275,7 +281,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_EagerGradients):
             head, total = losses.Head(hidden, weight, bias), _Total()
             _, sums = _answers(head, target, ignore_index, average_log_prob)
             for part in _chunks(len(sums), chunk_size):
-                kwargs = {} if before is None else {"ref_log_prob_chunk": before[part]}
+                kwargs = {} if reference is None else {"ref_log_prob_chunk": reference[part]}
                 total.add(
                     cls.preference_loss_fn(
                         sums[part], preference_labels[part], target, **kwargs, **loss_kwargs
@@ -389,10 +395,14 @@ class LigerFusedLinearPPOBase(_EagerGradients):
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             total = _Total()
-            own = LigerFusedLinearPPOBase.chunk_forward(hidden, weight, ids, bias, temperature)
-            for part in _chunks(len(own), chunk_size):
+            log_probs = LigerFusedLinearPPOBase.chunk_forward(
+                hidden, weight, ids, bias, temperature
+            )
+            for part in _chunks(len(log_probs), chunk_size):
                 kwargs = {k: None if x is None else x[part] for k, x in columns.items()}
-                value, metrics = cls.ppo_loss_fn(per_token_logps=own[part], **kwargs, **options)
+                value, metrics = cls.ppo_loss_fn(
+                    per_token_logps=log_probs[part], **kwargs, **options
+                )
                 total.add((value, *metrics))
             return total.loss, total.aux()
 
@@ -553,7 +563,7 @@ def _soft(
             raw = F.linear(teacher.hidden[i].to(weight.dtype), weight, teacher.bias)
             return curved(raw, teacher), labels[i]
 
-    every = torch.zeros_like(labels)
+    all_rows = torch.zeros_like(labels)
     share = torch.ones(labels.shape, dtype=torch.float32, device=labels.device)
     tensors: Any = (student.hidden, student.weight, student.bias)
-    return tiled_sum(warm, tensors, teacher_rows, every, share, rows, -100)
+    return tiled_sum(warm, tensors, teacher_rows, all_rows, share, rows, -100)

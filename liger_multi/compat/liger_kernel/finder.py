@@ -54,17 +54,17 @@ class _Loader(Loader):
         for name in TREE[path]:  # a function of a module's name goes before the module
             if path and f"{path}.{name}" in TREE:
                 importlib.import_module(f"{module.__name__}.{name}")
-        for name, home in TREE[path].items():
-            names[name] = getattr(importlib.import_module(f"{HERE}.{home}"), name)
-        more = {}
+        for name, module_name in TREE[path].items():
+            names[name] = getattr(importlib.import_module(f"{HERE}.{module_name}"), name)
+        generated = {}
         if path in DYNAMIC:
-            home, contents = DYNAMIC[path]
-            more = importlib.import_module(f"{HERE}.{home}").functions(path, contents)
-            names.update(more)
+            module_name, contents = DYNAMIC[path]
+            generated = importlib.import_module(f"{HERE}.{module_name}").functions(path, contents)
+            names.update(generated)
         lazy = LAZY.get(path, {})
         if lazy:
             names["__getattr__"] = _looked_up(module, lazy)
-        names["__all__"] = [*TREE[path], *more, *lazy]
+        names["__all__"] = [*TREE[path], *generated, *lazy]
 
 
 def _looked_up(module: ModuleType, lazy: dict[str, str]) -> Callable[[str], Any]:
@@ -89,17 +89,19 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        top, _, rest = fullname.partition(".")
-        if top != NAME or rest not in TREE:
+        top, _, submodule = fullname.partition(".")
+        if top != NAME or submodule not in TREE:
             return None
-        package = not rest or any(other.startswith(f"{rest}.") for other in TREE)
+        package = not submodule or any(
+            path_of_child.startswith(f"{submodule}.") for path_of_child in TREE
+        )
         return ModuleSpec(fullname, _LOADER, origin=__file__, is_package=package)
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        asked = getattr(context, "name", None)
-        if asked is None or asked.replace("-", "_").lower() == NAME:
+        name = getattr(context, "name", None)
+        if name is None or name.replace("-", "_").lower() == NAME:
             yield _Metadata()
 
 
@@ -128,12 +130,12 @@ def install(*, force: bool = False) -> None:
     """
     if installed():
         return
-    real = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
-    if real is not None and not force:
-        where = getattr(real, "__file__", None) or getattr(real, "origin", None)
+    real_package = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
+    if real_package is not None and not force:
+        location = getattr(real_package, "__file__", None) or getattr(real_package, "origin", None)
         raise ImportError(
-            f"{NAME} is installed ({where}); uninstall it (pip uninstall liger-kernel), or hide it "
-            "in this process with install(force=True)"
+            f"{NAME} is installed ({location}); uninstall it (pip uninstall liger-kernel), or hide "
+            "it in this process with install(force=True)"
         )
     if os.environ.get("LIGER_KERNEL_IMPL"):
         importlib.import_module(f"{HERE}.op_functions").read_variables()
@@ -172,9 +174,9 @@ def _look_again() -> None:
     """Let transformers ask again whether the package is there."""
     importlib.invalidate_caches()
     utils = sys.modules.get("transformers.utils.import_utils")
-    asked: Any = getattr(utils, "is_liger_kernel_available", None)
-    if hasattr(asked, "cache_clear"):
-        asked.cache_clear()
+    function: Any = getattr(utils, "is_liger_kernel_available", None)
+    if hasattr(function, "cache_clear"):
+        function.cache_clear()
 
 
 # --- the table of names ---
@@ -405,11 +407,11 @@ FORWARDS = {
 def _sources() -> Iterator[tuple[str, str, str]]:
     """Submodule, the module here, and names of the first that the second has."""
     modules = {path for paths in HOMES.values() for path in paths}
-    for home, paths in HOMES.items():
+    for module_name, paths in HOMES.items():
         for path, names in paths.items():
-            yield path, home, names
-            if home == EXPORTED:
-                yield "transformers", home, names
+            yield path, module_name, names
+            if module_name == EXPORTED:
+                yield "transformers", module_name, names
     for file, _, name in (entry.partition(":") for entry in OF_OPS.split()):
         for path in (f"ops.{file}", "ops", f"transformers.{file}"):
             if not path.startswith("transformers.") or path in modules:
@@ -420,11 +422,11 @@ def _sources() -> Iterator[tuple[str, str, str]]:
 def _table() -> dict[str, dict[str, str]]:
     """Submodule to name to the module that has it."""
     table: dict[str, dict[str, str]] = {"": {}}
-    for path, home, names in _sources():
+    for path, module_name, names in _sources():
         parts = path.split(".")
         for end in range(1, len(parts)):  # packages without names of their own
             table.setdefault(".".join(parts[:end]), {})
-        table.setdefault(path, {}).update(dict.fromkeys(names.split(), home))
+        table.setdefault(path, {}).update(dict.fromkeys(names.split(), module_name))
     return table
 
 

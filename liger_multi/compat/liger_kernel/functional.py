@@ -48,7 +48,7 @@ def casting_of(name: str, mode: str | int) -> str:
 
 def output_names(*flags: bool) -> tuple[str, ...]:
     """Names of the outputs that Liger's flags ask for: z-loss, token accuracy, predictions."""
-    return tuple(name for name, on in zip(NAMES[1:], flags, strict=True) if on)
+    return tuple(name for name, flag in zip(NAMES[1:], flags, strict=True) if flag)
 
 
 def retired(name: str, size_average: Any, reduce: Any, usual: Any) -> None:
@@ -66,9 +66,9 @@ def in_dtype(result: Any, dtype: torch.dtype, *names: str) -> Any:
     """A loss, or Liger's outputs of it; those that are named have the dtype of the inputs."""
     if isinstance(result, Tensor):
         return result.to(dtype) if "loss" in names else result
-    every = {name: getattr(result, name) for name in NAMES}
-    cast = {k: v.to(dtype) for k, v in every.items() if k in names and v is not None}
-    return CrossEntropyOutput(**{**every, **cast})
+    outputs = {name: getattr(result, name) for name in NAMES}
+    cast = {k: v.to(dtype) for k, v in outputs.items() if k in names and v is not None}
+    return CrossEntropyOutput(**{**outputs, **cast})
 
 
 def wide(x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _captured(x: Tensor) -> bool:
     return capturing(x.device)
 
 
-def _named(options: dict[str, Any]) -> dict[str, Any]:
+def _given_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options without ``outputs`` that name nothing, which an operator of a loss does not take."""
     return {k: v for k, v in options.items() if k != "outputs" or v}
 
@@ -102,7 +102,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **optio
         run: Any = ops.cross_entropy
         if options.get("outputs"):
             run = ops.cross_entropy_with_outputs
-        loss = run(logits, target, weight, validate=waits, **_named(options))
+        loss = run(logits, target, weight, validate=waits, **_given_options(options))
     except IndexError as error:
         raise TargetError(f"Target is out of bounds: {error}") from error
     return in_dtype(loss, logits.dtype, "loss", "z_loss")
@@ -173,13 +173,13 @@ def liger_fused_linear_cross_entropy(
         "accumulate": torch.float32 if accum_dtype is None else accum_dtype,
         "outputs": output_names(return_z_loss, return_token_accuracy, return_predicted_tokens),
     }
-    more = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
+    unsupported = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
     if not use_token_scaling:
         run: Any = ops.fused_linear_cross_entropy
         if options["outputs"]:
             run = ops.fused_linear_cross_entropy_with_outputs
-        loss = run(input, weight, target, bias, **_named(options))
-    elif ce_weight is not None or any(more):
+        loss = run(input, weight, target, bias, **_given_options(options))
+    elif ce_weight is not None or any(unsupported):
         loss = _scaled_by_token(input, weight, target, bias, **options)
     else:
         head = losses.Head(input, weight, bias, softcap=softcap, accumulate=options["accumulate"])
@@ -205,7 +205,7 @@ def _scaled_by_token(
 ) -> Any:
     """Losses of tokens times their probabilities, with everything that the fused loss has."""
     ignored, class_weight = options["ignore_index"], options["class_weight"]
-    counted = target != ignored
+    is_counted = target != ignored
     with torch.no_grad():
         likely = ops.fused_linear_log_prob(
             input,
@@ -217,8 +217,10 @@ def _scaled_by_token(
             outputs=("log_prob",),
         )
         assert likely.log_prob is not None
-        scale = torch.where(counted, likely.log_prob.exp(), 0)
-        of_target = counted if class_weight is None else class_weight[target * counted] * counted
+        scale = torch.where(is_counted, likely.log_prob.exp(), 0)
+        of_target = (
+            is_counted if class_weight is None else class_weight[target * is_counted] * is_counted
+        )
     out = ops.fused_linear_cross_entropy_with_outputs(
         input,
         weight,
@@ -229,14 +231,14 @@ def _scaled_by_token(
         **options,
     )
 
-    def reduced(each: Tensor, shares: Tensor) -> Tensor:
+    def reduced(values: Tensor, shares: Tensor) -> Tensor:
         if reduction == "none":
-            return each * scale
-        total = (each * scale).sum()
+            return values * scale
+        total = (values * scale).sum()
         return total / shares.sum().clamp_min(1e-12) if reduction == "mean" else total
 
     assert out.z_loss is not None
-    z_loss = reduced(out.z_loss, counted)
+    z_loss = reduced(out.z_loss, is_counted)
     loss = reduced(out.loss - out.z_loss, of_target) + z_loss
     if not outputs:
         return loss
@@ -311,12 +313,14 @@ def liger_kl_div(
 _REDUCTIONS = ("batchmean", "mean", "sum")
 
 
-def _counted(rows: torch.Size, shift_labels: Tensor | None, ignore_index: int, x: Tensor) -> Tensor:
+def _mask_targets(
+    rows: torch.Size, shift_labels: Tensor | None, ignore_index: int, x: Tensor
+) -> Tensor:
     """Targets of which only ``ignore_index`` means something."""
-    kept = int(ignore_index == 0)  # some class that is not ignored
+    class_index = int(ignore_index == 0)  # some class that is not ignored
     if shift_labels is None:
-        return torch.full(rows, kept, device=x.device)
-    return torch.where(shift_labels == ignore_index, ignore_index, kept)
+        return torch.full(rows, class_index, device=x.device)
+    return torch.where(shift_labels == ignore_index, ignore_index, class_index)
 
 
 def liger_fused_linear_kl_div(
@@ -343,7 +347,7 @@ def liger_fused_linear_kl_div(
     loss, _ = losses.distillation_loss(
         head,
         losses.Logits(target.detach().clamp_min(eps).log()),
-        _counted(target.shape[:-1], shift_labels, ignore_index, student_input),
+        _mask_targets(target.shape[:-1], shift_labels, ignore_index, student_input),
         num_items=1.0 if reduction == "sum" else None,
         divergence="forward_kl",
         ignore_index=ignore_index,
@@ -351,10 +355,10 @@ def liger_fused_linear_kl_div(
     return loss / target.shape[-1] if reduction == "mean" else loss
 
 
-def scaled_outputs(output: ops.LogProbOutput, *more: Tensor) -> Any:
+def scaled_outputs(output: ops.LogProbOutput, *extra: Tensor) -> Any:
     """Costs, entropies where asked for, and what comes behind; one of them alone is no tuple."""
     assert output.log_prob is not None
-    columns = [-output.log_prob, *(() if output.entropy is None else (output.entropy,)), *more]
+    columns = [-output.log_prob, *(() if output.entropy is None else (output.entropy,)), *extra]
     return columns[0] if len(columns) == 1 else tuple(columns)
 
 
@@ -396,10 +400,10 @@ def liger_tvd(
     target = target.detach()
     checks.one_of("liger_tvd", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
     if reduction == "none":
-        each = 0.5 * (wide(input) - wide(target)).abs()
+        elements = 0.5 * (wide(input) - wide(target)).abs()
         if shift_labels is None:
-            return each
-        return torch.where((shift_labels != ignore_index).unsqueeze(-1), each, 0)
+            return elements
+        return torch.where((shift_labels != ignore_index).unsqueeze(-1), elements, 0)
     mean = "sum" if reduction == "sum" else "mean"
     loss = ops.tvd(input, target, shift_labels, ignore_index=ignore_index, reduction=mean)
     return loss / input.shape[-1] if reduction == "mean" else loss
@@ -449,7 +453,7 @@ liger_mhc_post_res = adapter(ops.hyper_connections_post, "x f_out:out h_post:pos
 # --- norms and activations: results have the dtype of the first input, whatever the weights' ---
 
 
-def _like(rotated: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _with_dtype(rotated: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 
@@ -479,7 +483,7 @@ def liger_fused_add_rms_norm(
     """:func:`liger_multi.ops.fused_add_rms_norm`."""
     casting = casting_of("fused_add_rms_norm", casting_mode)
     out = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
-    return type(out)(*_like(out, X, X))
+    return type(out)(*_with_dtype(out, X, X))
 
 
 def liger_modulated_rms_norm(
@@ -544,7 +548,7 @@ def liger_rotary_pos_emb(
         if rotary_dim == 0
         else ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
     )
-    return _like(rotated, q, k)
+    return _with_dtype(rotated, q, k)
 
 
 liger_rope = liger_rotary_pos_emb
@@ -554,7 +558,9 @@ def liger_rotary_pos_emb_vision(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope` of ``(S, H, D)`` in fp32, rounded at the end."""
-    return _like(ops.rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=-2), q, k)
+    return _with_dtype(
+        ops.rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=-2), q, k
+    )
 
 
 def liger_multimodal_rotary_pos_emb(
@@ -562,7 +568,9 @@ def liger_multimodal_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_multimodal`, sections one after another."""
     sections, angles = list(mrope_section), (cos.detach(), sin.detach())
-    return _like(ops.rope_multimodal(q, k, *angles, sections, unsqueeze_dim=unsqueeze_dim), q, k)
+    return _with_dtype(
+        ops.rope_multimodal(q, k, *angles, sections, unsqueeze_dim=unsqueeze_dim), q, k
+    )
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
@@ -572,7 +580,7 @@ def liger_llama4_text_rotary_pos_emb(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex`."""
-    return _like(ops.rope_complex(xq, xk, freqs_cis.detach()), xq, xk)
+    return _with_dtype(ops.rope_complex(xq, xk, freqs_cis.detach()), xq, xk)
 
 
 def liger_llama4_vision_rotary_pos_emb(
@@ -580,7 +588,7 @@ def liger_llama4_vision_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex` of images, whose angles may have an axis of heads."""
     angles = freqs_ci.squeeze(-2) if freqs_ci.ndim == 3 else freqs_ci
-    return _like(ops.rope_complex(query, key, angles), query, key)
+    return _with_dtype(ops.rope_complex(query, key, angles), query, key)
 
 
 def apply_liger_llama4_rope_full(modeling_module: Any) -> None:
@@ -596,7 +604,7 @@ def liger_rotary_pos_emb_gpt_oss(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope`, an angle a pair."""
-    return _like(ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1]), q, k)
+    return _with_dtype(ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1]), q, k)
 
 
 # --- blocks: attention and residual streams ---

@@ -221,18 +221,18 @@ class _FSDPForwardRedirection:
     ) -> Any:
         own_forward = vars(original_module).get("forward")
 
-        def once(*inner: Any, **named: Any) -> Any:
-            back()
-            return method(original_module, *inner, **named)
+        def forward_once(*inner: Any, **kwargs: Any) -> Any:
+            restore()
+            return method(original_module, *inner, **kwargs)
 
-        def back() -> None:
+        def restore() -> None:
             if own_forward is None:
                 vars(original_module).pop("forward", None)
             else:
                 vars(original_module)["forward"] = own_forward
 
-        vars(original_module)["forward"] = once
+        vars(original_module)["forward"] = forward_once
         try:
             return wrapper_module(*args, **kwargs)
         finally:
-            back()
+            restore()

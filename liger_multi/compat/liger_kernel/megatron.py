@@ -104,12 +104,12 @@ class LigerMegatronSwiGLU(nn.Module):
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
     ) -> Tensor:
-        asked = {
+        unsupported = {
             "bias": bias is not None,
             "fp8_input_store": fp8_input_store,
             "cpu_offload_input": cpu_offload_input,
         }
-        reason = ", ".join(name for name, on in asked.items() if on)
+        reason = ", ".join(name for name, is_set in unsupported.items() if is_set)
         if reason:
             if self.fallback_impl is None:
                 raise RuntimeError(
@@ -137,7 +137,7 @@ _FUSED_CALL_SITE = "models.common.language_module.language_module"
 _undo: list[Callable[[], None]] = []
 
 
-def _place(path: str) -> Any:
+def _attribute_at(path: str) -> Any:
     """Something of Megatron-Core.
 
     Raises:
@@ -180,7 +180,7 @@ def _replace(path: str, build: Callable[[Any], Any]) -> None:
     That reaches every module that has it by name, also those that are imported in between. What
     stands there already from an earlier call stays.
     """
-    old = _place(path)
+    old = _attribute_at(path)
     if not hasattr(old, _MARK):
         new = _marked(build(old), old)
         _rebind(old, new)
@@ -200,7 +200,7 @@ def _norm(torch_norm: Any) -> Any:
 
 
 def _norms() -> None:
-    provider = _place("models.backends.LocalSpecProvider")
+    provider = _attribute_at("models.backends.LocalSpecProvider")
     layer_norm = provider.layer_norm
 
     def patched_layer_norm(self: Any, rms_norm: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -256,12 +256,17 @@ def _cross_entropies() -> None:
     for path in (_FUSED_CALL_SITE, "models.backends"):
         with suppress(ImportError):  # which of them calls the fused loss depends on the version
             importlib.import_module(f"megatron.core.{path}")
-    name, home = "fused_vocab_parallel_cross_entropy", "megatron.core.fusions.fused_cross_entropy"
-    _place(f"tensor_parallel.cross_entropy.{name.removeprefix('fused_')}")  # both, or neither
+    name, module_name = (
+        "fused_vocab_parallel_cross_entropy",
+        "megatron.core.fusions.fused_cross_entropy",
+    )
+    _attribute_at(
+        f"tensor_parallel.cross_entropy.{name.removeprefix('fused_')}"
+    )  # both, or neither
     _replace(f"fusions.fused_cross_entropy.{name}", _fused)
     _replace(f"tensor_parallel.cross_entropy.{name.removeprefix('fused_')}", _unfused)
-    fused = getattr(sys.modules[home], name)
-    modules = [m for n, m in sys.modules.items() if n.startswith("megatron.") and n != home]
+    fused = getattr(sys.modules[module_name], name)
+    modules = [m for n, m in sys.modules.items() if n.startswith("megatron.") and n != module_name]
     if not any(value is fused for m in modules if m is not None for value in vars(m).values()):
         _LOG.warning(
             "Could not find where this Megatron version calls %s; with "

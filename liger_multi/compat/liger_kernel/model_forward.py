@@ -86,21 +86,21 @@ def answer(
         return extended(stock(*args, **kwargs))
     if labels is None:
         args, kwargs = (), {**arguments, "labels": shifted}  # a model asks for them alone
-    asked = sorted(k for k in OPTIONS & {*kwargs} if not _off(kwargs[k]))
-    if not asked or not (model.training if skip is None else skip):
+    requested = sorted(k for k in OPTIONS & {*kwargs} if not _is_off(kwargs[k]))
+    if not requested or not (model.training if skip is None else skip):
         return extended(stock(*args, **kwargs))
     outputs: dict[str, Any] = {}
     output = stock(*args, **kwargs, **{_FOUND: outputs})
-    lost = [] if outputs else [name for name in asked if not name.startswith("return_")]
-    if lost:  # what is only returned is None then
+    dropped = [] if outputs else [name for name in requested if not name.startswith("return_")]
+    if dropped:  # what is only returned is None then
         raise NotImplementedError(
-            f"{type(model).__name__} computes its loss itself, and {', '.join(lost)} did not "
+            f"{type(model).__name__} computes its loss itself, and {', '.join(dropped)} did not "
             "reach it; compute the loss of outputs.logits with liger_multi.losses"
         )
     return extended(output, **{name: outputs.get(name) for name in _BESIDE})
 
 
-def _off(option: Any) -> bool:
+def _is_off(option: Any) -> bool:
     return option is None or option is False
 
 
@@ -135,8 +135,8 @@ def _outputs(
     head = logits.as_head() if lazy else None
     if head is None:
         return _of_logits(real_logits(logits), target, cap, options)
-    scale, own = head.pop("logit_scale"), head.pop("softcap")
-    options = {"accum_dtype": head["accumulate"], **options, "softcap": own or cap}
+    scale, own_cap = head.pop("logit_scale"), head.pop("softcap")
+    options = {"accum_dtype": head["accumulate"], **options, "softcap": own_cap or cap}
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         rows = hidden.flatten(0, -2)
@@ -179,36 +179,41 @@ class LigerModel(Patched):
 
 def _forward(cls: Any) -> Callable[..., Any]:
     swap: Swap = vars(cls)["_liger_multi_swap"]
-    below: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
+    inner_class: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
 
-    known, names = below.forward, names_of(below.forward)  # no compiler traces a signature
+    first_forward, names = (
+        inner_class.forward,
+        names_of(inner_class.forward),
+    )  # no compiler traces a signature
 
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now = below.forward
-        order = names if now is known else names_of(now)
-        return answer(self, functools.partial(now, self), args, kwargs, order)
+        inner_forward = inner_class.forward
+        order = names if inner_forward is first_forward else names_of(inner_forward)
+        return answer(self, functools.partial(inner_forward, self), args, kwargs, order)
 
     return forward
 
 
 def _loss_function(cls: Any) -> property:
     """The model's own loss, which is asked where no option is given."""
-    own: Any = inspect.getattr_static(vars(cls)["_liger_multi_inner"], "loss_function")
-    read: Any = getattr(own, "fget", None)
+    function: Any = inspect.getattr_static(vars(cls)["_liger_multi_inner"], "loss_function")
+    getter: Any = getattr(function, "fget", None)
 
     def get(self: Any) -> Callable[..., Any]:
-        return functools.partial(loss, read(self) if read else functools.partial(own, self))
+        return functools.partial(
+            loss, getter(self) if getter else functools.partial(function, self)
+        )
 
-    return property(get, getattr(own, "fset", None))
+    return property(get, getattr(function, "fset", None))
 
 
 def dress(model: nn.Module) -> None:
     """Let a model with a patched head take the options of Liger-Kernel's forwards."""
     from transformers import PreTrainedModel
 
-    whole: Any = model
-    base = whole.get_base_model() if hasattr(model, "get_base_model") else whole
+    outer: Any = model
+    base = outer.get_base_model() if hasattr(model, "get_base_model") else outer
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
         return
     make_loaded()
@@ -241,9 +246,9 @@ def remember(folders: Iterable[str]) -> None:
             x for x in namespace.values() if isinstance(x, type) and x.__module__ == name
         ]
         for model_class in model_classes:
-            own = vars(model_class).get("forward", lce_forward)
-            if own is not lce_forward:
-                _stock.setdefault(model_class, own)
+            forward = vars(model_class).get("forward", lce_forward)
+            if forward is not lce_forward:
+                _stock.setdefault(model_class, forward)
 
 
 def _make_ready(model: Any) -> None:
@@ -299,8 +304,8 @@ def lce_maybe_trainable_lm_head(
         )
 
     value, *metrics = Head(hidden_states, self.lm_head).run(loss)
-    asked = any(x is not None for x in metrics)
-    return CrossEntropyOutput(value, *metrics) if asked else value
+    has_metrics = any(x is not None for x in metrics)
+    return CrossEntropyOutput(value, *metrics) if has_metrics else value
 
 
 def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:
@@ -355,18 +360,18 @@ def _patch_rms_norm_module(
 ) -> None:
     """Let a norm with a weight run :func:`liger_multi.ops.rms_norm`; its own eps has precedence."""
     for part in _parts(module):
-        own: Any = part
-        own.offset, own.casting_mode = offset, casting_mode
-        own.casting = casting_of("rms_norm", casting_mode)
-        own.variance_epsilon, own.in_place, own.row_mode = _eps_of(part, eps), in_place, row_mode
+        norm: Any = part
+        norm.offset, norm.casting_mode = offset, casting_mode
+        norm.casting = casting_of("rms_norm", casting_mode)
+        norm.variance_epsilon, norm.in_place, norm.row_mode = _eps_of(part, eps), in_place, row_mode
         _bind_method_to_module(part, "forward", _rms_norm)
 
 
 def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
     """Let a layer norm run :func:`liger_multi.ops.layer_norm`; its own eps has precedence."""
     for part in _parts(module):
-        own: Any = part
-        own.variance_epsilon = _eps_of(part, eps)
+        norm: Any = part
+        norm.variance_epsilon = _eps_of(part, eps)
         _bind_method_to_module(part, "forward", _layer_norm)
 
 

@@ -88,9 +88,9 @@ def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(choices.get(flag), bool)
     ]
     choices = {**dict(ruled), **choices}
-    known = (*BUILT_IN, *registered.probes())
+    allowed = (*BUILT_IN, *registered.probes())
     for name in choices:
-        check_name(PatchError, "kernel option", name, known)
+        check_name(PatchError, "kernel option", name, allowed)
     return {name: value for name, value in choices.items() if value is not _ON.get(name, True)}
 
 
@@ -102,11 +102,11 @@ def _refuse_replaced_loss(choices: Mapping[str, Any]) -> None:
     """Who puts another function in Liger's place expects it to be called; here nobody would."""
     public = sys.modules.get("liger_kernel.transformers.functional")
     name = "liger_fused_linear_cross_entropy"
-    now = getattr(public, name, None)
-    if _fuses(choices) and now is not None and now is not getattr(functional, name):
+    current = getattr(public, name, None)
+    if _fuses(choices) and current is not None and current is not getattr(functional, name):
         raise PatchError(
-            f"liger_kernel.transformers.functional.{name} was replaced by {now!r}, which patched "
-            "models do not call; pass options of fused_linear_cross_entropy instead, or "
+            f"liger_kernel.transformers.functional.{name} was replaced by {current!r}, which "
+            "patched models do not call; pass options of fused_linear_cross_entropy instead, or "
             "fused_linear_cross_entropy=False"
         )
 
@@ -151,8 +151,12 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Any:
     Raises:
         PatchError: An unknown operator or option.
     """
-    other = _registered(getattr(getattr(model, "config", None), "model_type", None))
-    return _patch_instance(model, kwargs) if other is None else other(model=model, **kwargs)
+    registered_function = _registered(getattr(getattr(model, "config", None), "model_type", None))
+    return (
+        _patch_instance(model, kwargs)
+        if registered_function is None
+        else registered_function(model=model, **kwargs)
+    )
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
@@ -190,15 +194,15 @@ def _known_types(model_types: tuple[str, ...]) -> list[str]:
 
 def _function(name: str) -> Callable[..., PatchReport | None]:
     model_types, flags = MODELS[name]
-    shown = inspect.Signature(
+    signature = inspect.Signature(
         [Parameter(flag, Parameter.POSITIONAL_OR_KEYWORD, default=_ON.get(flag)) for flag in flags]
     )
 
     def apply(*args: Any, **kwargs: Any) -> PatchReport | None:
-        more = {key: kwargs.pop(key) for key in list(kwargs) if key not in flags}
-        bound = shown.bind(*args, **kwargs)
+        other_options = {key: kwargs.pop(key) for key in list(kwargs) if key not in flags}
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        arguments = {**bound.arguments, **more}
+        arguments = {**bound.arguments, **other_options}
         model = arguments.pop("model", None)
         if not any(arguments.values()):
             arguments = {**_NOTHING, **arguments}
@@ -209,9 +213,9 @@ def _function(name: str) -> Callable[..., PatchReport | None]:
         return None
 
     apply.__name__ = apply.__qualname__ = f"{_PREFIX}{name}"
-    named = ", ".join(model_types)
-    apply.__doc__ = f"Patch a model, or the models of type {named} that are built from now on."
-    apply.__signature__ = shown  # type: ignore[attr-defined]
+    types_text = ", ".join(model_types)
+    apply.__doc__ = f"Patch a model, or the models of type {types_text} that are built from now on."
+    apply.__signature__ = signature  # type: ignore[attr-defined]
     return apply
 
 
@@ -244,15 +248,17 @@ def _patched(
     model is built.
     """
     if any(map(_registered, MODEL_TYPE_TO_APPLY_LIGER_FN)):
-        other = _registered(getattr(config(), "model_type", None))
-        if other is not None:
-            names = [name for name in inspect.signature(other).parameters if name in kwargs]
-            other(**{name: kwargs.pop(name) for name in names})
+        registered_function = _registered(getattr(config(), "model_type", None))
+        if registered_function is not None:
+            names = [
+                name for name in inspect.signature(registered_function).parameters if name in kwargs
+            ]
+            registered_function(**{name: kwargs.pop(name) for name in names})
             return build(*args, **kwargs)
     table = MODEL_TYPE_TO_APPLY_LIGER_FN.values()
-    named = {name for function in table for name in inspect.signature(function).parameters}
-    known = (named | {*BUILT_IN}) - {"model", "args", "kwargs"}
-    flags = {name: kwargs.pop(name) for name in known & {*kwargs}}
+    flag_names = {name for function in table for name in inspect.signature(function).parameters}
+    allowed = (flag_names | {*BUILT_IN}) - {"model", "args", "kwargs"}
+    flags = {name: kwargs.pop(name) for name in allowed & {*kwargs}}
     model = build(*args, **kwargs)
     _apply_liger_kernel_to_instance(model, **flags)
     return model
@@ -288,9 +294,9 @@ def _auto_model() -> type[Any]:
 
 
 def _trainer_of_trl() -> Any:
-    for home in TRL_HOMES:
+    for module_name in TRL_HOMES:
         try:
-            return importlib.import_module(home).ORPOTrainer
+            return importlib.import_module(module_name).ORPOTrainer
         except (ImportError, AttributeError):
             continue
     raise ImportError(

@@ -30,9 +30,9 @@ from liger_multi.compat.liger_kernel.signatures import (
 # --- losses, with Liger's constructors and argument order ---
 
 
-def defaults_of(names: str, like: Callable[..., Any], **defaults: Any) -> dict[str, Any]:
+def defaults_of(names: str, function: Callable[..., Any], **defaults: Any) -> dict[str, Any]:
     """Options by name, with the defaults of a function."""
-    return {name: p.default for name, p in parameters(names, like, **defaults).items()}
+    return {name: p.default for name, p in parameters(names, function, **defaults).items()}
 
 
 class Options(nn.Module):
@@ -46,8 +46,8 @@ class Options(nn.Module):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         of = inspect.Parameter
-        shown = [of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()]
-        cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        options = [of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()]
+        cls.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ def _module(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs, **self.options)
 
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    shown = [own, *parameters(arguments, function).values()]
-    forward.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    shown_parameters = [self_parameter, *parameters(arguments, function).values()]
+    forward.__signature__ = inspect.Signature(shown_parameters)  # type: ignore[attr-defined]
     members = {
         "defaults": defaults_of(options, function, **defaults),
         "check": check,
@@ -235,7 +235,7 @@ def fixed_fused_linear_cross_entropy(
     Keywords that a model passes on and the fused loss does not have are dropped.
     """
     names = LigerFusedLinearCrossEntropyLoss().options
-    more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
+    options = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
     public = sys.modules.get("liger_kernel.transformers.functional", functional)
     output: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
         hidden_states,
@@ -247,7 +247,7 @@ def fixed_fused_linear_cross_entropy(
         accum_dtype=accum_dtype,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
-        **more,
+        **options,
     )
     if num_items_in_batch is None:
         return output  # type: ignore[no-any-return]
@@ -813,10 +813,10 @@ class LigerFusedNeighborhoodAttention(nn.Module):
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         context = ops.neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
-        joined = context.transpose(1, 2).reshape(hidden_states.shape)
+        merged = context.transpose(1, 2).reshape(hidden_states.shape)
         if self.dropout is not None:
-            joined = self.dropout(joined)
-        return self.out_proj(joined)  # type: ignore[no-any-return]
+            merged = self.dropout(merged)
+        return self.out_proj(merged)  # type: ignore[no-any-return]
 
 
 class LigerFusedNeighborhoodAttentionLayer(nn.Module):
@@ -880,9 +880,9 @@ class LigerMHC(nn.Module):
         self.layer, self.hc, self.c, self.tmax = layer, hc, c, tmax
         self.rms_eps, self.pre_eps, self.sinkhorn_eps = rms_eps, pre_eps, sinkhorn_eps
         self.post_mult, self.allow_fp32 = post_mult, allow_fp32
-        many = hc * hc + 2 * hc
-        self.phi = nn.Parameter((torch.randn(hc * c, many) * 0.02).to(phi_dtype))
-        self.b = nn.Parameter(torch.zeros(many))
+        outputs = hc * hc + 2 * hc
+        self.phi = nn.Parameter((torch.randn(hc * c, outputs) * 0.02).to(phi_dtype))
+        self.b = nn.Parameter(torch.zeros(outputs))
         self.alpha_pre, self.alpha_post, self.alpha_res = (
             nn.Parameter(torch.ones(())) for _ in range(3)
         )

@@ -33,7 +33,7 @@ from liger_multi.dispatch import registry
 from liger_multi.dispatch.launch import device_info
 from liger_multi.nn import TiledMLP
 from liger_multi.nn.vocab_parallel import vocab_parallel_cross_entropy
-from liger_multi.ops.fused_linear_log_prob import named, op as of_head, prepared
+from liger_multi.ops.fused_linear_log_prob import as_output, op as of_head, prepared
 
 # --- which implementation runs, by Liger-Kernel's names ---
 
@@ -108,10 +108,12 @@ class Capability:
             if not torch.cuda.is_available():
                 return "no CUDA device is available"
             arch = device_info(torch.device("cuda" if device is None else device)).arch
-            low, high = (cc and f"sm{cc[0]}{cc[1]}" for cc in (self.min_cc, self.max_cc))
-            number = int(arch[2:]) if arch.startswith("sm") else -1  # another vendor's has none
-            if (low and number < int(low[2:])) or (high and not 0 <= number <= int(high[2:])):
-                return f"device {arch} is not in {low or ''}..{high or ''}"
+            lowest, highest = (cc and f"sm{cc[0]}{cc[1]}" for cc in (self.min_cc, self.max_cc))
+            capability = int(arch[2:]) if arch.startswith("sm") else -1  # another vendor's has none
+            if (lowest and capability < int(lowest[2:])) or (
+                highest and not 0 <= capability <= int(highest[2:])
+            ):
+                return f"device {arch} is not in {lowest or ''}..{highest or ''}"
         try:
             satisfied = self.predicate is None or self.predicate()
         except Exception as error:
@@ -178,8 +180,8 @@ def available_impls(op_name: str, device: Any = None) -> list[str]:
         )
         device = impls or "cpu"
     serving = {b.name for b in registry.serving(torch.device(device).type)} | {"reference"}
-    there = {name for name in serving if registry.unavailable(name) is None}
-    return [name for name in all_impls(op_name) if there & {*BACKENDS[name]}]
+    available = {name for name in serving if registry.unavailable(name) is None}
+    return [name for name in all_impls(op_name) if available & {*BACKENDS[name]}]
 
 
 def list_registered(op_name: str) -> list[OpImpl]:
@@ -249,10 +251,10 @@ def set_impl(name: str | None) -> None:
     ``pytorch`` configures the reference as the backend of every operator.
     """
     global _chosen
-    before, _chosen = _chosen, _full(name)
+    previous, _chosen = _chosen, _full(name)
     if _chosen == "pytorch":
         configure({"default": "reference"})
-    elif before == "pytorch":
+    elif previous == "pytorch":
         configure(None)
 
 
@@ -263,11 +265,11 @@ def get_impl() -> str | None:
 
 def read_variables() -> None:
     """Take over ``LIGER_KERNEL_IMPL``, which patched models follow too."""
-    named = _full(os.environ.get(VARIABLES[-1]))
-    if named == "pytorch":
-        set_impl(named)
-    elif named is not None and named not in BACKENDS:
-        emit_fallback_warning("every operator", named, "auto", "liger_multi has no such backend")
+    impl = _full(os.environ.get(VARIABLES[-1]))
+    if impl == "pytorch":
+        set_impl(impl)
+    elif impl is not None and impl not in BACKENDS:
+        emit_fallback_warning("every operator", impl, "auto", "liger_multi has no such backend")
 
 
 def emit_fallback_warning(op_name: str, requested: str, actual: str, reason: str) -> None:
@@ -288,21 +290,21 @@ def resolve_impl(op_name: str, requested: str | None = None, device: Any = None)
     """
     variables = (os.environ.get(v.format(op_name.upper())) for v in VARIABLES)
     name = _full(next(filter(None, (requested, *variables, _chosen)), None))
-    known, there = all_impls(op_name), available_impls(op_name, device)
-    if not known and name is None:
+    all_names, available = all_impls(op_name), available_impls(op_name, device)
+    if not all_names and name is None:
         raise NoImplAvailableError(
             f"No implementation available for op {op_name!r}. Operators: {', '.join(OPERATORS)}"
         )
-    if not known or (name is not None and name not in (*known, *ABSENT)):
+    if not all_names or (name is not None and name not in (*all_names, *ABSENT)):
         raise ImplNotAvailableError(
             f"No {name!r} implementation registered for op {op_name!r}. Registered: "
-            f"{known or '<none>'}."
+            f"{all_names or '<none>'}."
         )
-    if name is None or name in there:
-        return _impl(op_name, name or there[0])
+    if name is None or name in available:
+        return _impl(op_name, name or available[0])
     reason = "liger_multi has no such backend" if name in ABSENT else "not on this device"
-    emit_fallback_warning(op_name, name, there[0], reason)
-    return _impl(op_name, there[0])
+    emit_fallback_warning(op_name, name, available[0], reason)
+    return _impl(op_name, available[0])
 
 
 @contextlib.contextmanager
@@ -462,7 +464,7 @@ def _scaled_cross_entropy(
     ``(K,)`` its last entry is the log-probabilities ``(tokens, K)`` of these classes. Rows that are
     ignored are 0 in all of them.
     """
-    few = None if selected_token_ids is None else _selected_ids(selected_token_ids, weight)
+    token_ids = None if selected_token_ids is None else _selected_ids(selected_token_ids, weight)
     arguments = prepared(
         _input,
         weight,
@@ -473,13 +475,13 @@ def _scaled_cross_entropy(
         outputs=("log_prob", *(("entropy",) if return_entropy else ())),
     )
     results = of_head(*arguments)
-    output = named(results, target, arguments[-1])
-    if few is None:
+    output = as_output(results, target, arguments[-1])
+    if token_ids is None:
         return functional.scaled_outputs(output)
-    lse, low = (results[i].view(*target.shape, 1) for i in (2, 4))
-    logits = F.linear(_input, weight[few]).to(lse.dtype) / temperature
+    lse, lse_low = (results[i].view(*target.shape, 1) for i in (2, 4))
+    logits = F.linear(_input, weight[token_ids]).to(lse.dtype) / temperature
     valid = (target != ignore_index).unsqueeze(-1)
-    return functional.scaled_outputs(output, torch.where(valid, logits - lse - low, 0))
+    return functional.scaled_outputs(output, torch.where(valid, logits - lse - lse_low, 0))
 
 
 # --- MLPs, experts and the embedding ---
@@ -640,11 +642,11 @@ def chosen(op_name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         with scope(op_name, impl or backend, mode, device):
             return call(*args, **kwargs)
 
-    own = inspect.signature(run).parameters
-    choice = [own[name] for name in ("impl", "mode", "backend")]
-    every = [*inspect.signature(call).parameters.values(), *choice]
+    run_parameters = inspect.signature(run).parameters
+    choice = [run_parameters[name] for name in ("impl", "mode", "backend")]
+    all_parameters = [*inspect.signature(call).parameters.values(), *choice]
     run.__name__ = run.__qualname__ = op_name
-    run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(all_parameters)  # type: ignore[attr-defined]
     run.__doc__ = call.__doc__
     return run
 

@@ -42,8 +42,8 @@ def clip_coef_fn(
     if loss_type in TOKENS_ONLY:
         none = torch.zeros_like(coef, dtype=torch.bool)
         return None, none, none
-    low, high = 1 - epsilon_low, 1 + epsilon_high
-    return coef.clamp(low, high), coef < low, coef > high
+    lowest, highest = 1 - epsilon_low, 1 + epsilon_high
+    return coef.clamp(lowest, highest), coef < lowest, coef > highest
 
 
 def get_gamma_weights(
@@ -66,8 +66,8 @@ def get_gamma_weights(
     if importance_sampling_ratio is not None:
         columns["ratios"] = of_answers(importance_sampling_ratio.detach(), mask)
     values = (k_pos, lambda_pos, k_neg, lambda_neg)
-    named: dict[str, Any] = {f"vespo_{n}": v for n, v in zip(_VESPO, values, strict=True)}
-    options = losses.PolicyOptions(loss_type="vespo", **named)
+    vespo_options: dict[str, Any] = {f"vespo_{n}": v for n, v in zip(_VESPO, values, strict=True)}
+    options = losses.PolicyOptions(loss_type="vespo", **vespo_options)
     return _vespo_weight(log_ratio, columns, mask, options)
 
 
@@ -121,8 +121,8 @@ class LigerFusedLinearGRPOLoss(Options):
     @property
     def loss_options(self) -> dict[str, Any]:
         """Options of the loss type; trainers pass those of all of them."""
-        reads = POLICY[self.loss_type].reads if self.loss_type in POLICY else ()
-        options = {name: getattr(self, name, self.max_completion_length) for name in reads}
+        names = POLICY[self.loss_type].reads if self.loss_type in POLICY else ()
+        options = {name: getattr(self, name, self.max_completion_length) for name in names}
         level = None if self.loss_type == "vespo" else self.importance_sampling_level
         correct = self.use_bias_correction_kl and self.beta != 0
         return {
@@ -238,26 +238,26 @@ def _tokens(
             f"{GRPO}: logits must be (B, L + 1, V) and completion_ids (B, L), got "
             f"{tuple(logits.shape)} and {tuple(ids.shape)}"
         )
-    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    is_counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     tokens = ops.token_log_prob(
         logits[:, :-1],
-        ids.masked_fill(~counted, -100),
+        ids.masked_fill(~is_counted, -100),
         temperature=temperature,
         outputs=("log_prob",),
     )
     assert tokens.log_prob is not None
-    return tokens.log_prob, counted
+    return tokens.log_prob, is_counted
 
 
 def _options(loss_type: str, **options: Any) -> losses.PolicyOptions:
     """Options that the loss type reads; callers pass those of all of them."""
     if loss_type not in POLICY:
         raise ArgumentError(f"Unknown loss_type: {loss_type}")
-    read = {*POLICY[loss_type].reads, "beta", "correct_kl", "level"}
+    names = {*POLICY[loss_type].reads, "beta", "correct_kl", "level"}
     if loss_type == "vespo":
-        read.remove("level")
+        names.remove("level")
     return losses.PolicyOptions(
-        loss_type=loss_type, **{name: value for name, value in options.items() if name in read}
+        loss_type=loss_type, **{name: value for name, value in options.items() if name in names}
     )
 
 
@@ -266,8 +266,8 @@ def _clipped(ratio: Tensor, advantage: Tensor, o: losses.PolicyOptions) -> Tenso
     if o.loss_type == "cispo":
         clipped = (ratio > o.epsilon_high) & (advantage > 0)
     elif POLICY[o.loss_type].surrogate is formulas.clipped:
-        low, high = ratio < 1 - o.epsilon_low, ratio > 1 + o.epsilon_high
-        clipped = (low & (advantage < 0)) | (high & (advantage > 0))
+        is_below, is_above = ratio < 1 - o.epsilon_low, ratio > 1 + o.epsilon_high
+        clipped = (is_below & (advantage < 0)) | (is_above & (advantage > 0))
     else:
         clipped = torch.zeros_like(ratio, dtype=torch.bool)
     return clipped.float()
@@ -282,21 +282,21 @@ def _losses(
     o: losses.PolicyOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Loss, divergence, clipping and counting of tokens; what does not count is 0."""
-    own, counted = _tokens(logits, ids, mask, temperature)
+    log_prob, is_counted = _tokens(logits, ids, mask, temperature)
     c: dict[str, Tensor] = {k: x.detach().float() for k, x in columns.items() if x is not None}
-    c = {k: (x.unsqueeze(1) if x.ndim == 1 else x).expand(own.shape) for k, x in c.items()}
-    c["mask"] = counted
-    ratio = formulas._ratio(own, c, o)
-    loss = POLICY[o.loss_type].surrogate(ratio, own, c, o)
+    c = {k: (x.unsqueeze(1) if x.ndim == 1 else x).expand(log_prob.shape) for k, x in c.items()}
+    c["mask"] = is_counted
+    ratio = formulas._ratio(log_prob, c, o)
+    loss = POLICY[o.loss_type].surrogate(ratio, log_prob, c, o)
     if "ratios" in c and o.loss_type != "vespo":
         loss = loss * c["ratios"]
     kl = None
     if o.beta:
-        kl = formulas._kl(own, ratio, c, o)
+        kl = formulas._kl(log_prob, ratio, c, o)
         loss = loss + o.beta * kl
-        kl = torch.where(counted, kl.detach(), 0)
-    clipped = torch.where(counted, _clipped(ratio.detach(), c["advantage"], o), 0)
-    return torch.where(counted, loss, 0), kl, clipped, counted
+        kl = torch.where(is_counted, kl.detach(), 0)
+    clipped = torch.where(is_counted, _clipped(ratio.detach(), c["advantage"], o), 0)
+    return torch.where(is_counted, loss, 0), kl, clipped, is_counted
 
 
 def grpo_loss(
@@ -350,30 +350,30 @@ def grpo_loss(
         "ratios": vllm_is_ratio,
         "weight": phi_seq,
     }
-    loss, kl, clipped, counted = _losses(
+    loss, kl, clipped, is_counted = _losses(
         logits, completion_ids, columns, completion_mask, temperature, o
     )
     if not reduce:
         return loss, kl, clipped
-    return _reduced(loss, kl, clipped, counted, o, num_items_in_batch)
+    return _reduced(loss, kl, clipped, is_counted, o, num_items_in_batch)
 
 
 def _reduced(
     loss: Tensor,
     kl: Tensor | None,
     clipped: Tensor,
-    counted: Tensor,
+    is_counted: Tensor,
     o: losses.PolicyOptions,
     num_items: Tensor | float | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The loss of a batch, and means over the tokens that count."""
     processes, group = ranks()
     batch = formulas.Batch(
-        counted, lambda: divisor(GRPO, counted, num_items, processes, group), 1, o.max_length
+        is_counted, lambda: divisor(GRPO, is_counted, num_items, processes, group), 1, o.max_length
     )
     total = (loss * POLICY[o.loss_type].weight(batch).to(loss.device)).sum()
-    mean = None if kl is None else masked_mean(kl, counted)
-    return total, mean, masked_mean(clipped, counted)
+    mean = None if kl is None else masked_mean(kl, is_counted)
+    return total, mean, masked_mean(clipped, is_counted)
 
 
 GrpoLossFunction = function_class("GrpoLossFunction", grpo_loss)
@@ -388,11 +388,11 @@ def _reduce_grpo_loss(
 ) -> Tensor:
     """The loss of a batch, of losses of its tokens."""
     mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask
-    counted, none = mask != 0, torch.zeros_like(per_token_loss)
+    is_counted, none = mask != 0, torch.zeros_like(per_token_loss)
     length = max_completion_length or per_token_loss.shape[1]
     o = _options(loss_type, max_length=length)
-    loss = torch.where(counted, per_token_loss, 0)
-    return _reduced(loss, None, none, counted, o, num_items_in_batch)[0]
+    loss = torch.where(is_counted, per_token_loss, 0)
+    return _reduced(loss, None, none, is_counted, o, num_items_in_batch)[0]
 
 
 _VESPO_OPTIONS: dict[str, Any] = {
@@ -409,16 +409,16 @@ def _grpo_loss(**options: Any) -> Any:
     if options["loss_type"] == "vespo":
         if options.get("importance_sampling_level") == "sequence":
             raise ArgumentError("loss_type='vespo' requires importance_sampling_level='token'.")
-        own, counted = _tokens(
+        log_prob, is_counted = _tokens(
             options["logits"].detach(),
             options["completion_ids"],
             options["completion_mask"],
             options["temperature"],
         )
-        before = own if options["old_logp"] is None else options["old_logp"]
+        old_log_prob = log_prob if options["old_logp"] is None else options["old_logp"]
         ratios = options.get("vllm_is_ratio")
         options["phi_seq"] = get_gamma_weights(
-            options["advantages"], own - before, counted, ratios, *vespo
+            options["advantages"], log_prob - old_log_prob, is_counted, ratios, *vespo
         )
     loss, kl, clipped = grpo_loss(**options)
     if not options["reduce"]:

@@ -41,10 +41,12 @@ class _Pairs(Options):
         self, head: losses.Head, target: Tensor, nll_target: Tensor | None
     ) -> tuple[ops.LogProbOutput, Tensor, Tensor, tuple[Tensor, ...]]:
         """Log-probabilities of tokens, of sequences, the chosen NLL, and what is returned first."""
-        own, sums, nll = pair_answers(head, target, nll_target, self.ignore_index, self.average)
+        statistics, sums, nll = pair_answers(
+            head, target, nll_target, self.ignore_index, self.average
+        )
         means = [x.mean() for x in every_logit(head, target).chunk(2)]
-        shown = nll.detach() if self.compute_nll_loss else torch.zeros_like(nll)
-        return own, sums, nll, (*sums.detach().chunk(2), *means, shown)
+        nll_shown = nll.detach() if self.compute_nll_loss else torch.zeros_like(nll)
+        return statistics, sums, nll, (*sums.detach().chunk(2), *means, nll_shown)
 
 
 def _dpo_types(loss_type: str | list[str], label_smoothing: float) -> tuple[str, ...]:
@@ -105,14 +107,16 @@ class LigerFusedLinearDPOLoss(_Pairs):
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
-        before = _reference(self, (ref_input, ref_weight, ref_bias), target)
-        own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
+        reference = _reference(self, (ref_input, ref_weight, ref_bias), target)
+        statistics, sums, nll, first = self.tokens(
+            losses.Head(_input, lin_weight, bias), target, None
+        )
         loss, _ = losses.dpo_loss(
-            own, target, before, ignore_index=self.ignore_index, **self.loss_options
+            statistics, target, reference, ignore_index=self.ignore_index, **self.loss_options
         )
         if self.compute_nll_loss:
             loss = loss + self.alpha * nll
-        rewards = self.beta * (sums - before).detach()
+        rewards = self.beta * (sums - reference).detach()
         return loss, (*first, *rewards.chunk(2))
 
 
@@ -140,12 +144,12 @@ class _Margins(_Pairs):
         """Loss, and the chosen and rejected rewards after the rest."""
         head = losses.Head(_input, lin_weight, bias)
         nll_target = chosen_labels(type(self).__name__, nll_target, target)
-        own, sums, nll, first = self.tokens(head, target, nll_target)
-        more: dict[str, Any] = {}
+        statistics, sums, nll, first = self.tokens(head, target, nll_target)
+        extra: dict[str, Any] = {}
         if self.loss_type != "orpo":
-            more["length_normalized"] = self.average
+            extra["length_normalized"] = self.average
         loss, _ = losses.cpo_loss(
-            own, target, ignore_index=self.ignore_index, **self.loss_options, **more
+            statistics, target, ignore_index=self.ignore_index, **self.loss_options, **extra
         )
         if self.compute_nll_loss:
             loss = loss + getattr(self, "alpha", 1.0) * nll
@@ -226,17 +230,19 @@ class LigerFusedLinearKTOLoss(Options):
         if preference_labels is None:
             raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
         average, ignored = self.average_log_prob, self.ignore_index
-        before = _reference(self, (ref_input, ref_weight, ref_bias), target)
+        reference = _reference(self, (ref_input, ref_weight, ref_bias), target)
         head = losses.Head(_input, lin_weight, bias)
         tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
-        own = sequences(tokens, target != ignored, None, average)
+        sums = sequences(tokens, target != ignored, None, average)
         liked = preference_labels.bool()
         sign = torch.where(liked, 1.0, -1.0)
-        kl = torch.as_tensor(0.0 if kl is None else kl, dtype=own.dtype, device=own.device)
-        each = 1 - torch.sigmoid(self.beta * sign * (own - before - kl.reshape(-1)))
+        kl = torch.as_tensor(0.0 if kl is None else kl, dtype=sums.dtype, device=sums.device)
+        losses_of_answers = 1 - torch.sigmoid(
+            self.beta * sign * (sums - reference - kl.reshape(-1))
+        )
         logits = every_logit(head, target) * (target.shape[1] * lin_weight.shape[0])
-        rewards = self.beta * (own - before).detach()
-        return each.mean(), by_side(liked, own.detach(), logits, rewards)
+        rewards = self.beta * (sums - reference).detach()
+        return losses_of_answers.mean(), by_side(liked, sums.detach(), logits, rewards)
 
 
 # --- distillation ---
@@ -334,13 +340,13 @@ class _Sealed(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        known = cls.__module__ == __name__
-        written = [name for name in _HOOKS if name in vars(cls)]
-        if written and not known:
+        is_internal = cls.__module__ == __name__
+        overridden = [name for name in _HOOKS if name in vars(cls)]
+        if overridden and not is_internal:
             base = next(b for b in cls.__mro__ if b.__name__.endswith("Base"))
             raise TypeError(
-                f"{cls.__name__}: {', '.join(written)} of {cls.__bases__[0].__name__} would not be "
-                f"called; derive from {base.__name__}"
+                f"{cls.__name__}: {', '.join(overridden)} of {cls.__bases__[0].__name__} would not "
+                f"be called; derive from {base.__name__}"
             )
 
 
@@ -359,7 +365,7 @@ def _applied(loss: Any, names: str, **defaults: Any) -> Callable[..., Any]:
         n: loss.defaults[n] if n in loss.defaults else call[renamed.get(n, n)].default
         for n in order
     } | defaults
-    needed = max((i for i, n in enumerate(order) if usual[n] is of.empty), default=-1)
+    last_required = max((i for i, n in enumerate(order) if usual[n] is of.empty), default=-1)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         """The loss, and what the module returns with it."""
@@ -371,11 +377,11 @@ def _applied(loss: Any, names: str, **defaults: Any) -> Callable[..., Any]:
             **{renamed.get(n, n): v for n, v in arguments.items() if n not in loss.defaults}
         )
 
-    shown = [
-        of(n, of.POSITIONAL_OR_KEYWORD, default=of.empty if i <= needed else usual[n])
+    signature_parameters = [
+        of(n, of.POSITIONAL_OR_KEYWORD, default=of.empty if i <= last_required else usual[n])
         for i, n in enumerate(order)
     ]
-    apply.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    apply.__signature__ = inspect.Signature(signature_parameters)  # type: ignore[attr-defined]
     return apply
 
 

@@ -30,10 +30,10 @@ def parameters(names: str, like: Call, **defaults: Any) -> dict[str, inspect.Par
         like: Has the defaults.
         defaults: Defaults that differ.
     """
-    known, parameters = inspect.signature(like).parameters, {}
-    for name, _, ours in (entry.partition(":") for entry in names.split()):
-        own = known.get(ours or name)
-        default = defaults.get(name, own.default if own else None)
+    known_parameters, parameters = inspect.signature(like).parameters, {}
+    for name, _, our_name in (entry.partition(":") for entry in names.split()):
+        parameter = known_parameters.get(our_name or name)
+        default = defaults.get(name, parameter.default if parameter else None)
         parameters[name] = inspect.Parameter(
             name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default
         )
@@ -51,25 +51,30 @@ def adapter(call: Call, names: str, like: Call | None = None, **defaults: Any) -
         defaults: Defaults that differ.
     """
     like = like or call
-    known = {*inspect.signature(like).parameters, *defaults}
-    ours = {n: o or n for n, _, o in (entry.partition(":") for entry in names.split())}
-    order, idle = tuple(ours), frozenset(n for n, o in ours.items() if o not in known)
+    known_names = {*inspect.signature(like).parameters, *defaults}
+    our_names = {n: o or n for n, _, o in (entry.partition(":") for entry in names.split())}
+    order, idle = (
+        tuple(our_names),
+        frozenset(n for n, o in our_names.items() if o not in known_names),
+    )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(args) > len(order):
             raise TypeError(f"takes {len(order)} arguments ({', '.join(order)}), got {len(args)}")
         arguments = {**defaults, **dict(zip(order, args)), **kwargs}
-        return call(**{ours.get(n, n): value for n, value in arguments.items() if n not in idle})
+        return call(
+            **{our_names.get(n, n): value for n, value in arguments.items() if n not in idle}
+        )
 
-    shown = parameters(names, like, **defaults).values()
-    run.__signature__ = _signature(shown)  # type: ignore[attr-defined]
+    shown_parameters = parameters(names, like, **defaults).values()
+    run.__signature__ = _signature(shown_parameters)  # type: ignore[attr-defined]
     run.__doc__ = call.__doc__
     return run
 
 
-def _signature(shown: Any) -> inspect.Signature:
+def _signature(parameters_in_order: Any) -> inspect.Signature:
     """One whose required arguments may stand behind optional ones, which then are required too."""
-    parameters, empty = [*shown], inspect.Parameter.empty
+    parameters, empty = [*parameters_in_order], inspect.Parameter.empty
     last = max((i for i, p in enumerate(parameters) if p.default is empty), default=-1)
     return inspect.Signature(
         [p.replace(default=empty) if i < last else p for i, p in enumerate(parameters)]
@@ -144,7 +149,7 @@ _HOMES = {
     **dict.fromkeys(("", "Moe"), "transformers.modeling_outputs"),
     **{name: f"transformers.models.{at}.modeling_{at}" for name, at in _MODELS.items()},
 }
-MODEL_OUTPUTS = {f"{_PREFIX}{name}{_SUFFIX}": home for name, home in _HOMES.items()}
+MODEL_OUTPUTS = {f"{_PREFIX}{name}{_SUFFIX}": module_name for name, module_name in _HOMES.items()}
 """Outputs of models that also have the share of right tokens and the likeliest ones.
 
 Class to the module of the one of transformers that it derives from.
@@ -183,8 +188,8 @@ def functions(path: str, names: str) -> dict[str, type[Any]]:
 
 def make_loaded() -> None:
     """Make the classes whose models are imported: compilers cannot trace that."""
-    for name, home in MODEL_OUTPUTS.items():
-        if home in sys.modules:
+    for name, module_name in MODEL_OUTPUTS.items():
+        if module_name in sys.modules:
             with contextlib.suppress(AttributeError):
                 _output_class(name)
 
@@ -192,8 +197,8 @@ def make_loaded() -> None:
 def extended(output: Any, token_accuracy: Any = None, predicted_tokens: Any = None) -> Any:
     """A model's output in the class here that derives from its own; a tuple gets what there is."""
     if isinstance(output, tuple):
-        more = (token_accuracy, predicted_tokens)
-        return (*output, *(x for x in more if x is not None))
+        extra = (token_accuracy, predicted_tokens)
+        return (*output, *(x for x in extra if x is not None))
     output_class = _EXTENDED.get(type(output))
     if output_class is None:
         return output

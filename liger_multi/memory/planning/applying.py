@@ -96,9 +96,9 @@ class Applied:
     def __str__(self) -> str:
         return "; ".join(self.done) or "nothing to apply"
 
-    def add(self, words: str, undo: Any) -> None:
+    def add(self, description: str, undo: Any) -> None:
         """Record a step and the function that undoes it."""
-        self.done.append(words)
+        self.done.append(description)
         self._undo.callback(undo)
 
 
@@ -144,15 +144,15 @@ def prepare(model: Any, settings: Settings, simulated: bool = False) -> Applied:
 
 
 def _attention(applied: Applied, model: Any, settings: Settings, simulated: bool) -> None:
-    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    current = getattr(getattr(model, "config", None), "_attn_implementation", None)
     # ours materializes nothing quadratic either, and serves models that have no SDPA
-    same = (None, settings.attention, *["liger_multi"] * (settings.attention == "sdpa"))
-    if simulated or before in same:
+    equivalent = (None, settings.attention, *["liger_multi"] * (settings.attention == "sdpa"))
+    if simulated or current in equivalent:
         return
     model.set_attn_implementation(settings.attention)
     applied.add(
-        f"attention {settings.attention} instead of {before}",
-        lambda: model.set_attn_implementation(before),
+        f"attention {settings.attention} instead of {current}",
+        lambda: model.set_attn_implementation(current),
     )
 
 
@@ -209,9 +209,9 @@ def _tile(applied: Applied, model: nn.Module, settings: Settings) -> None:
     mlps = mlps_of(model)
     if not mlps:
         raise ValueError(f"{type(model).__name__} has no MLP that could run in tiles")
-    taken = [type(m).__name__ for m in mlps if "forward" in m.__dict__]
-    if taken:
-        raise ValueError(f"the forward of {taken[0]} was replaced already; undo that first")
+    replaced = [type(m).__name__ for m in mlps if "forward" in m.__dict__]
+    if replaced:
+        raise ValueError(f"the forward of {replaced[0]} was replaced already; undo that first")
     for mlp in mlps:
         mlp.__dict__["forward"] = _TiledForward(mlp, settings.tiles)
 

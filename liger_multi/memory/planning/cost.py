@@ -133,10 +133,10 @@ def card_of(spec: str | int | Card) -> tuple[Card, int]:
         if not key[:1].isdigit():
             raise ValueError(f"{unknown('card', spec, CARDS)}; or a size such as '24GiB' or '24GB'")
     size = parse_memory(spec, "memory")
-    near = min(CARDS.values(), key=lambda c: (abs(math.log(c.memory / size)), c.bandwidth))
-    values = (near.products16, near.products32, near.bandwidth, near.link, near.host)
-    rest = (near.source, near.bf16, True, near.products8)
-    return Card(near.name, size, *values, *rest), size
+    nearest = min(CARDS.values(), key=lambda c: (abs(math.log(c.memory / size)), c.bandwidth))
+    values = (nearest.products16, nearest.products32, nearest.bandwidth, nearest.link, nearest.host)
+    properties = (nearest.source, nearest.bf16, True, nearest.products8)
+    return Card(nearest.name, size, *values, *properties), size
 
 
 # --- the host ---
@@ -233,5 +233,5 @@ def step_seconds(
     link = LINK * card.link
     hidden = max(compute, traffic.overlapped / link, traffic.host / (LINK * card.host))
     update = optimizer_bytes / (STREAM * card.bandwidth)
-    away = traffic.states / HOST_MEMORY + traffic.gradients / (LINK * card.host)
-    return hidden + traffic.waited / link + update + away
+    offloading = traffic.states / HOST_MEMORY + traffic.gradients / (LINK * card.host)
+    return hidden + traffic.waited / link + update + offloading

@@ -30,8 +30,8 @@ from liger_multi.memory.planning.traces import (
     Head,
     Part,
     Trace,
+    add_bytes,
     peak_of,
-    plus,
     sequence_of,
     vector,
     work_of,
@@ -152,43 +152,43 @@ class Passes:
 
     def _body(self, settings: Settings, recompute: str) -> Body | None:
         key, micro = _body_key(settings, recompute), settings.micro_batch
-        known = self._known(self._bodies, "bodies", key, Body)
-        if micro in known:
-            return known[micro]
+        simulated = self._simulated_pieces(self._bodies, "bodies", key, Body)
+        if micro in simulated:
+            return simulated[micro]
         if (key, micro) not in self._derived_bodies and self.device != "cpu":
             # small activations are not offloaded, and which ones are small depends on the sequences
-            derived = _along(known, micro, settings.offload_activations)
-            derived = derived or self._across(settings, recompute)
+            derived = _from_other_batches(simulated, micro, settings.offload_activations)
+            derived = derived or self._between_device_counts(settings, recompute)
             if derived is not None:
                 self._derived_bodies[key, micro] = derived
         return self._derived_bodies.get((key, micro))
 
-    def _across(self, settings: Settings, recompute: str) -> Body | None:
+    def _between_device_counts(self, settings: Settings, recompute: str) -> Body | None:
         """Interpolate between the fewest and the most devices: sizes fall as one over them."""
-        low, high = self.tensors
-        if not low < settings.tensor < high:
+        fewest, most_devices = self.tensors
+        if not fewest < settings.tensor < most_devices:
             return None
         ends = []
-        for tensor in (low, high):
-            one = replace(settings, tensor=tensor)
-            known = self._body(one, recompute)
-            ends.append(known or self._simulate(one, recompute, self.shapes.depth)[0])
-        share = (1 / settings.tensor - 1 / low) / (1 / high - 1 / low)
-        return ends[0].toward(ends[1], share) if ends[0].alike(ends[1]) else None
+        for tensor in (fewest, most_devices):
+            end_settings = replace(settings, tensor=tensor)
+            body = self._body(end_settings, recompute)
+            ends.append(body or self._simulate(end_settings, recompute, self.shapes.depth)[0])
+        share = (1 / settings.tensor - 1 / fewest) / (1 / most_devices - 1 / fewest)
+        return ends[0].interpolated(ends[1], share) if ends[0].same_events(ends[1]) else None
 
     def _head(self, settings: Settings) -> Head | None:
         key, micro = _head_key(settings), settings.micro_batch
-        known = self._known(self._heads, "heads", key, Head)
-        if micro in known:
-            return known[micro]
+        simulated = self._simulated_pieces(self._heads, "heads", key, Head)
+        if micro in simulated:
+            return simulated[micro]
         # with several chunks, the bytes moved grow with their number as well
         if (key, micro) not in self._derived_heads and self.device != "cpu" and not key.chunk:
-            derived = _along(known, micro)
+            derived = _from_other_batches(simulated, micro)
             if derived is not None:
                 self._derived_heads[key, micro] = derived
         return self._derived_heads.get((key, micro))
 
-    def _known(
+    def _simulated_pieces(
         self, table: dict[Settings, dict[int, Piece]], section: str, key: Settings, cls: type[Piece]
     ) -> dict[int, Piece]:
         """Simulated pieces by the number of sequences."""
@@ -223,10 +223,10 @@ class Passes:
             body = body.shorter(self.shapes.depth)
         if depth != 1 or self.shapes.count == 1:
             key = _body_key(settings, recompute)
-            self._known(self._bodies, "bodies", key, Body)[micro] = body
+            self._simulated_pieces(self._bodies, "bodies", key, Body)[micro] = body
             self._keep("bodies", key, micro, body)
         key = _head_key(settings)
-        self._known(self._heads, "heads", key, Head)[micro] = head
+        self._simulated_pieces(self._heads, "heads", key, Head)[micro] = head
         self._keep("heads", key, micro, head)
         return body, head
 
@@ -237,10 +237,10 @@ class Passes:
             model = self.shapes.model(dtype, settings.attention, settings.tensor, depth)
             path, layers = layers_of(model)
             target = replace(settings, recompute=recompute, layers=len(layers))
-            around = prepare(model, target, True)
+            context = prepare(model, target, True)
             inner = model.get_submodule(path.rpartition(".")[0])
             inner = None if inner is model else inner
-            self._prepared[key] = Prepared(model, layers, inner, around)
+            self._prepared[key] = Prepared(model, layers, inner, context)
             if settings.ranks > 1:
                 self._prepared[key].shard(settings.ranks)
         return self._prepared[key]
@@ -249,9 +249,9 @@ class Passes:
         self, settings: Settings, recompute: str, depth: int | None
     ) -> tuple[Body, Head]:
         self.simulations += 1
-        some = replace(settings, recompute=recompute, layers=recompute != "none")
+        variant = replace(settings, recompute=recompute, layers=recompute != "none")
         size = f"{settings.micro_batch} x {settings.sequence:,}"
-        self.said(f"simulation {self.simulations}: {size}, {some}")
+        self.said(f"simulation {self.simulations}: {size}, {variant}")
         prepared = self._prepare(settings, recompute, depth)
         model, layers = prepared.model, prepared.layers
         simulation = Cutting(
@@ -287,9 +287,9 @@ class Passes:
         parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
         body.buffers = simulation.standing() - parameter_bytes
         if offload is not None:
-            inside = sent[1] - sent[0]
-            body.offloaded = inside / len(layers)
-            body.offloaded_outside = offload.offloaded_bytes - inside
+            in_layers = sent[1] - sent[0]
+            body.offloaded = in_layers / len(layers)
+            body.offloaded_outside = offload.offloaded_bytes - in_layers
             for layer in body.layers:
                 layer.forward.work.launches += PARKED * offload.offloaded_tensors / len(layers)
         return body, head
@@ -342,14 +342,16 @@ def _name(key: Settings, device: str) -> str:
     return f"{device} {sorted(changed.items())}"
 
 
-def _along(known: Mapping[int, Piece], micro: int, between: bool = False) -> Piece | None:
+def _from_other_batches(
+    pieces: Mapping[int, Piece], micro: int, between: bool = False
+) -> Piece | None:
     """Derive a number of sequences from two others, if the same operators ran at both."""
-    for low, high in combinations(sorted(known), 2):
-        if between and not low < micro < high:
+    for smaller, larger in combinations(sorted(pieces), 2):
+        if between and not smaller < micro < larger:
             continue
-        if known[low].alike(known[high]):
-            share = (micro - low) / (high - low)
-            return known[low].toward(known[high], share)
+        if pieces[smaller].same_events(pieces[larger]):
+            share = (micro - smaller) / (larger - smaller)
+            return pieces[smaller].interpolated(pieces[larger], share)
     return None
 
 
@@ -368,10 +370,10 @@ class Static:
     @classmethod
     def of(cls, parameters: Iterable[Any], spec: Optimizer, copies: int) -> Static:
         """Sum over some parameters."""
-        every = list(parameters)
-        trained = [p for p in every if p.requires_grad]
+        tensors = list(parameters)
+        trained = [p for p in tensors if p.requires_grad]
         return cls(
-            sum(p.nbytes for p in every),
+            sum(p.nbytes for p in tensors),
             sum(p.nbytes for p in trained),
             state_bytes(trained, spec, copies),
             temporary_bytes(trained, spec, copies),
@@ -491,10 +493,12 @@ class Predictor:
 
     def traces(self, settings: Settings) -> list[Trace]:
         """The pass that each layer follows, from the first layer on, with a rank's tokens."""
-        count, some = self.shapes.count, min(settings.layers, self.shapes.count)
-        traces = [self.passes.trace(settings, settings.recompute)] * some if some else []
-        if some < count:
-            traces += [self.passes.trace(settings, "none")] * (count - some)
+        count, recomputing = self.shapes.count, min(settings.layers, self.shapes.count)
+        traces = (
+            [self.passes.trace(settings, settings.recompute)] * recomputing if recomputing else []
+        )
+        if recomputing < count:
+            traces += [self.passes.trace(settings, "none")] * (count - recomputing)
         return traces
 
     def _stage(self, settings: Settings, stage: int) -> tuple[int, dict[str, int], int, float]:
@@ -507,14 +511,14 @@ class Predictor:
         parts = forward + backward
         static = self._of_stage(settings, begin, end)
         share = _shares(settings)
-        away = _away(settings)
+        on_host = _on_host(settings)
         dtype, autocast, copies = DTYPES[settings.dtype]
         sizes = {PARAMETERS: static.parameters, GRADIENTS: static.gradients, STATES: static.states}
         ratio = 1.0
         if settings.spread == "fsdp2" and copies:  # its shards are the fp32 weights
             move_copies(sizes, dtype, copies)
             ratio = copies / dtype.itemsize
-        factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
+        factors = vector({n: 0.0 if n in on_host else share.get(n, 1.0) for n in CATEGORIES})
         factors = tuple(
             f * (ratio if n == GRADIENTS else 1) for f, n in zip(factors, CATEGORIES, strict=True)
         )
@@ -532,27 +536,27 @@ class Predictor:
             start[TEMPORARY] = hidden  # a sum of layers on its way
         if settings.offload_activations and self.device != "cpu":  # on their way
             start[OTHER] += min(IN_FLIGHT, traces[0].body.offloaded * (end - begin))
-        waiting = min(stages - stage, settings.accumulation) - 1
-        start[OTHER] += waiting * sum(_kept(forward)) if waiting else 0
-        scratch = round(static.temporaries * share.get(STATES, 1.0)) if not away else 0
+        in_flight = min(stages - stage, settings.accumulation) - 1
+        start[OTHER] += in_flight * sum(_kept_bytes(forward)) if in_flight else 0
+        scratch = round(static.temporaries * share.get(STATES, 1.0)) if not on_host else 0
         extra, ending, devices = 0, 0, settings.data * settings.ranks
-        if devices > 1 or away:
+        if devices > 1 or on_host:
             extra, ending = self.static_memory(settings).gathered(settings.spread, devices, copies)
         last = vector({TEMPORARY: float(max(scratch, ending))})
-        peak, at = peak_of(parts, vector(start), factors, accumulating, last)
+        peak, parts_at_peak = peak_of(parts, vector(start), factors, accumulating, last)
         extra += 0 if self.device == "cpu" else WORKSPACE
-        named = {
+        by_category = {
             name: round(size * factor)
-            for name, size, factor in zip(CATEGORIES, at, factors, strict=True)
+            for name, size, factor in zip(CATEGORIES, parts_at_peak, factors, strict=True)
         }
-        named["gathered and workspace"] = extra
-        stands = [name for name in away if name != STATES or settings.offload_states == "cpu"]
-        host = sum(round(sizes[name] * share.get(name, 1.0)) for name in stands)
+        by_category["gathered and workspace"] = extra
+        in_memory = [name for name in on_host if name != STATES or settings.offload_states == "cpu"]
+        host = sum(round(sizes[name] * share.get(name, 1.0)) for name in in_memory)
         offloaded = sum(trace.body.offloaded for trace in traces[begin:end])
         offloaded += traces[-1].body.offloaded_outside * (end == count)
         seconds = self._seconds(settings, parts, static, offloaded, hidden, end - begin)
-        host += round(offloaded * (waiting + 1))
-        return round(peak) + extra, named, host, seconds
+        host += round(offloaded * (in_flight + 1))
+        return round(peak) + extra, by_category, host, seconds
 
     def _of_stage(self, settings: Settings, begin: int, end: int) -> Static:
         """Static bytes of some layers; the outer stages hold what is outside of layers."""
@@ -576,12 +580,12 @@ class Predictor:
     ) -> float:
         passes, level, data = settings.accumulation, settings.level, settings.data * settings.ranks
         ring = 2 * (data - 1) / data
-        once = ring * static.gradients
+        exchanged = ring * static.gradients
         if level == 3:
             # each pass gathers weights twice and reduces gradients once: half an all-reduce each
-            once = passes * (ring * static.parameters + ring * static.gradients / 2)
+            exchanged = passes * (ring * static.parameters + ring * static.gradients / 2)
         elif level == 2:
-            once = ring / 2 * (passes * static.gradients + static.parameters)
+            exchanged = ring / 2 * (passes * static.gradients + static.parameters)
         if settings.tensor > 1:  # two all-reduces per layer in forward and two in backward
             ring = 2 * (settings.tensor - 1) / settings.tensor
             waited = passes * layers * 4 * ring * hidden
@@ -594,12 +598,12 @@ class Predictor:
         touched = 2 * static.parameters + static.gradients + 2 * static.states
         states = 2 * static.states * shared if settings.offload_states else 0.0
         crossing = (static.gradients + static.parameters) * shared if states else 0.0
-        if PARAMETERS in _away(settings):  # up again for forward and backward of every pass
+        if PARAMETERS in _on_host(settings):  # up again for forward and backward of every pass
             crossing += 2 * passes * static.parameters * shared
         return step_seconds(
             work,
             0.0 if states else touched * shared,
-            Traffic(once, waited, 2 * passes * offloaded, states, crossing),
+            Traffic(exchanged, waited, 2 * passes * offloaded, states, crossing),
             self.card,
             passes,
             settings.pipeline,
@@ -611,16 +615,16 @@ def _shares(settings: Settings) -> dict[str, float]:
     return dict.fromkeys(sharded.get(settings.level, ()), 1 / (settings.data * settings.ranks))
 
 
-def _away(settings: Settings) -> tuple[str, ...]:
+def _on_host(settings: Settings) -> tuple[str, ...]:
     """Bytes on the host: FSDP2 offloads everything that it shards."""
     if not settings.offload_states:
         return ()
     return (STATES, GRADIENTS, PARAMETERS) if settings.spread == "fsdp2" else (STATES,)
 
 
-def _kept(forward: list[Part]) -> Bytes:
+def _kept_bytes(forward: list[Part]) -> Bytes:
     """Bytes that one micro-batch saves for backward."""
     total = NOTHING
     for segment, times in forward:
-        total = plus(total, segment.left(False), times)
+        total = add_bytes(total, segment.net_bytes(False), times)
     return total

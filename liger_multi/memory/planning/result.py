@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import read_yaml
 from liger_multi.errors import ConfigurationError, check_name, shown, unknown
+from liger_multi.files.documents import read_yaml
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import INK, PAPER, PARTS, figure
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import ATTENTIONS, OPTIMIZERS
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import INK, PAPER, PARTS, figure
 
 # --- what is decided, and what is predicted ---
 
@@ -124,20 +124,20 @@ class Settings:
         Raises:
             ConfigurationError: A field that does not exist, or a value that it cannot have.
         """
-        known = {f.name: f.default for f in fields(cls)}
+        defaults = {f.name: f.default for f in fields(cls)}
         for name, value in data.items():
-            check_name(ConfigurationError, f"field of {source}", name, known)
+            check_name(ConfigurationError, f"field of {source}", name, defaults)
             optional = name in ("chunk", "offload_states") and value is None
             types: dict[str, type] = {"chunk": int, "offload_states": str}
-            value_class = types.get(name, type(known[name]))
+            value_class = types.get(name, type(defaults[name]))
             if not optional and type(value) is not value_class:
                 raise ConfigurationError(
                     f"{name} in {source} must be {value_class.__name__}, got {shown(value)}"
                 )
-            least = 0 if name == "layers" else 1
-            if value_class is int and not optional and not least <= value < 2**31:
+            smallest = 0 if name == "layers" else 1
+            if value_class is int and not optional and not smallest <= value < 2**31:
                 raise ConfigurationError(
-                    f"{name} in {source} must be at least {least} and below 2**31, got "
+                    f"{name} in {source} must be at least {smallest} and below 2**31, got "
                     f"{shown(value)}"
                 )
             if name in CHOICES and value not in CHOICES[name]:
@@ -256,8 +256,8 @@ class TrainingPlan(Paged):
     @property
     def nearest(self) -> Candidate:
         """The candidate with the lowest peak; those that fit into the host's memory go first."""
-        most = self.host_memory_bytes or math.inf
-        return min(self.candidates, key=lambda c: (c.host_bytes > most, c.peak_bytes))
+        host_limit = self.host_memory_bytes or math.inf
+        return min(self.candidates, key=lambda c: (c.host_bytes > host_limit, c.peak_bytes))
 
     @property
     def fitting(self) -> list[Candidate]:
@@ -271,7 +271,7 @@ class TrainingPlan(Paged):
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> TrainingPlan:
         """From :meth:`as_data`."""
-        candidates = [Candidate.from_data(one) for one in data["candidates"]]
+        candidates = [Candidate.from_data(candidate) for candidate in data["candidates"]]
         return cls(**{**data, "candidates": candidates})
 
     def draw(self, path: str | Path, most: int = 12) -> None:
@@ -285,7 +285,7 @@ class TrainingPlan(Paged):
     def page(self) -> Page:
         """The best, the others, the limits and notes."""
         page = Page()
-        best, most = self.best if self.best.fits else self.nearest, self.host_memory_bytes
+        best, host_limit = self.best if self.best.fits else self.nearest, self.host_memory_bytes
         facts = [
             ("model", f"{self.model}, {self.layers} layers"),
             (
@@ -293,7 +293,7 @@ class TrainingPlan(Paged):
                 f"{self.devices} x {format_bytes(self.memory_bytes)}, rates of {self.card}",
             ),
             ("may be used", format_bytes(self.budget_bytes)),
-            *([("may be used of the host, each", format_bytes(most))] if most else []),
+            *([("may be used of the host, each", format_bytes(host_limit))] if host_limit else []),
             ("best" if best.fits else "nearest", str(best.settings)),
             ("peak", format_bytes(best.peak_bytes)),
             ("batch", f"{best.settings.sequences} x {best.settings.sequence:,} tokens a step"),
@@ -394,9 +394,9 @@ def load(path: str | Path) -> Settings:
     settings = content.get("settings") if isinstance(content, Mapping) else None
     if not isinstance(settings, Mapping):
         raise ConfigurationError(f"{str(path)!r} has no mapping of settings, got {shown(content)}")
-    known = ("version", "model", "peak_bytes", "memory_bytes", "devices", "settings")
+    allowed = ("version", "model", "peak_bytes", "memory_bytes", "devices", "settings")
     for name in content:
-        check_name(ConfigurationError, f"key of {str(path)!r}", name, known)
+        check_name(ConfigurationError, f"key of {str(path)!r}", name, allowed)
     if content.get("version") != VERSION:
         raise ConfigurationError(
             f"{str(path)!r} has version {content.get('version')!r}, this is {VERSION}"
@@ -425,8 +425,8 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def _uses_deepspeed(settings: Settings) -> bool:
-    alone = settings.spread in ("none", "ddp") and bool(settings.offload_states)
-    return settings.pipeline == 1 and (settings.spread.startswith("zero") or alone)
+    offloads_alone = settings.spread in ("none", "ddp") and bool(settings.offload_states)
+    return settings.pipeline == 1 and (settings.spread.startswith("zero") or offloads_alone)
 
 
 def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
@@ -546,25 +546,25 @@ LABEL_WIDTH = 52  # characters of a line
 def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int = 12) -> None:
     """One bar per candidate: its peak by category, with the budget as a line."""
     chosen = plan.candidates[:most]
-    parts = list(dict.fromkeys(name for one in chosen for name in one.parts))
-    parts = [name for name in parts if any(one.parts.get(name) for one in chosen)]
+    parts = list(dict.fromkeys(name for candidate in chosen for name in candidate.parts))
+    parts = [name for name in parts if any(candidate.parts.get(name) for candidate in chosen)]
     unit, name = (2**30, "GiB") if plan.budget_bytes >= 2**30 else (2**20, "MiB")
-    lines = max(_label(one).count("\n") for one in chosen)
+    lines = max(_label(candidate).count("\n") for candidate in chosen)
     with figure(path, 9.2, 1.5 + (0.38 + 0.14 * lines) * len(chosen), plotted) as canvas:
         axis = canvas.subplots()
-        places = list(range(len(chosen)))[::-1]
+        rows = list(range(len(chosen)))[::-1]
         left = [0.0] * len(chosen)
         for i, part in enumerate(parts):
-            widths = [one.parts.get(part, 0) / unit for one in chosen]
+            widths = [candidate.parts.get(part, 0) / unit for candidate in chosen]
             color = PARTS[i % len(PARTS)]
-            axis.barh(places, widths, left=left, color=color, label=part, height=0.7)
+            axis.barh(rows, widths, left=left, color=color, label=part, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}  # over the budget's line
-        for place, total, one in zip(places, left, chosen, strict=True):
-            speed = f"  {one.relative:.2f}" if one.fits else "  does not fit"
-            axis.annotate(speed, (total, place), va="center", bbox=behind)
+        label_box = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}  # over the budget's line
+        for row, total, candidate in zip(rows, left, chosen, strict=True):
+            speed = f"  {candidate.relative:.2f}" if candidate.fits else "  does not fit"
+            axis.annotate(speed, (total, row), va="center", bbox=label_box)
         axis.axvline(plan.budget_bytes / unit, color=INK, lw=0.9, ls=(0, (3, 3)))
-        axis.set_yticks(places, [_label(one) for one in chosen])
+        axis.set_yticks(rows, [_label(candidate) for candidate in chosen])
         axis.set_xlim(0, 1.15 * max(*left, plan.budget_bytes / unit))
         # in two lines, for names of ways leave little width to the axis
         axis.set_xlabel(f"{name} at the peak\ntime per token beside the bars; dashed: the budget")
@@ -573,7 +573,7 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
         canvas.legend(loc="outside lower center", ncols=4)
 
 
-def _label(one: Candidate) -> str:
-    settings = one.settings
+def _label(candidate: Candidate) -> str:
+    settings = candidate.settings
     text = f"{settings}, {settings.micro_batch} x {settings.accumulation}"
     return textwrap.fill(text, LABEL_WIDTH)

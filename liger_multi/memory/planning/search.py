@@ -181,11 +181,13 @@ def plan(
     result.simulations = search.predictor.simulations
     if not result.best.fits:
         nearest = result.nearest
-        there = f", and {format_bytes(nearest.host_bytes)} on the host" * bool(nearest.host_bytes)
+        host_text = f", and {format_bytes(nearest.host_bytes)} on the host" * bool(
+            nearest.host_bytes
+        )
         raise PlanError(
             f"nothing fits into {format_bytes(search.budget)} of {format_bytes(size)} and "
             f"{format_bytes(host)} of the host for each device: the nearest plan "
-            f"({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}{there}",
+            f"({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}{host_text}",
             nearest,
             result,
         )
@@ -198,9 +200,9 @@ def _store(model_or_config: Any, memory: int) -> Store:
     Pieces of a base in 4 bits depend on the memory of the device.
     """
     if isinstance(model_or_config, Source):
-        own = {} if model_or_config.weights is None else {"memory": memory}
+        weights_key = {} if model_or_config.weights is None else {"memory": memory}
         identity = model_or_config.identity
-        return Store.of({"of": identity, **own} if own else identity)
+        return Store.of({"of": identity, **weights_key} if weights_key else identity)
     if not hasattr(model_or_config, "to_dict"):
         return Store()
     model_class = type(model_or_config)
@@ -231,9 +233,9 @@ def _check(
         ("spread", space.spreads, dict.fromkeys(SPREADS)),
         ("recompute policy", space.policies, POLICIES),
     )
-    for what, names, table in tables:
+    for noun, names, table in tables:
         for name in names:
-            check_name(ValueError, what, name, table)
+            check_name(ValueError, noun, name, table)
     for ranks in space.ranks:
         positive(ranks=ranks)
 
@@ -242,11 +244,11 @@ def _check_float8(space: Space, card: Card, device: str) -> None:
     """Refuse FP8 where it would save no time."""
     if "fp8" not in space.precisions:
         return
-    instead = "precision='fp8' is planned for devices with FP8 GEMMs, got"
+    reason = "precision='fp8' is planned for devices with FP8 GEMMs, got"
     if device == "cpu":
-        raise ValueError(f"{instead} device='cpu'; ask for 'bf16' or 'fp32'")
+        raise ValueError(f"{reason} device='cpu'; ask for 'bf16' or 'fp32'")
     if not card.products8:
-        raise ValueError(f"{instead} {card.name}; ask for {'bf16' if card.bf16 else 'fp16'!r}")
+        raise ValueError(f"{reason} {card.name}; ask for {'bf16' if card.bf16 else 'fp16'!r}")
     if not any(space.patched):
         raise ValueError("precision='fp8' is a patch of this library, got space.patched without")
 
@@ -286,7 +288,7 @@ class _Search:
         self.predictor.passes.tensors = min(shares), max(shares)
         plain = Settings(sequence=sequence, optimizer=optimizer, patched=True)
         heads = self.shapes.facts.heads
-        ways = [
+        computations = [
             replace(plain, precision=precision, tensor=t, pipeline=p, data=data, ranks=ranks)
             for precision in self.space.precisions
             for t, p in layouts
@@ -297,8 +299,8 @@ class _Search:
             if precision != "fp8" or t == 1  # divided layers stay in 16 bits
         ]
         if self.processes > 1:
-            self._simulate_in_two(ways, batch)
-        self._weigh(ways, batch)
+            self._simulate_in_two(computations, batch)
+        self._weigh(computations, batch)
         if not self._best:
             undivided = [ranks for ranks in self.space.ranks if heads % ranks]
             raise ValueError(
@@ -306,11 +308,11 @@ class _Search:
                 + f", and the {heads} heads of mixers not over ranks={undivided}" * bool(undivided)
             )
 
-    def _weigh(self, ways: Iterable[Settings], batch: int | None) -> None:
-        for plain in ways:
+    def _weigh(self, computations: Iterable[Settings], batch: int | None) -> None:
+        for plain in computations:
             self._layout(plain, batch, (plain.tensor, plain.pipeline) == (1, 1))
 
-    def _simulate_in_two(self, ways: Sequence[Settings], batch: int | None) -> None:
+    def _simulate_in_two(self, computations: Sequence[Settings], batch: int | None) -> None:
         """Simulate what the search will need, half of it in a second process.
 
         Settings with extras share next to no simulation with the others. The first one of all is
@@ -318,17 +320,17 @@ class _Search:
         layers are equal.
         """
         passes = self.predictor.passes
-        if not ways or self.shapes.store.names("bodies") or not can_fork():
+        if not computations or self.shapes.store.names("bodies") or not can_fork():
             return
-        for settings in itertools.islice(self._computations(ways[0], True), 1):
+        for settings in itertools.islice(self._computations(computations[0], True), 1):
             self.predictor.traces(settings)
-        before = passes.simulations
+        earlier = passes.simulations
 
         def simulate(weighed: Callable[[Settings], bool]) -> tuple[int, Any]:
             half = _Search(self.predictor, self.space, self.budget, weighed=weighed)
             half._tokens = self._tokens
-            half._weigh(ways, batch)
-            return passes.simulations - before, self.shapes.store.entries()
+            half._weigh(computations, batch)
+            return passes.simulations - earlier, self.shapes.store.entries()
 
         def elsewhere() -> tuple[int, Any]:
             passes.said = lambda _: None  # one process tells what it does
@@ -353,37 +355,37 @@ class _Search:
         ]
 
     def _layout(self, plain: Settings, batch: int | None, first: bool) -> None:
-        several = plain.data * plain.ranks > 1
-        spreads = [s for s in self.space.spreads if s != "none"] if several else ["none"]
+        is_parallel = plain.data * plain.ranks > 1
+        spreads = [s for s in self.space.spreads if s != "none"] if is_parallel else ["none"]
         if plain.pipeline > 1:  # its stages hold whole weights of theirs
             spreads = [s for s in spreads if s in ("ddp", "zero1")] or ["none"]
         if plain.tensor > 1:
             spreads = [s for s in spreads if s in ("none", "ddp", "fsdp2")] or ["ddp"]
         for settings in filter(self._weighed, self._computations(plain, first)):
-            most = min(LARGEST_MICRO, max(1, LARGEST_PASS // settings.tokens))
-            most = 2 ** int(math.log2(most)) if batch is None else batch // settings.data
-            self._micros(settings, batch, most & -most if batch else most, spreads)
+            largest = min(LARGEST_MICRO, max(1, LARGEST_PASS // settings.tokens))
+            largest = 2 ** int(math.log2(largest)) if batch is None else batch // settings.data
+            self._micros(settings, batch, largest & -largest if batch else largest, spreads)
 
     def _is_small(self, settings: Settings) -> bool:
         """Whether a whole model and its states take a small share of a device's memory."""
         return self.predictor.shared_bytes(settings) < SMALL * self.budget
 
     def _micros(
-        self, settings: Settings, batch: int | None, most: int, spreads: Sequence[str]
+        self, settings: Settings, batch: int | None, largest: int, spreads: Sequence[str]
     ) -> None:
         """One sequence at a time, and as many as fit, by powers of two."""
 
         def fits(micro: int) -> bool:
             passes = batch // settings.data // micro if batch else self._passes(settings)
-            some = replace(settings, micro_batch=micro, accumulation=passes)
-            results = [self._spread(some, spread) for spread in spreads]  # every one is noted
+            variant = replace(settings, micro_batch=micro, accumulation=passes)
+            results = [self._spread(variant, spread) for spread in spreads]  # every one is noted
             return any(results)
 
-        if not fits(1) or most == 1:
+        if not fits(1) or largest == 1:
             return
-        micro = min(most, max(2, self._guess(settings, 1)))
+        micro = min(largest, max(2, self._guess(settings, 1)))
         if fits(micro):
-            while micro < most and fits(2 * micro):
+            while micro < largest and fits(2 * micro):
                 micro *= 2
             return
         while micro > 2:
@@ -411,7 +413,7 @@ class _Search:
         """How layers and the head are computed; fewer ways after the first precision."""
         space = self.space
         main = first and plain.precision == space.precisions[0]
-        some = ("none", "norms_and_mlp", "full")
+        fewer_policies = ("none", "norms_and_mlp", "full")
         for attention in space.attentions:
             for patched in space.patched:
                 base = replace(plain, patched=patched, attention=attention)
@@ -420,18 +422,22 @@ class _Search:
                 if not patched:
                     yield from self._policies(base, ("none", "full") if main else ("none",) * first)
                     continue
-                wide, thin = (replace(base, chunk=self._chunk(base, n)) for n in CHUNK_BYTES)
-                yield from self._policies(wide if first else thin, POLICIES if main else some)
-                if main and thin != wide:
-                    yield from self._policies(thin, ("none", "full"))
+                wide, narrow = (replace(base, chunk=self._chunk(base, n)) for n in CHUNK_BYTES)
+                yield from self._policies(
+                    wide if first else narrow, POLICIES if main else fewer_policies
+                )
+                if main and narrow != wide:
+                    yield from self._policies(narrow, ("none", "full"))
                 if first and space.tiled and self.shapes.facts.has_mlps:
                     tiles = max(2, -(-plain.tokens // self.shapes.facts.hidden))
-                    tiled = replace(thin, tiles=tiles)
+                    tiled = replace(narrow, tiles=tiles)
                     yield from self._policies(tiled, ("none", "full") if main else ("full",))
                 if first and space.offload:
-                    away = replace(thin, offload_activations=True)
-                    kept = ("keep_attention",) * (plain.ranks > 1)
-                    yield from self._policies(away, ("none",) * main + ("full", *kept))
+                    offloaded = replace(narrow, offload_activations=True)
+                    attention_policy = ("keep_attention",) * (plain.ranks > 1)
+                    yield from self._policies(
+                        offloaded, ("none",) * main + ("full", *attention_policy)
+                    )
 
     def _policies(self, base: Settings, names: Iterable[str]) -> Iterator[Settings]:
         for name in names:
@@ -445,15 +451,15 @@ class _Search:
         rows = max(LEAST_ROWS, size // (width * max(1, self.shapes.facts.vocabulary)))
         return int(2 ** int(math.log2(max(1, min(rows, 2 * self._tokens - 1)))))
 
-    def _spread(self, some: Settings, spread: str) -> bool:
+    def _spread(self, computation: Settings, spread: str) -> bool:
         """Evaluate one way with every place for optimizer states; returns whether any fits."""
         fits = False
-        for away in self.space.offload_states:
-            if not _exists(some.precision, spread, away):
+        for offload_states in self.space.offload_states:
+            if not _exists(computation.precision, spread, offload_states):
                 continue
-            if some.precision == "fp8" and spread == "fsdp2" and self.shapes.facts.adapted:
+            if computation.precision == "fp8" and spread == "fsdp2" and self.shapes.facts.adapted:
                 continue  # shards of a frozen weight are of the dequantized one
-            settings = replace(some, spread=spread, offload_states=away)
+            settings = replace(computation, spread=spread, offload_states=offload_states)
             candidate = self.predictor.predict(settings, self.budget)
             if not candidate.fits and settings.layers:
                 self._note(candidate)
@@ -481,7 +487,7 @@ class _Search:
         group = _group(s)
         if group not in self._lowest or candidate.peak_bytes < self._lowest[group].peak_bytes:
             self._lowest[group] = candidate
-        key = _way(s)
+        key = _computation_of(s)
         old = self._best.get(key)
         if old is None or _rank(candidate) < _rank(old):
             self._best[key] = candidate
@@ -506,7 +512,7 @@ class _Search:
         simpler = [plain] if candidate.settings.offload_states else []
         if plain.level and self._is_small(plain):
             simpler.append(replace(plain, spread="ddp"))
-        twins = [self._best.get(_way(settings)) for settings in simpler]
+        twins = [self._best.get(_computation_of(settings)) for settings in simpler]
         return min([speed, *(t.tokens_per_second for t in twins if t is not None and t.fits)])
 
     def limits(self, settings: Settings) -> tuple[int, int]:
@@ -514,44 +520,44 @@ class _Search:
 
         No sequence is longer than the positions of the model, or than what was asked for.
         """
-        some: list[Callable[[int], Settings]] = [
+        variants: list[Callable[[int], Settings]] = [
             lambda n: _coarser(replace(settings, micro_batch=n)),
             lambda n: _coarser(replace(settings, micro_batch=1, sequence=n * STEP)),
         ]
-        batch = self._largest(some[0], settings.micro_batch)
+        batch = self._largest(variants[0], settings.micro_batch)
         positions = self.shapes.facts.positions
         cap = max(positions, settings.sequence) if positions else 0
         if cap:
             one_sequence = _coarser(replace(settings, micro_batch=1, sequence=cap))
             if self.predictor.predict(one_sequence, self.budget).fits:
                 return batch, cap
-        length = self._largest(some[1], max(1, settings.sequence // STEP), cap // STEP)
+        length = self._largest(variants[1], max(1, settings.sequence // STEP), cap // STEP)
         return batch, length * STEP
 
-    def _largest(self, settings: Callable[[int], Settings], known: int, most: int = 0) -> int:
+    def _largest(self, settings: Callable[[int], Settings], start: int, limit: int = 0) -> int:
         """The largest number that fits, by proportional steps; it was simulated itself.
 
         Args:
             settings: From a number to the settings.
-            known: Where to begin.
-            most: A number that is too large, if one is known.
+            start: Where to begin.
+            limit: A number that is too large, if one is known.
         """
-        low, high, at = 0, most, known
+        fits, fails, guess = 0, limit, start
         for _ in range(TRIES):
-            candidate = self.predictor.predict(settings(at), self.budget)
-            low, high = (at, high) if candidate.fits else (low, at)
-            growing = self.predictor.growing(settings(at))
+            candidate = self.predictor.predict(settings(guess), self.budget)
+            fits, fails = (guess, fails) if candidate.fits else (fits, guess)
+            growing = self.predictor.growing(settings(guess))
             static = sum(candidate.parts.get(n, 0) for n in ("parameters", "optimizer states"))
-            at = int(at * max(0, self.budget - static) / max(1, growing))
-            if low and high and not low < at < high:
-                at = (low + high) // 2
-            elif high and at >= high:
-                at = high // 2
-            elif low and at <= low:
-                at = low + max(1, low // 16)
-            if at < 1 or at == low or (high and at >= high) or at > MOST:
+            guess = int(guess * max(0, self.budget - static) / max(1, growing))
+            if fits and fails and not fits < guess < fails:
+                guess = (fits + fails) // 2
+            elif fails and guess >= fails:
+                guess = fails // 2
+            elif fits and guess <= fits:
+                guess = fits + max(1, fits // 16)
+            if guess < 1 or guess == fits or (fails and guess >= fails) or guess > MOST:
                 break
-        return low
+        return fits
 
 
 def _coarser(settings: Settings) -> Settings:
@@ -569,7 +575,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     return False, (1 + 1e-6 * sum(map(int, extras))) / candidate.tokens_per_second
 
 
-def _way(settings: Settings) -> Settings:
+def _computation_of(settings: Settings) -> Settings:
     """The settings by which two ways to train differ."""
     layers = bool(settings.layers)
     return replace(settings, micro_batch=1, accumulation=1, layers=layers, chunk=None)
@@ -583,11 +589,13 @@ def _rank_shown(candidate: Candidate) -> tuple[bool, float, bool, bool, int]:
     return False, round(candidate.relative, 2), s.precision in PURE, bool(s.offload_states), s.level
 
 
-def _exists(precision: str, spread: str, away: str | None) -> bool:
+def _exists(precision: str, spread: str, offload_states: str | None) -> bool:
     """Whether an engine supports it: DeepSpeed keeps fp32 weights, DDP offloads nothing."""
     if precision in PURE:
-        return not spread.startswith("zero") and (spread == "fsdp2" or not away)
-    return not (away and spread == "ddp") and not (away == "nvme" and spread == "fsdp2")
+        return not spread.startswith("zero") and (spread == "fsdp2" or not offload_states)
+    return not (offload_states and spread == "ddp") and not (
+        offload_states == "nvme" and spread == "fsdp2"
+    )
 
 
 def _has_extras(settings: Settings) -> bool:
@@ -618,14 +626,14 @@ def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     if the process failed; the caller then does the work itself and meets the error.
     """
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(work, there), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(work, sender), daemon=True)
     process.start()
-    there.close()
+    sender.close()
 
     def result() -> Any:
         try:
-            return here.recv()
+            return receiver.recv()
         except (EOFError, OSError):
             return None
 
@@ -634,13 +642,13 @@ def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     finally:
         process.terminate()
         process.join()
-        here.close()
+        receiver.close()
 
 
-def _work(work: Callable[[], Any], to: Connection) -> None:
+def _work(work: Callable[[], Any], sender: Connection) -> None:
     torch.set_num_threads(1)  # those of the first process are not here
     with contextlib.suppress(Exception):
-        to.send(work())
+        sender.send(work())
 
 
 # --- what a plan cannot do by itself ---
@@ -756,7 +764,7 @@ NOTES = (
 def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
     """Notes on the best candidate, or on the nearest where nothing fits."""
     best = plan.best if plan.best.fits else plan.nearest
-    way, positions = _Way(best, best.settings, card, shapes), shapes.facts.positions
+    note_context, positions = _Way(best, best.settings, card, shapes), shapes.facts.positions
     length = beyond(positions, best.settings.sequence)
     if not length and positions and positions in (plan.longest_sequence, plan.most_sequence):
         length = (
@@ -764,6 +772,8 @@ def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
             f"{positions:,}); memory would allow more."
         )
     sizes = {"host": best.host_bytes, "quantized": shapes.quantized}
-    words = {name: format_bytes(size) for name, size in sizes.items()}
-    notes = [note.text.format(w=way, **words) for note in NOTES if note.holds(way)]
+    sizes_text = {name: format_bytes(size) for name, size in sizes.items()}
+    notes = [
+        note.text.format(w=note_context, **sizes_text) for note in NOTES if note.holds(note_context)
+    ]
     return [length, *notes] if length else notes

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi import parameters
 from liger_multi.memory.estimation import blocks_of, meta_model
 from liger_multi.memory.planning.applying import in_float8, layers_of, mlps_of
 from liger_multi.memory.planning.store import Store
@@ -24,6 +23,7 @@ from liger_multi.memory.recorder import stored
 from liger_multi.memory.setup import common_heads
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import positions_of
+from liger_multi.modules import parameters
 from liger_multi.ops import QuantizedWeight
 
 # --- frozen weights of few bits ---
@@ -155,19 +155,19 @@ class Forms:
                 for t in stored(p)
             ]
 
-        def outside(parts: Iterable[nn.Module]) -> list[Form]:
-            inside = {id(p) for part in parts for p in part.parameters()}
-            return forms(p for p in model.parameters() if id(p) not in inside)
+        def forms_outside(parts: Iterable[nn.Module]) -> list[Form]:
+            inner_ids = {id(p) for part in parts for p in part.parameters()}
+            return forms(p for p in model.parameters() if id(p) not in inner_ids)
 
-        every = list(layers)
+        layer_list = list(layers)
         blocks = blocks_of(model)
-        each = [forms(layer.parameters()) for layer in every]
+        layer_forms = [forms(layer.parameters()) for layer in layer_list]
         block_forms = [forms(block.parameters()) for block in blocks]
         return cls(
-            each[:1] if all(one == each[0] for one in each) else each,
-            outside(every),
-            [one for i, one in enumerate(block_forms) if one not in block_forms[:i]],
-            outside(blocks),
+            layer_forms[:1] if all(form == layer_forms[0] for form in layer_forms) else layer_forms,
+            forms_outside(layer_list),
+            [form for i, form in enumerate(block_forms) if form not in block_forms[:i]],
+            forms_outside(blocks),
         )
 
 
@@ -218,7 +218,9 @@ class Facts:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Facts:
         """From :meth:`as_data`."""
-        forms = {parts: Forms(**one) for parts, one in data["forms"].items()}
+        forms = {
+            parts: Forms(**fields_of_forms) for parts, fields_of_forms in data["forms"].items()
+        }
         return cls(**{**data, "forms": forms})
 
     def as_data(self) -> dict[str, Any]:
@@ -319,14 +321,14 @@ class Shapes:
             parts: Number of devices.
             float8: Whether frozen weights are kept in FP8.
         """
-        known, key = self.facts.forms, f"{parts}{' in FP8' * float8}"
-        if key not in known:
+        cached, key = self.facts.forms, f"{parts}{' in FP8' * float8}"
+        if key not in cached:
             full = self._part(parts)
             if float8:
                 full = on_meta(full, torch.bfloat16)
                 in_float8(full)
-            known[key] = Forms.of(full, layers_of(full)[1])
-        return known[key]
+            cached[key] = Forms.of(full, layers_of(full)[1])
+        return cached[key]
 
     def model(
         self, dtype: torch.dtype, attention: str, parts: int = 1, depth: int | None = None
@@ -342,16 +344,16 @@ class Shapes:
         source = self._part(parts)
         path, layers = layers_of(source)
         parent, _, name = path.rpartition(".")
-        holder: Any = source.get_submodule(parent)
-        few = layers[:depth]
-        setattr(holder, name, few)
+        parent_module: Any = source.get_submodule(parent)
+        first_layers = layers[:depth]
+        setattr(parent_module, name, first_layers)
         try:
             model: Any = on_meta(source, dtype)
         finally:
-            setattr(holder, name, layers)
+            setattr(parent_module, name, layers)
         text = model.config.get_text_config()
-        if len(few) < len(layers):
-            text.num_hidden_layers = len(few)
+        if len(first_layers) < len(layers):
+            text.num_hidden_layers = len(first_layers)
         model.config._attn_implementation = "eager" if attention == "eager" else "sdpa"
         return model.train()
 

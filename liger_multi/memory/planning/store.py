@@ -33,9 +33,9 @@ Entry = TypeVar("Entry")
 
 def folder() -> Path:
     """The folder of the cache files."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named)
+    path = os.environ.get(VARIABLE)
+    if path:
+        return Path(path)
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "liger_multi")
 
@@ -61,8 +61,8 @@ def environment() -> dict[str, str]:
 
 def _packages() -> Iterator[str]:
     """Names and versions of what is installed, as the folders of their metadata are called."""
-    for place in sys.path:
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
+    for directory in sys.path:
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
             yield from (e.name for e in entries if e.name.endswith((".dist-info", ".egg-info")))
 
 
@@ -70,12 +70,12 @@ def _packages() -> Iterator[str]:
 def sources(package: Path) -> str:
     """A name for the code and launch tables in a folder, and in those that it links to."""
     hasher = hashlib.sha256()
-    for place, inside, names in os.walk(package, followlinks=True):
-        inside.sort()
+    for directory, folders, names in os.walk(package, followlinks=True):
+        folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".yaml")):
                 hasher.update(name.encode())
-                hasher.update(Path(place, name).read_bytes())
+                hasher.update(Path(directory, name).read_bytes())
     return hasher.hexdigest()
 
 
@@ -134,18 +134,18 @@ class Store:
 
     def add(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """Set entries of another store of the same architecture."""
-        for section, named in entries.items():
-            for name, data in named.items():
+        for section, new_entries in entries.items():
+            for name, data in new_entries.items():
                 self.write(section, name, data)
 
     def save(self) -> None:
         """Write the file if there is anything new; nothing happens where that is not allowed."""
         if self._path is None or not self._changed:
             return
-        every = self._load()  # with what another process wrote meanwhile
+        stored = self._load()  # with what another process wrote meanwhile
         for section, entries in self._entries.items():
-            every.setdefault(section, {}).update(entries)
-        text = json.dumps(every)
+            stored.setdefault(section, {}).update(entries)
+        text = json.dumps(stored)
         if len(text) > MOST_BYTES:
             text = json.dumps(self._used)
         with contextlib.suppress(OSError):

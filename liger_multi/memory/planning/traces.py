@@ -85,12 +85,12 @@ class Work:
         self.launches += times * other.launches
         self.exchanged += times * other.exchanged
 
-    def toward(self, other: Work, share: float) -> Work:
+    def interpolated(self, other: Work, share: float) -> Work:
         """As of :class:`Segment`."""
         flops = {n: between(a, other.flops[n], share) for n, a in self.flops.items()}
-        moved = between(self.moved, other.moved, share)
+        moved_bytes = between(self.moved, other.moved, share)
         exchanged = between(self.exchanged, other.exchanged, share)
-        return Work(flops, moved, self.launches, exchanged)
+        return Work(flops, moved_bytes, self.launches, exchanged)
 
 
 @dataclass
@@ -120,33 +120,37 @@ class Segment:
         """
         key = factors, accumulating
         if key not in self._known:
-            best, place, total = -math.inf, 0, 0.0
+            best, peak_event, total = -math.inf, 0, 0.0
             added = self.added if accumulating else {}
-            for at, (category, size) in enumerate(zip(self.categories, self.sizes, strict=True)):
+            for event, (category, size) in enumerate(zip(self.categories, self.sizes, strict=True)):
                 total += size * factors[category]
-                if at in added:
-                    total -= added[at] * factors[GRADIENT]
+                if event in added:
+                    total -= added[event] * factors[GRADIENT]
                 if total > best:
-                    best, place = total, at
-            self._known[key] = best, self._after(place, added), self.left(accumulating)
+                    best, peak_event = total, event
+            self._known[key] = (
+                best,
+                self._bytes_after(peak_event, added),
+                self.net_bytes(accumulating),
+            )
         return self._known[key]
 
-    def left(self, accumulating: bool) -> Bytes:
+    def net_bytes(self, accumulating: bool) -> Bytes:
         """Net bytes by category: at its end minus at its beginning."""
-        return self._after(len(self.sizes) - 1, self.added if accumulating else {})
+        return self._bytes_after(len(self.sizes) - 1, self.added if accumulating else {})
 
-    def _after(self, place: int, added: Mapping[int, float]) -> Bytes:
+    def _bytes_after(self, event: int, added: Mapping[int, float]) -> Bytes:
         live = list(NOTHING)
-        for category, size in zip(self.categories[: place + 1], self.sizes, strict=False):
+        for category, size in zip(self.categories[: event + 1], self.sizes, strict=False):
             live[category] += size
-        live[GRADIENT] -= sum(size for at, size in added.items() if at <= place)
+        live[GRADIENT] -= sum(size for index, size in added.items() if index <= event)
         return tuple(live)
 
     def same(self, other: Segment) -> bool:
         """Whether all events are equal."""
         return self.categories == other.categories and self.sizes == other.sizes
 
-    def alike(self, other: Segment) -> bool:
+    def same_events(self, other: Segment) -> bool:
         """Whether the same events happen in the same order, of any size."""
         return (
             self.categories == other.categories
@@ -155,27 +159,29 @@ class Segment:
             and self.work.flops.keys() == other.work.flops.keys()
         )
 
-    def toward(self, other: Segment, share: float) -> Segment:
-        """Interpolate linearly between this segment (0) and another that is :meth:`alike` (1)."""
+    def interpolated(self, other: Segment, share: float) -> Segment:
+        """Interpolate linearly between this segment (0) and one with :meth:`same_events` (1)."""
         sizes = [between(a, b, share) for a, b in zip(self.sizes, other.sizes, strict=True)]
-        added = {at: between(size, other.added[at], share) for at, size in self.added.items()}
-        return Segment(self.categories, sizes, added, self.work.toward(other.work, share))
+        added = {
+            event: between(size, other.added[event], share) for event, size in self.added.items()
+        }
+        return Segment(self.categories, sizes, added, self.work.interpolated(other.work, share))
 
     def as_data(self) -> list[Any]:
         """Plain data."""
         work = self.work
         flops = list(work.flops.items())
         added = list(self.added.items())
-        rest = [work.moved, work.launches, work.exchanged]
-        return [self.categories, self.sizes, added, flops, *rest]
+        numbers = [work.moved, work.launches, work.exchanged]
+        return [self.categories, self.sizes, added, flops, *numbers]
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Segment:
         """From :meth:`as_data`."""
-        categories, sizes, added, flops, *rest = data
+        categories, sizes, added, flops, *numbers = data
         if len(categories) != len(sizes):
             raise ValueError(f"{len(categories)} categories of {len(sizes)} events")
-        return cls(categories, sizes, dict(added), Work(dict(flops), *rest))
+        return cls(categories, sizes, dict(added), Work(dict(flops), *numbers))
 
 
 def between(a: float, b: float, share: float) -> float:
@@ -189,12 +195,12 @@ Ends = tuple[tuple[int, float], ...]
 """Category and bytes of what a head leaves; negative for what it frees of others."""
 
 
-def _ends_alike(mine: Ends, theirs: Ends) -> bool:
-    return [category for category, _ in mine] == [category for category, _ in theirs]
+def _ends_alike(a: Ends, b: Ends) -> bool:
+    return [category for category, _ in a] == [category for category, _ in b]
 
 
-def _ends_toward(mine: Ends, theirs: Ends, share: float) -> Ends:
-    pairs = zip(mine, theirs, strict=True)
+def _ends_toward(ends: Ends, other: Ends, share: float) -> Ends:
+    pairs = zip(ends, other, strict=True)
     return tuple((category, between(a, b, share)) for (category, a), (_, b) in pairs)
 
 
@@ -212,19 +218,19 @@ class Head:
     backward: Segment
     ends: Ends
 
-    def alike(self, other: Head) -> bool:
+    def same_events(self, other: Head) -> bool:
         """As of :class:`Segment`."""
         return (
-            self.loss.alike(other.loss)
-            and self.backward.alike(other.backward)
+            self.loss.same_events(other.loss)
+            and self.backward.same_events(other.backward)
             and _ends_alike(self.ends, other.ends)
         )
 
-    def toward(self, other: Head, share: float) -> Head:
+    def interpolated(self, other: Head, share: float) -> Head:
         """As of :class:`Segment`."""
         return Head(
-            self.loss.toward(other.loss, share),
-            self.backward.toward(other.backward, share),
+            self.loss.interpolated(other.loss, share),
+            self.backward.interpolated(other.backward, share),
             _ends_toward(self.ends, other.ends, share),
         )
 
@@ -289,8 +295,8 @@ class Body:
         """Whether the layers between the first and the last one are alike."""
         middle = self.layers[1:-1]
         return all(
-            one.forward.same(middle[0].forward) and one.backward.same(middle[0].backward)
-            for one in middle
+            layer.forward.same(middle[0].forward) and layer.backward.same(middle[0].backward)
+            for layer in middle
         )
 
     def shorter(self, depth: int | None) -> Body:
@@ -300,32 +306,34 @@ class Body:
         left = self.layers[:1] + self.layers[1 + len(self.layers) - depth :]
         return replace(self, layers=left)
 
-    def alike(self, other: Body) -> bool:
+    def same_events(self, other: Body) -> bool:
         """As of :class:`Segment`."""
-        mine, theirs = self._segments(), other._segments()
+        segments, other_segments = self._segments(), other._segments()
         return (
-            len(mine) == len(theirs)
-            and all(a.alike(b) for a, b in zip(mine, theirs, strict=True))
+            len(segments) == len(other_segments)
+            and all(a.same_events(b) for a, b in zip(segments, other_segments, strict=True))
             and _ends_alike(self.ends, other.ends)
         )
 
-    def toward(self, other: Body, share: float) -> Body:
+    def interpolated(self, other: Body, share: float) -> Body:
         """As of :class:`Segment`."""
         pairs = zip(self._segments(), other._segments(), strict=True)
         ends = _ends_toward(self.ends, other.ends, share)
         offloaded = between(self.offloaded, other.offloaded, share)
-        outside = between(self.offloaded_outside, other.offloaded_outside, share)
-        segments = [a.toward(b, share) for a, b in pairs]
-        return self._of(segments, ends, self.buffers, offloaded, outside)
+        offloaded_outside = between(self.offloaded_outside, other.offloaded_outside, share)
+        segments = [a.interpolated(b, share) for a, b in pairs]
+        return self._of(segments, ends, self.buffers, offloaded, offloaded_outside)
 
     def _segments(self) -> list[Segment]:
-        inside = [s for layer in self.layers for s in (layer.forward, layer.casts, layer.backward)]
-        return [self.before, self.norm, self.casts, self.after, *inside]
+        of_layers = [
+            s for layer in self.layers for s in (layer.forward, layer.casts, layer.backward)
+        ]
+        return [self.before, self.norm, self.casts, self.after, *of_layers]
 
     @classmethod
     def _of(cls, segments: list[Segment], ends: Ends, buffers: int, *offloaded: float) -> Body:
-        before, norm, casts, after, *rest = segments
-        layers = [Layer(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
+        before, norm, casts, after, *of_layers = segments
+        layers = [Layer(*of_layers[i : i + 3]) for i in range(0, len(of_layers), 3)]
         return cls(before, layers, norm, casts, after, ends, buffers, *offloaded)
 
     def as_data(self) -> dict[str, Any]:
@@ -432,29 +440,29 @@ def peak_of(
         accumulating: Whether gradients of earlier micro-batches are there.
         last: Bytes that are allocated for a moment after the last part.
     """
-    best, at, base = _total(start, factors), start, start
+    best, at_peak, base = _total(start, factors), start, start
     for segment, times in parts:
         if not segment.sizes:
             continue
-        inside, there, left = segment.highest(factors, accumulating)
+        highest, segment_bytes, left = segment.highest(factors, accumulating)
         for repeated in (0, times - 1)[:times]:
-            begin = plus(base, left, repeated)
-            total = _total(begin, factors) + inside
+            begin = add_bytes(base, left, repeated)
+            total = _total(begin, factors) + highest
             if total > best:
-                best, at = total, plus(begin, there)
-        base = plus(base, left, times)
-    end = plus(base, last)
+                best, at_peak = total, add_bytes(begin, segment_bytes)
+        base = add_bytes(base, left, times)
+    end = add_bytes(base, last)
     total = _total(end, factors)
-    return (total, end) if total > best else (best, at)
+    return (total, end) if total > best else (best, at_peak)
 
 
-def plus(some: Bytes, more: Bytes, times: float = 1) -> Bytes:
+def add_bytes(sizes: Bytes, added: Bytes, times: float = 1) -> Bytes:
     """Add bytes by category ``times`` times."""
-    return tuple(a + times * b for a, b in zip(some, more, strict=True))
+    return tuple(a + times * b for a, b in zip(sizes, added, strict=True))
 
 
-def _total(some: Bytes, factors: Bytes) -> float:
-    return sum(a * b for a, b in zip(some, factors, strict=True))
+def _total(sizes: Bytes, factors: Bytes) -> float:
+    return sum(a * b for a, b in zip(sizes, factors, strict=True))
 
 
 class Cutting(Simulation):
@@ -538,10 +546,10 @@ class Cutting(Simulation):
         return result
 
     def _gradient_hook(self, module: str, module_class: str) -> Any:
-        known = super()._gradient_hook(module, module_class)
+        base_hook = super()._gradient_hook(module, module_class)
 
         def hook(parameter: Tensor) -> None:
-            known(parameter)
+            base_hook(parameter)
             if parameter.grad is not None:
                 self.accumulated.append((len(self.events), parameter.grad.nbytes))
 
@@ -566,8 +574,8 @@ class Cutting(Simulation):
             work.product(size, times * 2.0 * a.numel() * columns)
             work.launches += times
         elif not (func.is_view or func._schema.name.partition("::")[2] in _FREE):
-            moved = sum(map(_bytes, tensors_in((args, *kwargs.values(), (result,)))))
-            work.moved += times * moved
+            moved_bytes = sum(map(_bytes, tensors_in((args, *kwargs.values(), (result,)))))
+            work.moved += times * moved_bytes
             work.launches += times
         return result
 
@@ -589,13 +597,13 @@ class Cutting(Simulation):
 
     def _differing(self, blocks: Iterable[slice]) -> Iterator[slice]:
         """The first chunk, one for all that repeat it, and the last one, which may be shorter."""
-        every = list(blocks)
-        yield from every[:1]
-        if len(every) > 2:
-            self._times *= len(every) - 2
-            yield every[1]
-            self._times /= len(every) - 2
-        yield from every[1:][-1:]
+        chunks = list(blocks)
+        yield from chunks[:1]
+        if len(chunks) > 2:
+            self._times *= len(chunks) - 2
+            yield chunks[1]
+            self._times /= len(chunks) - 2
+        yield from chunks[1:][-1:]
 
     @functools.cached_property
     def _narrow(self) -> int:
@@ -612,9 +620,9 @@ class Cutting(Simulation):
         elif name in EXPERTS:
             weights = sorted(tensors_in(args), key=lambda t: -t.numel() * (t.ndim == 3))[:2]
             rows = next(t.numel() for t in tensors_in(args) if not t.is_floating_point())
-            each = 2.0 * rows * sum(math.prod(w.shape[1:]) for w in weights)
+            product = 2.0 * rows * sum(math.prod(w.shape[1:]) for w in weights)
             work.product(
-                weights[0].element_size(), each * (EXPERTS[name] if len(outputs) > 2 else 1)
+                weights[0].element_size(), product * (EXPERTS[name] if len(outputs) > 2 else 1)
             )
 
     def _count_attention(self, half: str, output: Tensor) -> None:
@@ -634,14 +642,14 @@ class Cutting(Simulation):
 
     def warm(self, batch: int) -> None:
         """Run one forward for policies that learn from a first step; it is not recorded."""
-        whole = cast(nn.Module, self._model)
+        full_model = cast(nn.Module, self._model)
         size = self._vocabulary, self._sequence
-        other = Simulation(self._target, None, whole, *size, self._autocast)
+        simulation = Simulation(self._target, None, full_model, *size, self._autocast)
         shape = batch, self._sequence * self._ranks
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         model: Any = self._model
-        with self._few_chunks(), other.surroundings():
-            other.forward(lambda: model(input_ids=ids, labels=ids).loss)
+        with self._few_chunks(), simulation.surroundings():
+            simulation.forward(lambda: model(input_ids=ids, labels=ids).loss)
 
     def standing(self) -> int:
         """Bytes of parameters and buffers, which exist before the step."""
@@ -676,7 +684,7 @@ class Cutting(Simulation):
         """Name and layer, first event, the one after the last, and work of every segment."""
         begin = self.phases[0][0] if self.phases else 0
         starts = [(begin, BEFORE, 0), *self.cuts]
-        stops = [at for at, _, _ in self.cuts] + [len(self.events)]
+        stops = [event for event, _, _ in self.cuts] + [len(self.events)]
         return [
             ((name, layer), start, stop, work)
             for (start, name, layer), stop, work in zip(starts, stops, self.works, strict=True)
@@ -684,42 +692,42 @@ class Cutting(Simulation):
 
     def _segment(self, events: Sequence[int], work: Work) -> Segment:
         """The segment of a range of events."""
-        categories = [self._categories[self.events[at][0]] for at in events]
-        sizes = [float(self.events[at][1]) for at in events]
+        categories = [self._categories[self.events[event][0]] for event in events]
+        sizes = [float(self.events[event][1]) for event in events]
         added: dict[int, float] = {}
         last = len(self.events) - 1
-        places = {at: number for number, at in enumerate(events)}
-        for at, size in self.accumulated:
+        index_of = {event: index for index, event in enumerate(events)}
+        for event, size in self.accumulated:
             # what is freed when a gradient has been added shows in the next event
-            number = places.get(min(at, last))
-            if number is not None:
-                added[number] = added.get(number, 0.0) + size
+            index = index_of.get(min(event, last))
+            if index is not None:
+                added[index] = added.get(index, 0.0) + size
         return Segment(categories, sizes, added, work)
 
     @functools.cached_property
     def _categories(self) -> list[int]:
         """The category of every block."""
-        places = {name: i for i, name in enumerate(CATEGORIES)}
-        return [places[block.category] for block in self.blocks]
+        index_of = {name: i for i, name in enumerate(CATEGORIES)}
+        return [index_of[block.category] for block in self.blocks]
 
     def _released(self, parts: Any) -> dict[int | None, Segment]:
         """Blocks that are freed between forward and backward, by the layer that allocated them."""
         layer_of: dict[int, int] = {}
         rows: dict[int | None, list[int]] = {}
         for (name, layer), start, end, _ in parts:
-            for at in range(start, end):
-                index = self.events[at][0]
+            for event in range(start, end):
+                index = self.events[event][0]
                 if name == "forward":
                     layer_of.setdefault(index, layer)
                 elif name == CASTS:
-                    rows.setdefault(layer_of.get(index), []).append(at)
-        return {layer: self._segment(some, Work()) for layer, some in rows.items()}
+                    rows.setdefault(layer_of.get(index), []).append(event)
+        return {layer: self._segment(layer_events, Work()) for layer, layer_events in rows.items()}
 
     def _ends(self, events: Iterable[range]) -> Ends:
         """Bytes that were allocated or freed in these events, but not both."""
         changes: dict[int, int] = {}
-        for at in chain.from_iterable(events):
-            index, change = self.events[at]
+        for event in chain.from_iterable(events):
+            index, change = self.events[event]
             changes[index] = changes.get(index, 0) + change
         return tuple((self._categories[i], float(n)) for i, n in sorted(changes.items()) if n)
 

@@ -72,8 +72,8 @@ def shifted(x: Tensor, columns: tuple[int, ...]) -> Tensor:
     """Keys or values ``(B, H, S, D)`` after these columns of zeros, all padded to one length."""
     if len(set(columns)) == 1:
         return F.pad(x, (0, 0, columns[0], 0))
-    most = max(columns)
-    pads = [(0, 0, before, most - before) for before in columns]
+    longest = max(columns)
+    pads = [(0, 0, zeros, longest - zeros) for zeros in columns]
     return torch.stack([F.pad(row, pad) for row, pad in zip(x, pads, strict=True)])
 
 
@@ -98,8 +98,8 @@ def shifted_ranges(
         last = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device)
         last = last if causal else torch.full_like(last, keys)
         ranges = torch.stack([torch.zeros_like(last), last], -1)[None]
-    before = torch.tensor(columns, dtype=torch.int32, device=device)
-    return ranges.to(device) + before[:, None, None]
+    zeros = torch.tensor(columns, dtype=torch.int32, device=device)
+    return ranges.to(device) + zeros[:, None, None]
 
 
 # --- masks ---
@@ -233,7 +233,7 @@ _samples: ContextVar[tuple[Callable[[], Tensor | None], Container[str]] | None] 
 
 @contextlib.contextmanager
 def samples_of_call(
-    ids: Callable[[], Tensor | None], others: Container[str] = ()
+    ids: Callable[[], Tensor | None], other_types: Container[str] = ()
 ) -> Iterator[None]:
     """Let masks within a block separate the samples of packed rows.
 
@@ -241,9 +241,9 @@ def samples_of_call(
 
     Args:
         ids: Returns ids of samples ``(B or 1, T)``, or None for one sample per row; called once.
-        others: Types of models with other tokens, such as image patches.
+        other_types: Types of models with other tokens, such as image patches.
     """
-    token = _samples.set((functools.cache(ids), others))
+    token = _samples.set((functools.cache(ids), other_types))
     try:
         yield
     finally:
@@ -261,12 +261,12 @@ _graph = _Graph()
 
 def samples_in_graph(ids: Tensor | None, call: Callable[[], Any]) -> Any:
     """``call()`` with masks as in :func:`samples_of_call`, while a compiler traces it."""
-    before = _graph.ids
+    outer_ids = _graph.ids
     _graph.ids = ids
     try:
         return call()
     finally:
-        _graph.ids = before
+        _graph.ids = outer_ids
 
 
 def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any:
@@ -276,8 +276,8 @@ def _kept_apart(mask_function: Any, batch: int, tokens: int, config: Any) -> Any
     if torch.compiler.is_compiling():
         of_tokens = _graph.ids
     else:
-        ids, others = _samples.get() or (None, ())
-        if ids is None or getattr(config, "model_type", None) in others:
+        ids, other_types = _samples.get() or (None, ())
+        if ids is None or getattr(config, "model_type", None) in other_types:
             return mask_function
         if _has_part(mask_function, packed_sequence_mask_function.__name__):
             return mask_function
@@ -310,8 +310,8 @@ def mask(
     if isinstance(attention_mask, KeyMask):  # built before the forward pass, as in generation
         return attention_mask
     row = shards.row()
-    asked = q_length if cache_position is None else len(cache_position)
-    if row is not None and asked == kv_length == row.share:
+    queries_of_call = q_length if cache_position is None else len(cache_position)
+    if row is not None and queries_of_call == kv_length == row.share:
         if cache_position is not None:  # the form of transformers 5.0
             options["cache_position"] = torch.arange(row.tokens, device=cache_position.device)
         return _of_whole(row, batch_size, mask_function, allow_is_causal_skip, options)
@@ -344,8 +344,15 @@ def mask(
             return KeyMask(shape, shifts=shifts)
 
     device = options.get("device")
-    whole = queries == kv_length >= LONG and isinstance(q_offset, int) and q_offset == kv_offset
-    if whole and attention_mask is None and device is not None and _is_interval(mask_function):
+    is_long_row = (
+        queries == kv_length >= LONG and isinstance(q_offset, int) and q_offset == kv_offset
+    )
+    if (
+        is_long_row
+        and attention_mask is None
+        and device is not None
+        and _is_interval(mask_function)
+    ):
         ranges = _bisected(mask_function, batch_size, queries, device)
         return KeyMask(shape, ranges=ranges, shifts=shifts)
 
@@ -353,14 +360,14 @@ def mask(
         step = max(1, ELEMENTS // max(1, batch_size * kv_length))
         for start in range(0, queries, step):
             count = min(step, queries - start)
-            where: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
+            query_range: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
             if cache_position is not None:
-                where = {"cache_position": cache_position[start : start + count]}
+                query_range = {"cache_position": cache_position[start : start + count]}
             dense_mask = sdpa_mask(
                 batch_size=batch_size,
                 kv_length=kv_length,
                 kv_offset=kv_offset,
-                **where,
+                **query_range,
                 mask_function=mask_function,
                 attention_mask=attention_mask,
                 **options,
@@ -383,9 +390,11 @@ INTERVALS = (
 
 def _is_interval(function: Any) -> bool:
     """Whether a mask function is composed of those in ``INTERVALS`` alone."""
-    home = getattr(function, "__module__", "")
-    interval = home == "transformers.masking_utils" and _outer_name(function) in INTERVALS
-    return (interval or home == shards.__name__) and all(map(_is_interval, _functions_in(function)))
+    module_name = getattr(function, "__module__", "")
+    interval = module_name == "transformers.masking_utils" and _outer_name(function) in INTERVALS
+    return (interval or module_name == shards.__name__) and all(
+        map(_is_interval, _functions_in(function))
+    )
 
 
 def _outer_name(function: Any) -> str:
@@ -407,14 +416,14 @@ def _has_part(function: Any, name: str) -> bool:
 
 def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
     """Ranges ``(B, T, 2)`` of a mask function of intervals, by bisection of all rows at once."""
-    place = torch.arange(tokens, device=device)
+    token = torch.arange(tokens, device=device)
 
-    def edge(row: int, outside: int) -> Tensor:
-        inner, outer = place, torch.full_like(place, outside)
+    def edge(row: int, outer_bound: int) -> Tensor:
+        inner, outer = token, torch.full_like(token, outer_bound)
         for _ in range(tokens.bit_length()):
             middle = (inner + outer) // 2
             between = (middle - inner) * (middle - outer) < 0
-            visible = function(row, 0, place, middle.clamp(0, tokens - 1)) & between
+            visible = function(row, 0, token, middle.clamp(0, tokens - 1)) & between
             inner = torch.where(visible, middle, inner)
             outer = torch.where(between & ~visible, middle, outer)
         return inner
@@ -430,8 +439,8 @@ def _of_whole(
     padding_mask = row.mask
     hidden = padding_mask is None and row.ids is None and row.padding > 0
     if hidden and any(_has_part(mask_function, name) for name in BIDIRECTIONAL):
-        real = torch.arange(row.tokens, device=options.get("device")) < row.length
-        padding_mask = real.expand(batch_size, -1)
+        is_token = torch.arange(row.tokens, device=options.get("device")) < row.length
+        padding_mask = is_token.expand(batch_size, -1)
     with shards.suspended(), run(row.tree):
         return mask(
             batch_size,
@@ -455,14 +464,14 @@ def _of_tree(
             "position alone are served"
         )
     length = tree.longest
-    places: dict[str, Any] = (
+    position_options: dict[str, Any] = (
         {} if by_length else {"cache_position": torch.arange(length, device=device)}
     )
     with run(None):
-        path = mask(1, length, length, mask_function=mask_function, **places, **options)
+        path = mask(1, length, length, mask_function=mask_function, **position_options, **options)
     shape = (1, 1, tree.tokens, tree.tokens)
-    later, causal = (False, path.causal) if path.plain else _visible(path.ranges, length)
-    if later or not (causal or path.ranges is not None):
+    attends_later, causal = (False, path.causal) if path.plain else _visible(path.ranges, length)
+    if attends_later or not (causal or path.ranges is not None):
         raise PackingError(
             f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
             f"ones, and earlier ones in two ranges of positions at most, got {path}"
@@ -481,9 +490,11 @@ def _visible(ranges: Tensor | None, length: int) -> tuple[bool, bool]:
         return False, False
     end = torch.arange(1, length + 1, device=ranges.device, dtype=ranges.dtype)
     causal = torch.stack([torch.zeros_like(end), end], -1)
-    same = (ranges == causal).all() if ranges.shape[-1] == 2 else end.new_zeros(())
-    later, plain = torch.stack([(ranges > end[:, None]).any(), same.bool()]).tolist()
-    return later, plain
+    equals_causal = (ranges == causal).all() if ranges.shape[-1] == 2 else end.new_zeros(())
+    attends_later, plain = torch.stack(
+        [(ranges > end[:, None]).any(), equals_causal.bool()]
+    ).tolist()
+    return attends_later, plain
 
 
 def _reads_tensors(function: Any) -> bool:
@@ -503,7 +514,7 @@ def _compressed(
     """A dense mask, in blocks of rows, as ranges if it has at most two per row."""
     for ranges_of in (one_range, _two_ranges):
         parts = [ranges_of(part) for part in dense()]
-        ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+        ranges, exact = (torch.cat(chunks, 2) for chunks in zip(*parts, strict=True))
         if torch.compiler.is_compiling():
             assert_async(
                 exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
@@ -515,10 +526,10 @@ def _compressed(
 
 def _extent(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Columns, and per row its first column and one past its last; (0, 0) for empty rows."""
-    place = torch.arange(visible.shape[-1], device=visible.device, dtype=torch.int32)
-    last = torch.where(visible, place + 1, 0).amax(-1)
-    first = torch.where(visible, place, visible.shape[-1]).amin(-1)
-    return place, torch.minimum(first, last), last
+    column = torch.arange(visible.shape[-1], device=visible.device, dtype=torch.int32)
+    last = torch.where(visible, column + 1, 0).amax(-1)
+    first = torch.where(visible, column, visible.shape[-1]).amin(-1)
+    return column, torch.minimum(first, last), last
 
 
 def one_range(visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -529,10 +540,10 @@ def one_range(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 def _two_ranges(visible: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the last run of keys of every row, and whether the row has no other."""
-    place, first, last = _extent(visible)
-    hole = torch.where(visible | (place < first[..., None]), visible.shape[-1], place).amin(-1)
+    column, first, last = _extent(visible)
+    hole = torch.where(visible | (column < first[..., None]), visible.shape[-1], column).amin(-1)
     end = torch.minimum(hole, last)
-    begin = torch.where(visible | (place >= last[..., None]), 0, place + 1).amax(-1)
+    begin = torch.where(visible | (column >= last[..., None]), 0, column + 1).amax(-1)
     begin = torch.where(end == last, last, begin)
     exact = visible.sum(-1) == (end - first) + (last - begin)
     return torch.stack([first, end, begin, last], -1), exact
@@ -562,11 +573,11 @@ def register_attention(name: str = NAME) -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for interface, ours in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
-        there = interface._global_mapping.get(name)
-        if there is not None and there is not ours:
+    for interface, function in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
+        registered = interface._global_mapping.get(name)
+        if registered is not None and registered is not function:
             raise ConfigurationError(
-                f"register_attention: transformers has another {name!r}, {there!r}; "
+                f"register_attention: transformers has another {name!r}, {registered!r}; "
                 "register under a name of your own"
             )
     AttentionInterface.register(name, forward)
@@ -578,8 +589,8 @@ def unregister_attention(name: str = NAME) -> None:
     """Remove ``name`` from transformers; models that still select it raise an error with it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for interface, ours in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
-        if interface._global_mapping.get(name) is ours:
+    for interface, function in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
+        if interface._global_mapping.get(name) is function:
             del interface._global_mapping[name]
     attention_support.unwatch(name)
 
@@ -595,7 +606,7 @@ def forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a layer, ``(B, L, H, E)``; the mask contains windows and padding.
 
@@ -607,7 +618,7 @@ def forward(
             f"attn_implementation={NAME!r} has no dropout of probabilities, got {dropout}; set "
             "attention_dropout to 0 in the model's configuration, or use 'eager'"
         )
-    for name, argument in others.items():
+    for name, argument in options.items():
         if argument is not None and name not in HARMLESS and _changes_scores(type(module), name):
             raise _refusal(module, f"does not support {name}")
     dtype = checks.autocast_dtype(value.device.type) or value.dtype
@@ -621,9 +632,9 @@ def forward(
         if key_mask is None:
             key_mask = KeyMask(
                 (q.shape[0], 1, q.shape[2], k.shape[2]),
-                causal=_causal_without_mask(module, q, k, is_causal, others),
+                causal=_causal_without_mask(module, q, k, is_causal, options),
             )
-        _mask_fits(module, q, k, key_mask, is_causal, others)
+        _mask_fits(module, q, k, key_mask, is_causal, options)
         if key_mask.dense is not None:
             return _by_rows(q, k, v, key_mask.dense, scaling, softcap, sinks)
         causal, ranges = key_mask.causal, key_mask.ranges
@@ -664,11 +675,11 @@ def _refusal(module: torch.nn.Module, reason: str) -> ValueError:
 
 
 def _causal_without_mask(
-    module: torch.nn.Module, q: Tensor, k: Tensor, is_causal: bool | None, others: dict[str, Any]
+    module: torch.nn.Module, q: Tensor, k: Tensor, is_causal: bool | None, options: dict[str, Any]
 ) -> bool:
     """Whether a layer without a mask is causal: by ``is_causal`` as SDPA, but never by default."""
     queries, keys = q.shape[2], k.shape[2]
-    window = others.get("sliding_window")
+    window = options.get("sliding_window")
     if window is not None and keys > window and is_causal is not False:
         raise _refusal(module, f"needs a mask for a window of {window} in {keys} keys, got None")
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
@@ -687,7 +698,7 @@ def _mask_fits(
     k: Tensor,
     key_mask: KeyMask,
     is_causal: bool | None,
-    others: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     batch, _, queries, keys = key_mask.shape
     if (queries, keys) != (q.shape[2], k.shape[2]) or batch not in (1, q.shape[0]):
@@ -697,7 +708,7 @@ def _mask_fits(
         )
     if key_mask.plain and is_causal is not None and queries > 1 and is_causal != key_mask.causal:
         raise _refusal(module, f"got is_causal={is_causal}, which contradicts its mask, {key_mask}")
-    lengths = others.get("cu_seq_lens_q")
+    lengths = options.get("cu_seq_lens_q")
     if key_mask.plain and lengths is not None and len(lengths) > 2:
         raise _refusal(
             module,
@@ -709,9 +720,9 @@ def _mask_fits(
 def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor) -> None:
     """Refuse dense masks of another dtype or shape."""
     required = (*q.shape[:3], k.shape[2])
-    known = mask.dtype == torch.bool or mask.is_floating_point()
+    dtype_fits = mask.dtype == torch.bool or mask.is_floating_point()
     if (
-        not known
+        not dtype_fits
         or mask.ndim != 4
         or any(size not in (1, want) for size, want in zip(mask.shape, required, strict=True))
     ):

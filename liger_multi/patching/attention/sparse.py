@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks, ops
-from liger_multi._torch_private import EnableTorchFunction, say
-from liger_multi.arguments import by_name, cache_parameter, caches
+from liger_multi._torch_private import EnableTorchFunction, log_missing
 from liger_multi.errors import ConfigurationError, PatchError
+from liger_multi.modules.arguments import by_name, cache_parameter, caches
 from liger_multi.patching import shards
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.evidence import redirect
@@ -85,18 +85,20 @@ class RangeMask:
     def __init__(self, ranges: Tensor) -> None:
         self.ranges = ranges
 
-    def __getitem__(self, at: Any) -> RangeMask:
-        whole = slice(None)
-        if at in ((whole, 0), (whole, 0, whole, whole)):
+    def __getitem__(self, index: Any) -> RangeMask:
+        full_slice = slice(None)
+        if index in ((full_slice, 0), (full_slice, 0, full_slice, full_slice)):
             return self
-        raise _unknown(f"mask[{at}]")
+        raise _unknown(f"mask[{index}]")
 
     def __invert__(self) -> RangeMask:
         return self
 
 
-def _unknown(what: str) -> ConfigurationError:
-    return ConfigurationError(f"sparse_attention: the module's forward does something else: {what}")
+def _unknown(access: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"sparse_attention: the module's forward does something else: {access}"
+    )
 
 
 class _LastMask(NamedTuple):
@@ -115,8 +117,8 @@ def range_mask(mask: object, queries: int) -> RangeMask | None:
     if isinstance(mask, attention.KeyMask):
         if mask.ranges is None or mask.ranges.shape[2] > 2:
             return None
-        over = shards.ranks()
-        return RangeMask(mask.ranges if over is None else over.share(mask.ranges, 1))
+        ranks = shards.ranks()
+        return RangeMask(mask.ranges if ranks is None else ranks.share(mask.ranges, 1))
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
         return None
     if mask.shape[1] != 1 or mask.shape[2] != queries:
@@ -245,10 +247,10 @@ class KeyScores(_Recorder):
         """The indices of the selected keys, by the operator."""
         if dim != -1 or self.mask is None:
             raise _unknown(f"topk({count}, {dim}) without a mask")
-        of = self.heads.of
-        queries = self.heads.queries.to(of.keys.dtype)  # the forward cast both to fp32
-        indices = of.select(
-            queries, of.keys, self.weights, self.mask.ranges, count, self.heads.scale
+        indexer = self.heads.of
+        queries = self.heads.queries.to(indexer.keys.dtype)  # the forward cast both to fp32
+        indices = indexer.select(
+            queries, indexer.keys, self.weights, self.mask.ranges, count, self.heads.scale
         )
         return SimpleNamespace(indices=indices)
 
@@ -365,7 +367,7 @@ def attend(
     attention_mask: RangeMask,
     scaling: float,
     indices: Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of :class:`SparseAttention`.
 
@@ -390,15 +392,15 @@ def attend(
     rank = module.kv_lora_rank
     matrix = module.kv_b_proj.weight.view(query.shape[1], -1, rank)
     absorbed = _Absorbed(run, module.qk_nope_head_dim, rank, scaling)
-    each = (query.shape[3] - absorbed.nope + 2 * rank) * query[:, :, :1, 0].numel()
-    step = max(1, ABSORBED_BYTES // max(1, each * query.element_size()))
+    bytes_per_query = (query.shape[3] - absorbed.nope + 2 * rank) * query[:, :, :1, 0].numel()
+    step = max(1, ABSORBED_BYTES // max(1, bytes_per_query * query.element_size()))
     if step >= query.shape[2]:
         return absorbed(query, key, matrix, indices), None
     # gradients of keys and matrix are summed over the parts, in fp32
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (key, matrix)]
     outputs = []
-    for some in zip(query.split(step, 2), indices.split(step, 1), strict=True):
-        operands = (some[0], *wide, some[1])
+    for chunk in zip(query.split(step, 2), indices.split(step, 1), strict=True):
+        operands = (chunk[0], *wide, chunk[1])
         checkpoint_options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         grads = torch.is_grad_enabled()
         outputs.append(
@@ -509,9 +511,9 @@ def refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
         return f"{module_class.__name__} has attention sinks, which sparse_attention does not know"
     if config is None or not hasattr(module, "layer_idx"):
         return f"{module_class.__name__} keeps no configuration to build a tiny one from"
-    alike = tuple(pair for pair in scalars(module) if pair[0] != "layer_idx")
-    alike = (*alike, ("indexer", getattr(module, "indexer", None) is None))
-    layer = _Layer(config, cast(int, module.layer_idx), alike)
+    attributes = tuple(pair for pair in scalars(module) if pair[0] != "layer_idx")
+    attributes = (*attributes, ("indexer", getattr(module, "indexer", None) is None))
+    layer = _Layer(config, cast(int, module.layer_idx), attributes)
     return _differs(cast(Any, module_class), cast(Any, behavior), layer)
 
 
@@ -532,12 +534,12 @@ class _Layer:
                 # some configurations raise for values that differ between layers
                 with contextlib.suppress(Exception):
                     if getattr(part, name) is not None:
-                        _put(part, name, size)
-        _put(config, "_attn_implementation", "sdpa")
+                        _set_where_present(part, name, size)
+        _set_where_present(config, "_attn_implementation", "sdpa")
         return config
 
 
-def _put(config: Any, name: str, value: Any) -> None:
+def _set_where_present(config: Any, name: str, value: Any) -> None:
     """Set an attribute of a copied configuration, also if its class forbids that."""
     try:
         setattr(config, name, value)
@@ -551,7 +553,7 @@ def _put(config: Any, name: str, value: Any) -> None:
 def _differs(module_class: type[nn.Module], behavior: type[Patched], layer: _Layer) -> str | None:
     """Why a class does not compute what the operators do, or None."""
     if EnableTorchFunction is None:
-        say("EnableTorchFunction")
+        log_missing("EnableTorchFunction")
         return "this PyTorch cannot try it"
     try:
         # recorders of scores are called through __torch_function__
@@ -559,12 +561,12 @@ def _differs(module_class: type[nn.Module], behavior: type[Patched], layer: _Lay
             stock = cast(Any, module_class)(layer.tiny(), layer.index).to(torch.float32)
             for parameter in stock.parameters():
                 parameter.data = random(generator, *parameter.shape) * 0.5
-            same = _TRIALS[behavior](stock, _swapped(stock, behavior), generator)
+            agrees = _TRIALS[behavior](stock, _swapped(stock, behavior), generator)
     except Exception as error:  # of any code
         return f"{module_class.__name__} cannot be tried: {type(error).__name__}: {error}"
     return (
         None
-        if same
+        if agrees
         else f"{module_class.__name__} computes something else than {behavior.__name__}"
     )
 
@@ -588,30 +590,30 @@ def _inputs(stock: nn.Module, generator: torch.Generator) -> dict[str, Any]:
     angles = random(generator, 1, TOKENS, rope // 2).repeat(1, 1, 2)
     visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="cpu").tril()
     visible[6:, :4] = False
-    place = torch.arange(TOKENS, device="cpu")
-    lists = (place[:, None] - torch.arange(3, device="cpu")).clamp(min=0)
+    position = torch.arange(TOKENS, device="cpu")
+    lists = (position[:, None] - torch.arange(3, device="cpu")).clamp(min=0)
     latents = {
-        name: (random(generator, 1, 1, TOKENS, rank), random(generator, 1, 1, TOKENS, turned))
-        for name, turned in (("rope", rope), ("nope", 0))
+        name: (random(generator, 1, 1, TOKENS, rank), random(generator, 1, 1, TOKENS, rotary_dim))
+        for name, rotary_dim in (("rope", rope), ("nope", 0))
     }
     inputs = {
         "hidden_states": random(generator, 1, TOKENS, sizes["hidden_size"]),
         "q_resid": random(generator, 1, TOKENS, sizes["q_lora_rank"]),
         "position_embeddings": (angles.cos(), angles.sin()),
         "attention_mask": visible[None, None],
-        "position_ids": place[None],
+        "position_ids": position[None],
         "prev_topk_indices": lists[None].int(),
         "shared_kv_states": latents,
     }
     return {n: v for n, v in inputs.items() if n in inspect.signature(stock.forward).parameters}
 
 
-def _selects(stock: Any, ours: Any, generator: torch.Generator) -> bool:
+def _selects(stock: Any, patched: Any, generator: torch.Generator) -> bool:
     """Whether both select the same keys among the visible ones."""
     inputs = _inputs(stock, generator)
     mask = inputs.pop("attention_mask")
     expected = _as_mask(stock(attention_mask=mask[:, 0], **inputs)) & mask[:, 0]
-    actual = _as_mask(ours(attention_mask=range_mask(mask, TOKENS), **inputs))
+    actual = _as_mask(patched(attention_mask=range_mask(mask, TOKENS), **inputs))
     return bool((actual == expected).all())
 
 
@@ -620,10 +622,10 @@ def _as_mask(indices: Tensor) -> Tensor:
     return mask.scatter(-1, indices.long() % (TOKENS + 1), True)[..., :TOKENS]
 
 
-def _attends(stock: Any, ours: Any, generator: torch.Generator) -> bool:
+def _attends(stock: Any, patched: Any, generator: torch.Generator) -> bool:
     """Whether outputs and all gradients are close."""
     inputs, upstream, results = _inputs(stock, generator), None, []
-    for module in (stock.eval(), ours.eval()):
+    for module in (stock.eval(), patched.eval()):
         x = inputs["hidden_states"].clone().requires_grad_()
         y = module(**{**inputs, "hidden_states": x})[0]
         upstream = random(generator, *y.shape) if upstream is None else upstream
@@ -643,7 +645,7 @@ _TRIALS: dict[type[Patched], Any] = {SparseIndexer: _selects, SparseAttention: _
 def find_sparse_attention(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Layers whose indexer selects keys; their earlier patches stay beneath."""
     options, served = request.get(SPARSE), set()
-    indexing = model.of_class(lambda own: _selects_keys(own.forward_names))
+    indexing = model.of_class(lambda facts: _selects_keys(facts.forward_names))
     for path, module in model.merged(indexing, model.with_children({"indexer"}, 1)):
         behavior = behavior_of(module)
         if behavior is None:
@@ -660,7 +662,7 @@ def find_sparse_attention(model: ModelFacts, request: Request) -> Iterator[Chang
             yield from _without_sparse(path, module)
             continue
         served.add(id(getattr(module, "indexer", None)))
-        beneath = _beneath(module)
+        beneath = _inner_swap(module)
         swap = Swap(SPARSE, unpatched_class(module), behavior, options)
         if beneath is not None:
             swap = replace(beneath, around=behavior, around_settings=options)
@@ -678,7 +680,7 @@ def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
 
 
 def _without_sparse(path: str, module: nn.Module) -> Iterator[Change]:
-    beneath = _beneath(module)
+    beneath = _inner_swap(module)
     if isinstance(module, (SparseAttention, SparseIndexer)):
         if beneath is None:
             yield Restore(path, module)
@@ -692,7 +694,7 @@ _SPARSE: dict[type[Patched], str] = {
 }
 
 
-def _beneath(module: nn.Module) -> Swap | None:
+def _inner_swap(module: nn.Module) -> Swap | None:
     """The swap of a module without sparse attention, or None."""
     current = swapped(module)
     if current is None or current.behavior in _SPARSE:

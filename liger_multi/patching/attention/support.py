@@ -58,8 +58,8 @@ def unwatch(name: str) -> None:
     from transformers import PreTrainedModel
 
     _names.discard(name)
-    there = PreTrainedModel.get_correct_attn_implementation
-    if not _names and _original and getattr(there, "__wrapped__", None) is _original[0]:
+    current = PreTrainedModel.get_correct_attn_implementation
+    if not _names and _original and getattr(current, "__wrapped__", None) is _original[0]:
         PreTrainedModel.get_correct_attn_implementation = _original.pop()
 
 
@@ -72,19 +72,20 @@ def unsupported(model: type, name: str) -> str | None:
     """
     from transformers import AttentionInterface
 
-    asks = own = masks = parts = False
+    asks = has_attention = masks = parts = False
     eager: list[types.FunctionType] = []
-    for called, value in _reached(model):
+    for global_name, value in _globals_reached(model):
         if isinstance(value, dict) and "eager" in value and name not in value:
-            return f"it picks attention classes from a table of its own, {called}"
+            return f"it picks attention classes from a table of its own, {global_name}"
         asks |= isinstance(value, AttentionInterface)
-        own |= _is_attention(value)
-        masks |= getattr(value, "__module__", "") == MASKS[0] and called not in MASKS[1:]
+        has_attention |= _is_attention(value)
+        masks |= getattr(value, "__module__", "") == MASKS[0] and global_name not in MASKS[1:]
         parts |= isinstance(value, type) and _is_model_of_its_own(model, value)
-        if isinstance(value, types.FunctionType) and "eager" in called:
+        if isinstance(value, types.FunctionType) and "eager" in global_name:
             eager.append(value)
     if not asks and (
-        (masks and not parts) or (own and not any(getattr(model, flag, False) for flag in FLAGS))
+        (masks and not parts)
+        or (has_attention and not any(getattr(model, flag, False) for flag in FLAGS))
     ):
         return "it has attention of its own and does not call transformers' AttentionInterface"
     for function in eager if asks else ():
@@ -110,20 +111,20 @@ def _is_attention(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _reached(model: type) -> tuple[tuple[str, object], ...]:
+def _globals_reached(model: type) -> tuple[tuple[str, object], ...]:
     """The globals that a class loads, and that loaded classes and functions load in turn."""
-    waiting: list[Any] = [model]
-    met: set[int] = {id(model)}
+    todo: list[Any] = [model]
+    visited: set[int] = {id(model)}
     values: list[tuple[str, object]] = []
-    while waiting:
-        for function in _functions(model, waiting.pop()):
+    while todo:
+        for function in _functions(model, todo.pop()):
             for name in (n for part in codes(function.__code__) for n in part.co_names):
                 value = function.__globals__.get(name)
-                if value is None or id(value) in met:
+                if value is None or id(value) in visited:
                     continue
-                met.add(id(value))
+                visited.add(id(value))
                 values.append((name, value))
-                waiting += [part for part in _parts(value) if _is_code_of(model, part)]
+                todo += [part for part in _parts(value) if _is_code_of(model, part)]
     return tuple(values)
 
 
@@ -133,15 +134,15 @@ def _functions(model: type, item: Any) -> Iterator[types.FunctionType]:
     if isinstance(item, type):
         bases = [base for base in item.__mro__ if _is_code_of(model, base)]
         values = [value for base in bases for value in vars(base).values()]
-    met: set[int] = set()
+    visited: set[int] = set()
     while values:
         value = values.pop()
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         if isinstance(value, property):
             value = value.fget
-        if isinstance(value, types.FunctionType) and id(value) not in met:
-            met.add(id(value))
+        if isinstance(value, types.FunctionType) and id(value) not in visited:
+            visited.add(id(value))
             yield value
             values += [getattr(value, "__wrapped__", None)]
             values += map(contents, value.__closure__ or ())
@@ -157,14 +158,16 @@ def _parts(value: object) -> list[Any]:
 
 def _is_code_of(model: type, part: Any) -> bool:
     """Whether a function or class is code of this model, and no model that is checked itself."""
-    home = getattr(part, "__module__", None) or ""
+    module_name = getattr(part, "__module__", None) or ""
     if isinstance(part, type) and _is_model_of_its_own(model, part):
         return False
-    if home.startswith("transformers."):
-        return home.startswith("transformers.models.") and ".auto." not in home
-    homes = {base.__module__ for base in model.__mro__}
-    package = home.rpartition(".")[0]
-    return home in homes or (package != "" and package in {h.rpartition(".")[0] for h in homes})
+    if module_name.startswith("transformers."):
+        return module_name.startswith("transformers.models.") and ".auto." not in module_name
+    module_names = {base.__module__ for base in model.__mro__}
+    package = module_name.rpartition(".")[0]
+    return module_name in module_names or (
+        package != "" and package in {h.rpartition(".")[0] for h in module_names}
+    )
 
 
 def _is_model_of_its_own(model: type, part: type) -> bool:
@@ -176,8 +179,8 @@ def _is_model_of_its_own(model: type, part: type) -> bool:
         return True
     if not issubclass(part, PreTrainedModel) or issubclass(model, part):
         return False
-    own: object = getattr(part, "config_class", None)
-    return own is not getattr(model, "config_class", None)
+    config_class: object = getattr(part, "config_class", None)
+    return config_class is not getattr(model, "config_class", None)
 
 
 # --- what eager attention reads and computes ---
@@ -212,7 +215,7 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
         bias = q.new_zeros(1, 1, 5, 5).masked_fill(~visible, torch.finfo(q.dtype).min)
         for groups in (2, 1):  # some repeat the heads of keys, others expect repeated heads
             k, v = (random(generator, 2, 4 // groups, 5, 8) for _ in range(2))
-            module = _Stand(groups, q.shape[-1], sinks)
+            module = _AttentionAttributes(groups, q.shape[-1], sinks)
             try:
                 y = eager(module, q, k, v, bias, scaling=SCALE, dropout=0.0)[0]
             except Exception as error:  # of any code
@@ -228,7 +231,7 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
 SCALE = 8**-0.5
 
 
-class _Stand(nn.Module):
+class _AttentionAttributes(nn.Module):
     """The attributes of an attention module that eager functions read."""
 
     def __init__(self, groups: int, size: int, sinks: Tensor) -> None:

@@ -59,8 +59,8 @@ class ClassFacts:
 
     def answers(self, name: str) -> bool:
         """Whether instances may have a method of this name, also by ``__getattr__``."""
-        own: Any = self.module_class
-        return hasattr(own, name) or own.__getattr__ is not nn.Module.__getattr__
+        module_class: Any = self.module_class
+        return hasattr(module_class, name) or module_class.__getattr__ is not nn.Module.__getattr__
 
 
 def home_of(module_class: type[nn.Module]) -> tuple[str, str]:
@@ -92,43 +92,45 @@ class ModelFacts:
     @cached_property
     def order(self) -> Mapping[str, int]:
         """The index in :attr:`modules` by path."""
-        return {path: place for place, (path, _) in enumerate(self.modules)}
+        return {path: index for index, (path, _) in enumerate(self.modules)}
 
     @cached_property
     def classes(self) -> Mapping[ClassFacts, tuple[Named, ...]]:
         """The modules by class."""
-        groups = grouped((unpatched_class(named[1]), named) for named in self.modules)
-        return {ClassFacts(own): tuple(modules) for own, modules in groups.items()}
+        groups = grouped((unpatched_class(entry[1]), entry) for entry in self.modules)
+        return {
+            ClassFacts(module_class): tuple(modules) for module_class, modules in groups.items()
+        }
 
     @cached_property
     def leaves(self) -> tuple[Named, ...]:
         """Modules without submodules."""
-        return tuple(named for named in self.modules if not named[1]._modules)
+        return tuple(entry for entry in self.modules if not entry[1]._modules)
 
     @cached_property
     def linears(self) -> tuple[Named, ...]:
         """Linear layers of any library, but not the wrappers of adapters."""
-        return tuple(named for named in self.modules if looks_like_linear(named[1]))
+        return tuple(entry for entry in self.modules if looks_like_linear(entry[1]))
 
     @cached_property
     def quantized(self) -> tuple[Named, ...]:
         """Modules with a tensor of another class or dtype than plain floating-point weights."""
-        return tuple(named for named in self.modules if _holds_codes(named[1]))
+        return tuple(entry for entry in self.modules if _holds_codes(entry[1]))
 
     def of_class(self, accepts: Callable[[ClassFacts], object]) -> list[Named]:
         """Modules whose class ``accepts`` takes; it is called once per class."""
-        return self.merged(*(named for own, named in self.classes.items() if accepts(own)))
+        return self.merged(*(entries for facts, entries in self.classes.items() if accepts(facts)))
 
-    def with_children(self, names: Collection[str], least: int) -> list[Named]:
-        """Modules with at least ``least`` submodules of these names."""
-        return [named for named in self.modules if len(named[1]._modules.keys() & names) >= least]
+    def with_children(self, names: Collection[str], minimum: int) -> list[Named]:
+        """Modules with at least ``minimum`` submodules of these names."""
+        return [entry for entry in self.modules if len(entry[1]._modules.keys() & names) >= minimum]
 
     def with_linears(self, *counts: int) -> list[Named]:
         """Modules with one of these numbers of linear layers, also layers with adapters."""
         return [
-            named
-            for named in self.modules
-            if sum(map(has_features, named[1]._modules.values())) in counts
+            entry
+            for entry in self.modules
+            if sum(map(has_features, entry[1]._modules.values())) in counts
         ]
 
     def around(self, path: str) -> list[nn.Module]:
@@ -138,16 +140,16 @@ class ModelFacts:
 
     def with_attribute(self, name: str) -> list[Named]:
         """Modules with an attribute of their own under this name."""
-        return [named for named in self.modules if name in vars(named[1])]
+        return [entry for entry in self.modules if name in vars(entry[1])]
 
     def instances(self, *classes: type[nn.Module]) -> list[Named]:
         """Modules that are now instances of one of these classes, such as patched ones."""
-        return [named for named in self.modules if isinstance(named[1], classes)]
+        return [entry for entry in self.modules if isinstance(entry[1], classes)]
 
     def merged(self, *groups: Iterable[Named]) -> list[Named]:
         """The modules of all groups, once each and in the order of the model."""
-        every = {id(module): (path, module) for group in groups for path, module in group}
-        return sorted(every.values(), key=lambda named: self.order[named[0]])
+        by_id = {id(module): (path, module) for group in groups for path, module in group}
+        return sorted(by_id.values(), key=lambda entry: self.order[entry[0]])
 
 
 def looks_like_linear(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from liger_multi._torch_private import (
     get_onednn,
     set_onednn,
 )
-from liger_multi.arguments import is_cache
+from liger_multi.modules.arguments import is_cache
 from liger_multi.patching.swap import has_own_forward, unpatched_class
 
 # --- replicas ---
@@ -175,39 +175,39 @@ def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str,
             with contextlib.suppress(Exception):  # of objects that cannot be copied
                 if name == "config" and value is not None and id(value) not in memo:
                     memo[id(value)] = copy.copy(value)  # without what is in it
-                own = _own(value, memo)
-                if own is not value:
-                    copies[name] = own
+                copied = _copy_of(value, memo)
+                if copied is not value:
+                    copies[name] = copied
     return copies
 
 
-def _own(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if type(value) is Tensor:  # with a history, it cannot be copied
-        own: Any = value.detach().clone()
+        copied: Any = value.detach().clone()
     elif isinstance(value, (list, deque, set, bytearray, dict)):
-        own = memo[id(value)] = copy.copy(value)
-        short = len(value) <= LONGEST
-        if short and isinstance(value, dict):
-            own.update((key, _own(part, memo)) for key, part in value.items())
-        elif short and isinstance(value, (list, deque)):
-            for place, part in enumerate(value):
-                own[place] = _own(part, memo)
+        copied = memo[id(value)] = copy.copy(value)
+        is_short = len(value) <= LONGEST
+        if is_short and isinstance(value, dict):
+            copied.update((key, _copy_of(part, memo)) for key, part in value.items())
+        elif is_short and isinstance(value, (list, deque)):
+            for index, part in enumerate(value):
+                copied[index] = _copy_of(part, memo)
     elif type(value) is tuple:
-        parts = tuple(_own(part, memo) for part in value)
-        own = value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
+        parts = tuple(_copy_of(part, memo) for part in value)
+        copied = value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
     elif isinstance(value, torch.Generator):
-        own = torch.Generator(value.device)
-        own.set_state(value.get_state())
+        copied = torch.Generator(value.device)
+        copied.set_state(value.get_state())
     elif type(value) is itertools.count:  # since Python 3.14 it has no copy but its text
-        own = itertools.count(*ast.literal_eval(f"({repr(value)[len('count(') : -1]},)"))
+        copied = itertools.count(*ast.literal_eval(f"({repr(value)[len('count(') : -1]},)"))
     elif is_cache(value) or _is_state(value):
-        own = copy.deepcopy(value)
+        copied = copy.deepcopy(value)
     else:
-        own = _object(value, memo) if _is_of_user(value) else value
-    memo[id(value)] = own
-    return own
+        copied = _object(value, memo) if _is_of_user(value) else value
+    memo[id(value)] = copied
+    return copied
 
 
 _COPIED = ("numpy", "itertools", "random")
@@ -233,11 +233,11 @@ def _is_of_user(value: Any) -> bool:
 
 
 def _object(value: Any, memo: dict[int, Any]) -> Any:
-    own = memo[id(value)] = copy.copy(value)
-    if own is not value:
-        parts = {name: _own(part, memo) for name, part in vars(value).items()}
-        vars(own).update(parts)
-    return own
+    copied = memo[id(value)] = copy.copy(value)
+    if copied is not value:
+        parts = {name: _copy_of(part, memo) for name, part in vars(value).items()}
+        vars(copied).update(parts)
+    return copied
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -288,19 +288,19 @@ class Watch:
     @contextlib.contextmanager
     def over(self, replica: nn.Module) -> Iterator[None]:
         """Record them within a block, by another class of the replica."""
-        module_class, read, written = type(replica), self.read, self.written
+        module_class, reads, writes = type(replica), self.read, self.written
 
         class Watched(module_class):  # type: ignore[valid-type, misc]
             def __getattribute__(self, name: str) -> Any:
-                read.add(name)
+                reads.add(name)
                 return super().__getattribute__(name)
 
             def __setattr__(self, name: str, value: Any) -> None:
-                written.add(name)
+                writes.add(name)
                 super().__setattr__(name, value)
 
             def __delattr__(self, name: str) -> None:
-                written.add(name)
+                writes.add(name)
                 super().__delattr__(name)
 
         replica.__class__ = Watched
@@ -323,7 +323,7 @@ def set_mode(replica: nn.Module, training: bool) -> None:
 def disagreement(
     replica: nn.Module,
     stock: Call,
-    ours: Call,
+    formula: Call,
     inputs: Sequence[Tensor],
     close: Close,
     generator: torch.Generator,
@@ -333,7 +333,7 @@ def disagreement(
     Args:
         replica: The module that both calls use.
         stock: Its own forward, called with the inputs.
-        ours: The formula, called with the inputs.
+        formula: The formula, called with the inputs.
         inputs: Tensors; gradients of those in floating point are compared.
         close: Whether the outputs of both agree.
         generator: For upstream gradients.
@@ -342,7 +342,7 @@ def disagreement(
         set_mode(replica, training)
         mode = "training" if training else "evaluation"
         with torch.set_grad_enabled(grad):
-            difference = _difference(replica, stock, ours, inputs, close, generator)
+            difference = _difference(replica, stock, formula, inputs, close, generator)
         if difference:
             return f"{difference} in {mode}{'' if grad else ' without gradients'}"
     return None
@@ -385,12 +385,12 @@ def unusual(
         return values.to(x.dtype).reshape(rows.shape).movedim(-1, axis).contiguous()
 
     for first in range(0, len(powers), count):
-        some = [10.0 ** powers[(first + i) % len(powers)] for i in range(count)]
-        several = torch.tensor(some)
-        yield shaped(flat * several.unsqueeze(-1))
+        factors = [10.0 ** powers[(first + i) % len(powers)] for i in range(count)]
+        scales = torch.tensor(factors)
+        yield shaped(flat * scales.unsqueeze(-1))
     constants = torch.tensor([_CONSTANTS[i % len(_CONSTANTS)] for i in range(count)])
     single = torch.zeros_like(flat, dtype=torch.float32)
-    single[torch.arange(count), torch.arange(count) % size] = several
+    single[torch.arange(count), torch.arange(count) % size] = scales
     drawn = torch.rand(flat.shape, generator=generator)
     for lowest, highest in ((-38, 0), (-9, 1)):
         yield shaped(flat.sign() * 10.0 ** (lowest + (highest - lowest) * drawn))
@@ -414,20 +414,20 @@ def _biases(replica: nn.Module) -> list[tuple[Any, str, nn.Parameter]]:
 @contextlib.contextmanager
 def without_biases(replica: nn.Module) -> Iterator[None]:
     """Set the biases of a replica to 0 within a block: they would hide tiny numbers."""
-    before = _biases(replica)
-    for table, name, p in before:
+    biases = _biases(replica)
+    for table, name, p in biases:
         table[name] = nn.Parameter(torch.zeros_like(p))
     try:
         yield
     finally:
-        for table, name, p in before:
+        for table, name, p in biases:
             table[name] = p
 
 
 def differs_at_extremes(
     replica: nn.Module,
     stock: Call,
-    ours: Call,
+    formula: Call,
     inputs: Sequence[Tensor],
     generator: torch.Generator,
     powers: Sequence[int] = (*TINY, *LARGE),
@@ -442,7 +442,7 @@ def differs_at_extremes(
     Args:
         replica: The module that both calls use.
         stock: Its own forward, called with the inputs.
-        ours: The formula, called with the inputs.
+        formula: The formula, called with the inputs.
         inputs: Tensors; those in floating point get unusual numbers, one tensor at a time. Their
             first axis may have any length, if all have the same.
         generator: For upstream gradients.
@@ -450,7 +450,7 @@ def differs_at_extremes(
         exact: Whether outputs must be equal in every bit.
         axis: The axis of a row.
     """
-    for at, x in enumerate(inputs):
+    for position, x in enumerate(inputs):
         if not x.is_floating_point():
             continue
         for unbiased in (False, True) if _biases(replica) else (False,):
@@ -459,17 +459,17 @@ def differs_at_extremes(
                 # alone, for forwards that look at all rows of a call, and all in one call
                 for extreme in (*inputs_of_x[:2], torch.zeros_like(x), torch.cat(inputs_of_x)):
                     times = extreme.shape[0] // x.shape[0]
-                    arguments = [torch.cat([other] * times) for other in inputs]
-                    arguments[at] = extreme
-                    difference = _unlike(stock, ours, arguments, generator, exact, axis)
+                    arguments = [torch.cat([tensor] * times) for tensor in inputs]
+                    arguments[position] = extreme
+                    difference = _unlike(stock, formula, arguments, generator, exact, axis)
                     if difference:
                         return difference
-    x, *others = inputs
-    for number in (float("nan"), float("inf"), float("-inf")):
-        arguments = [x.clone(), *others]
-        arguments[0].view(-1)[0] = number
+    x, *rest = inputs
+    for value in (float("nan"), float("inf"), float("-inf")):
+        arguments = [x.clone(), *rest]
+        arguments[0].view(-1)[0] = value
         with torch.no_grad():
-            if not torch.equal(stock(*arguments).isfinite(), ours(*arguments).isfinite()):
+            if not torch.equal(stock(*arguments).isfinite(), formula(*arguments).isfinite()):
                 return (
                     "its output differs for numbers that are equal, zero, tiny, large or not finite"
                 )
@@ -478,7 +478,7 @@ def differs_at_extremes(
 
 def _unlike(
     stock: Call,
-    ours: Call,
+    formula: Call,
     inputs: Sequence[Tensor],
     generator: torch.Generator,
     exact: bool,
@@ -488,11 +488,11 @@ def _unlike(
     leaves = [
         [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs] for _ in range(2)
     ]
-    expected, got = (
-        call(*(x * 1 for x in row)) for call, row in zip((stock, ours), leaves, strict=True)
+    expected, actual = (
+        call(*(x * 1 for x in row)) for call, row in zip((stock, formula), leaves, strict=True)
     )
-    same = _same_bits(expected, got) if exact else alike(expected, got, axis)
-    if not same:
+    agree = _same_bits(expected, actual) if exact else rows_agree(expected, actual, axis)
+    if not agree:
         return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     if not expected.requires_grad or expected.shape[axis] < _NARROWEST:
         return None
@@ -502,18 +502,18 @@ def _unlike(
     upstream = random(generator, *expected.shape, dtype=expected.dtype)
     by_stock, by_ours = (
         torch.autograd.grad(y, [x for x in row if x.requires_grad], upstream, allow_unused=True)
-        for y, row in ((expected, leaves[0]), (got, leaves[1]))
+        for y, row in ((expected, leaves[0]), (actual, leaves[1]))
     )
     for index, (a, b) in enumerate(zip(by_stock, by_ours, strict=True)):
         if a is None or b is None:
             continue  # disagreement() compares which gradients exist
         a, b = torch.where(bounded, a, 0), torch.where(bounded, b, 0)
-        if alike(a, b, axis, 10):
+        if rows_agree(a, b, axis, 10):
             continue
         nudged = _nudged_gradient(stock, leaves[0], index, upstream)
         noise = (torch.where(bounded, nudged, 0) - a).abs().amax(axis, keepdim=True)
         stable = noise <= 10 * _ROUNDINGS.get(a.dtype, 1e-4) * a.abs().amax(axis, keepdim=True)
-        if not alike(torch.where(stable, a, 0), torch.where(stable, b, 0), axis, 10):
+        if not rows_agree(torch.where(stable, a, 0), torch.where(stable, b, 0), axis, 10):
             return "its gradient differs for numbers that are equal, zero, tiny or large"
     return None
 
@@ -524,15 +524,15 @@ def _nudged_gradient(stock: Call, inputs: Sequence[Tensor], index: int, upstream
     Where this changes it, two forwards cannot be compared. An example is the norm of a constant row
     with a tiny epsilon, which normalizes the rounding error of the mean.
     """
-    near = []
+    inputs_nudged = []
     for x in inputs:
         copied = x.detach()
         if x.requires_grad:
             nudge = torch.finfo(x.dtype).eps * (torch.arange(x.numel()).reshape(x.shape) % 3 - 1)
             copied = (copied * (1 + nudge)).to(x.dtype).requires_grad_()
-        near.append(copied)
-    leaves = [x for x in near if x.requires_grad]
-    y = stock(*(x * 1 for x in near))
+        inputs_nudged.append(copied)
+    leaves = [x for x in inputs_nudged if x.requires_grad]
+    y = stock(*(x * 1 for x in inputs_nudged))
     (nudged,) = torch.autograd.grad(y, leaves[index], upstream, allow_unused=True)
     return torch.zeros_like(leaves[index]) if nudged is None else nudged
 
@@ -541,19 +541,19 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def alike(a: Tensor, b: Tensor, axis: int = -1, by: float = 1.0) -> bool:
-    """Whether rows agree within roundings of their own largest number, times ``by``."""
+def rows_agree(a: Tensor, b: Tensor, axis: int = -1, factor: float = 1.0) -> bool:
+    """Whether rows agree within roundings of their own largest number, times ``factor``."""
     if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
         return False
     a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
-    bound = by * _ROUNDINGS.get(a.dtype, 1e-4) * a.abs().amax(axis, keepdim=True) + 1e-37
+    bound = factor * _ROUNDINGS.get(a.dtype, 1e-4) * a.abs().amax(axis, keepdim=True) + 1e-37
     return bool(((a - b).abs() <= bound).all())
 
 
 def _difference(
     replica: nn.Module,
     stock: Call,
-    ours: Call,
+    formula: Call,
     inputs: Sequence[Tensor],
     close: Close,
     generator: torch.Generator,
@@ -570,14 +570,14 @@ def _difference(
         return "it draws random numbers"
     if [x._version for x in arguments] != versions:
         return "it writes to its input"
-    got = ours(*ours_of)
+    actual = formula(*ours_of)
     if (
         not isinstance(expected, Tensor)
-        or expected.dtype != got.dtype
-        or expected.shape != got.shape
+        or expected.dtype != actual.dtype
+        or expected.shape != actual.shape
     ):
         return "its output has another form"
-    if expected.requires_grad != got.requires_grad or not close(expected, got):
+    if expected.requires_grad != actual.requires_grad or not close(expected, actual):
         return "its output differs"
     if not expected.requires_grad:
         return None
@@ -587,17 +587,17 @@ def _difference(
         torch.autograd.grad(
             y, [*(x for x in row if x.requires_grad), *weights], upstream, allow_unused=True
         )
-        for y, row in ((expected, leaves[0]), (got, leaves[1]))
+        for y, row in ((expected, leaves[0]), (actual, leaves[1]))
     )
     for a, b in zip(by_stock, by_ours, strict=True):
         if (a is None) != (b is None):
             return "it stops a gradient"
-        if a is not None and (a.dtype != b.dtype or not _near(a, b)):
+        if a is not None and (a.dtype != b.dtype or not _almost_equal(a, b)):
             return "its gradient differs"
     return None
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
+def _almost_equal(a: Tensor, b: Tensor) -> bool:
     """Whether gradients agree row by row; a different order of sums changes what cancels."""
     size = a.abs()
     bound = 1e-4 * size.amax(-1, keepdim=True) + 1e-6 * size.max() + 1e-9

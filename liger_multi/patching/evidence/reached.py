@@ -99,7 +99,7 @@ class Reached:
         self.functions: list[FunctionType] = []
         self.by_place: dict[tuple[Any, str], Any] = {}
         self.refusal: str | None = None
-        todo, visited = [part for start in starts for part in _inside(start)], set()
+        todo, visited = [part for start in starts for part in _parts_of(start)], set()
         while todo and self.refusal is None:
             function = _function(todo.pop())
             if function is not None and function not in visited:
@@ -109,27 +109,27 @@ class Reached:
     def _read(self, function: FunctionType) -> list[Any]:
         """Record what a function reads, and return the functions in it that are to be followed."""
         if is_of_library(function):
-            places = [place for place in _places(function) if _is_function(place[2])]
+            places = [place for place in _places_read(function) if _is_function(place[2])]
             self.by_place.update({(owner, name): value for owner, name, value in places})
             return [value for owner, _, value in places if isinstance(owner, Cell)]  # a decorator
         self.functions.append(function)
-        more: list[Any] = []
-        if written := _loads(function.__code__).written:
-            self.refusal = f"its code sets {', '.join(sorted(written))}"
+        to_follow: list[Any] = []
+        if names := _loads(function.__code__).written:
+            self.refusal = f"its code sets {', '.join(sorted(names))}"
         imported = {name for name in _loads(function.__code__).imports if not _is_known(name)}
-        if imported and not _home(function).startswith("transformers."):
+        if imported and not _module_of(function).startswith("transformers."):
             self.refusal = f"its code imports {', '.join(sorted(imported))}"
-        for owner, name, value in _places(function):
+        for owner, name, value in _places_read(function):
             compared = not (isinstance(owner, ModuleType) and is_of_library(owner))
             if _depends_on_state(value):
-                self.refusal = f"its code reads {name} of {_home(value)}"
+                self.refusal = f"its code reads {name} of {_module_of(value)}"
             elif _is_function(value) or (compared and token(value) is not None):
                 self.by_place[owner, name] = value
-                more += _inside(value)
+                to_follow += _parts_of(value)
             elif compared and not _is_constant(value):
-                what = _described(owner, name, value)
-                self.refusal = f"its code reads {what}, which may change later"
-        return more
+                description = _described(owner, name, value)
+                self.refusal = f"its code reads {description}, which may change later"
+        return to_follow
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -186,7 +186,7 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _WITHOUT_STATE) or type(value).__module__.startswith("transformers.")
 
 
-def _inside(value: Any) -> list[Any]:
+def _parts_of(value: Any) -> list[Any]:
     """The functions in a value: a tuple, a class that belongs to no library, or a function."""
     if isinstance(value, tuple):
         return list(value)
@@ -195,11 +195,13 @@ def _inside(value: Any) -> list[Any]:
     return [value]
 
 
-def holds(places: Iterable[Place]) -> bool:
+def still_current(places: Iterable[Place]) -> bool:
     """Whether every place still has its recorded value."""
     for owner, name, recorded in places:
-        now = getattr(owner, name, ...)
-        if now is not recorded and not (type(now) is type(recorded) and bool(now == recorded)):
+        current = getattr(owner, name, ...)
+        if current is not recorded and not (
+            type(current) is type(recorded) and bool(current == recorded)
+        ):
             return False
     return True
 
@@ -214,30 +216,30 @@ def reads_values(places: Iterable[Place]) -> bool:
 
 def is_of_library(value: Any) -> bool:
     """Whether a function, class or module belongs to a library, whose behavior stays as it is."""
-    return _is_known(_home(value))
+    return _is_known(_module_of(value))
 
 
-def _is_known(home: str) -> bool:
-    known = home.split(".")[0] in (*_LIBRARIES, *_STATELESS)
-    return known and not home.startswith(_UNKNOWN)
+def _is_known(module_name: str) -> bool:
+    is_library = module_name.split(".")[0] in (*_LIBRARIES, *_STATELESS)
+    return is_library and not module_name.startswith(_UNKNOWN)
 
 
-def _home(value: Any) -> str:
+def _module_of(value: Any) -> str:
     if isinstance(value, ModuleType):
         return value.__name__
     # of a function that says it is another's (functools.wraps), where it was written
-    written = getattr(value, "__globals__", {}).get("__name__")
-    return str(written or getattr(value, "__module__", None) or "builtins")
+    source_module = getattr(value, "__globals__", {}).get("__name__")
+    return str(source_module or getattr(value, "__module__", None) or "builtins")
 
 
 def _depends_on_state(value: Any) -> bool:
     """Whether results of a function, or of functions of a module, depend on a process's state."""
     if not isinstance(value, ModuleType) and not _is_function(value):
         return False
-    home = _home(value)
-    first = home.split(".")[0]
+    module_name = _module_of(value)
+    first = module_name.split(".")[0]
     state = first in sys.stdlib_module_names and first not in (*_STATELESS, "builtins")
-    return state or home.startswith("torch.distributed")
+    return state or module_name.startswith("torch.distributed")
 
 
 def _function(value: Any) -> FunctionType | None:
@@ -254,7 +256,7 @@ def _function(value: Any) -> FunctionType | None:
             return value if isinstance(value, FunctionType) else None
 
 
-def _places(function: FunctionType) -> Iterator[Place]:
+def _places_read(function: FunctionType) -> Iterator[Place]:
     """What the code of a function reads apart from its arguments and local variables."""
     for cell in map(Cell, function.__closure__ or ()):
         yield cell, "value", cell.value
@@ -262,12 +264,12 @@ def _places(function: FunctionType) -> Iterator[Place]:
         if token(value) is None:
             yield function, "__defaults__", value
     names = function.__globals__
-    for first, *rest in _loads(function.__code__).chains:
+    for first, *attributes in _loads(function.__code__).chains:
         if first not in names:
             continue
         owner: Any = Scope(names)
         name, value = first, names[first]
-        for name_of_next in rest:
+        for name_of_next in attributes:
             if not isinstance(value, (ModuleType, type)) or not hasattr(value, name_of_next):
                 break
             owner, name, value = value, name_of_next, getattr(value, name_of_next)
@@ -296,9 +298,11 @@ class _Loads:
             chain = [step.argval] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
             if step.opname == "IMPORT_NAME":
                 self.imports.add(step.argval)
-            outside = step.opname == "STORE_DEREF" and step.argval in code.co_freevars
-            outside |= step.opname == "STORE_ATTR" and _owner(steps, i) not in code.co_varnames[:1]
-            if outside or step.opname == "STORE_GLOBAL":
+            writes_outside = step.opname == "STORE_DEREF" and step.argval in code.co_freevars
+            writes_outside |= (
+                step.opname == "STORE_ATTR" and _owner(steps, i) not in code.co_varnames[:1]
+            )
+            if writes_outside or step.opname == "STORE_GLOBAL":
                 self.written.add(step.argval)
 
 
@@ -307,12 +311,12 @@ def _owner(steps: list[dis.Instruction], i: int) -> Any:
     owner = steps[i - 1]
     if owner.opname in ("SWAP", "ROT_TWO"):  # x.name += 1
         name = steps[i].argval
-        asked = [
-            at
-            for at in range(2, i)
-            if steps[at].argval == name and steps[at - 1].opname in ("COPY", "DUP_TOP")
+        copies = [
+            index
+            for index in range(2, i)
+            if steps[index].argval == name and steps[index - 1].opname in ("COPY", "DUP_TOP")
         ]
-        owner = steps[asked[-1] - 2] if asked else owner
+        owner = steps[copies[-1] - 2] if copies else owner
     if "LOAD_FAST" not in owner.opname:
         return None
     return owner.argval[-1] if isinstance(owner.argval, tuple) else owner.argval
@@ -356,14 +360,16 @@ def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None
     if value_class is tuple:
         return (value_class, value) if all(token(v) for v in value) else None
     if value_class is FunctionType:
-        inside = (contents(cell) for cell in value.__closure__ or ())
-        return (value_class, value) if all(token(v) for v in inside) else None
+        cells = (contents(cell) for cell in value.__closure__ or ())
+        return (value_class, value) if all(token(v) for v in cells) else None
     if value_class is BuiltinFunctionType:
-        of = getattr(value, "__self__", None)
-        return (value_class, value) if isinstance(of, (type(None), ModuleType, type)) else None
+        bound_to = getattr(value, "__self__", None)
+        return (
+            (value_class, value) if isinstance(bound_to, (type(None), ModuleType, type)) else None
+        )
     if value_class is MethodType:
-        same = value.__self__ is owner and owner is not None
-        return (value_class, value.__func__) if same else None
+        is_bound = value.__self__ is owner and owner is not None
+        return (value_class, value.__func__) if is_bound else None
     if value_class is functools.partial:
         parts = (value.func, value.args, *value.keywords.items())
         return (value_class, parts) if all(token(v) for v in parts) else None
@@ -407,8 +413,8 @@ class Outcomes:
         """
         with _monitoring:
             tools: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-            free = [i for i in range(6) if tools.get_tool(i) is None]
-            with self._events(free[-1]) if free else self._traced():
+            free_tools = [i for i in range(6) if tools.get_tool(i) is None]
+            with self._events(free_tools[-1]) if free_tools else self._traced():
                 yield
 
     @contextlib.contextmanager
@@ -419,9 +425,9 @@ class Outcomes:
         events = [event for event in sides if event] or [monitoring.events.BRANCH]
         thread = threading.get_ident()
 
-        def branch(code: CodeType, at: int, to: int) -> None:
+        def branch(code: CodeType, offset: int, target: int) -> None:
             if threading.get_ident() == thread:
-                self.branches_taken.setdefault((code, at), set()).add(to)
+                self.branches_taken.setdefault((code, offset), set()).add(target)
 
         monitoring.use_tool_id(tool, "liger_multi")
         try:
@@ -440,12 +446,12 @@ class Outcomes:
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
         """By a trace of every instruction; a debugger's own trace is restored afterwards."""
-        before = sys.gettrace()
+        outer_trace = sys.gettrace()
         sys.settrace(self._called)
         try:
             yield
         finally:
-            sys.settrace(before)
+            sys.settrace(outer_trace)
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code not in self.codes:
@@ -470,32 +476,34 @@ class Outcomes:
         """
         for code in self.codes:
             for jump in _jumps(code):
-                went = self._went(code, jump.at)
-                if len(went) != 1 or not jump.reads - _constants(code, argument_count):
+                targets = self._targets_of(code, jump.at)
+                if len(targets) != 1 or not jump.reads - _constants(code, argument_count):
                     continue
-                (taken,) = went
-                other = sum(jump.sides) - taken
-                if not _raises(code, other) and not self._meet(code, taken, other):
-                    place = f"{code.co_filename}:{jump.line}"
-                    return f"it has a branch that depends on its input ({place})"
+                (taken,) = targets
+                not_taken = sum(jump.sides) - taken
+                if not _raises(code, not_taken) and not self._leads_to(code, taken, not_taken):
+                    location = f"{code.co_filename}:{jump.line}"
+                    return f"it has a branch that depends on its input ({location})"
         return None
 
-    def _went(self, code: CodeType, at: int) -> set[int]:
-        """Offsets of the instructions that ran after the one at ``at``."""
-        return {_from(code, offset) for offset in self.branches_taken.get((code, at), ())}
+    def _targets_of(self, code: CodeType, start: int) -> set[int]:
+        """Offsets of the instructions that ran after the one at ``start``."""
+        return {_from(code, offset) for offset in self.branches_taken.get((code, start), ())}
 
-    def _meet(self, code: CodeType, at: int, other: int) -> bool:
-        """Whether the instructions from ``at`` on led to ``other`` through conditions alone."""
+    def _leads_to(self, code: CodeType, offset: int, end: int) -> bool:
+        """Whether the instructions from ``offset`` on led to ``end`` through conditions alone."""
         for step in _steps(code):
-            if step.offset < at:
+            if step.offset < offset:
                 continue
-            if step.offset == other or step.opname.startswith(_ENDS):
-                return step.offset == other
+            if step.offset == end or step.opname.startswith(_ENDS):
+                return step.offset == end
             if "JUMP" in step.opname:
-                went = self._went(code, step.offset) if "_IF_" in step.opname else {step.argval}
-                if len(went) != 1:
+                targets = (
+                    self._targets_of(code, step.offset) if "_IF_" in step.opname else {step.argval}
+                )
+                if len(targets) != 1:
                     return False
-                (at,) = went
+                (offset,) = targets
         return False
 
 
@@ -512,7 +520,7 @@ class _Jump:
         lines = [line for start, line in dis.findlinestarts(code) if line and start <= self.at]
         self.line = lines[-1] if lines else code.co_firstlineno
         self.reads: set[str] = set()
-        condition = list(self._back(steps, i))
+        condition = list(self._previous_steps(steps, i))
         for step in condition:
             if "LOAD_FAST" in step.opname or step.opname == "LOAD_DEREF":  # one or two at once
                 self.reads |= {step.argval} if isinstance(step.argval, str) else {*step.argval}
@@ -521,14 +529,14 @@ class _Jump:
         if _asks_for_mps(condition) and not torch.backends.mps.is_available():
             self.reads = set()  # this process has no such tensor
 
-    def _back(self, steps: list[dis.Instruction], i: int) -> Iterator[dis.Instruction]:
+    def _previous_steps(self, steps: list[dis.Instruction], i: int) -> Iterator[dis.Instruction]:
         for step in reversed(steps[:i]):
             jumps = "JUMP" in step.opname and step.argval > self.at
-            both = step.opname == "STORE_FAST_LOAD_FAST"
-            if jumps or (step.opname.startswith(_ENDS) and not both):
+            stores_and_loads = step.opname == "STORE_FAST_LOAD_FAST"
+            if jumps or (step.opname.startswith(_ENDS) and not stores_and_loads):
                 return
             yield step
-            if both:
+            if stores_and_loads:
                 return
 
 

@@ -56,15 +56,15 @@ def calls(function: FunctionType, accepts: Callable[[str, Any], bool]) -> dict[s
 
 def while_current(function: FunctionType, name: str, target: FunctionType) -> FunctionType:
     """``target`` while the test of :func:`currency_of` is true, else what the name is then."""
-    home, holds = _home(function, name), currency_of(function, name)
+    namespace, is_current = _namespace(function, name), currency_of(function, name)
 
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        if holds():
+    def call_current(*args: Any, **kwargs: Any) -> Any:
+        if is_current():
             return target(*args, **kwargs)
-        return home[name](*args, **kwargs)
+        return namespace[name](*args, **kwargs)
 
-    followed.__name__ = target.__name__
-    return cast(FunctionType, followed)
+    call_current.__name__ = target.__name__
+    return cast(FunctionType, call_current)
 
 
 def currency_of(function: FunctionType, name: str) -> Callable[[], bool]:
@@ -73,20 +73,20 @@ def currency_of(function: FunctionType, name: str) -> Callable[[], bool]:
     That function must also read the same values as now. A compiled graph would keep such values,
     so the test fails there if the function reads any.
     """
-    home = _home(function, name)
-    stock = home[name]
+    namespace = _namespace(function, name)
+    stock = namespace[name]
     places_or_refusal = reached.reached([getattr(stock, "forward", stock)])
     places = () if isinstance(places_or_refusal, str) else places_or_refusal
-    reads = reached.reads_values(places)
+    has_values = reached.reads_values(places)
 
     @constant_in_graphs
     def current() -> bool:
-        return home.get(name) is stock and reached.holds(places) and not transforming()
+        return namespace.get(name) is stock and reached.still_current(places) and not transforming()
 
-    return lambda: current() and not (reads and torch.compiler.is_compiling())
+    return lambda: current() and not (has_values and torch.compiler.is_compiling())
 
 
-def _home(function: FunctionType, name: str) -> dict[str, Any]:
+def _namespace(function: FunctionType, name: str) -> dict[str, Any]:
     """The globals in which a method, or a function that it decorates, looks up a name."""
     layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
     return next(layer.__globals__ for layer in layers if name in layer.__globals__)
@@ -109,8 +109,8 @@ def refusal(function: FunctionType, name: str) -> str | None:
     for layer in _layers(function):
         for code in reached.codes(layer.__code__):
             for step in dis.get_instructions(code):
-                named = step.opcode in dis.hasname and step.argval == name
-                if named and step.opname != "LOAD_GLOBAL":
+                uses_name = step.opcode in dis.hasname and step.argval == name
+                if uses_name and step.opname != "LOAD_GLOBAL":
                     return (
                         f"{function.__qualname__} uses the name {name} for something else as well"
                     )
@@ -123,10 +123,10 @@ def only_calls(function: FunctionType, argument: str, method: str) -> bool:
     Unknown bytecode counts as another use.
     """
     return all(
-        _is_call_or_comparison(step, following, method)
+        _is_call_or_comparison(step, next_step, method)
         for layer in _layers(function)
         for code in reached.codes(layer.__code__)
-        for step, following in _neighbors(code)
+        for step, next_step in _neighbors(code)
         if step.argval == argument or (isinstance(step.argval, tuple) and argument in step.argval)
     )
 
@@ -137,41 +137,41 @@ def _neighbors(code: CodeType) -> Iterator[tuple[dis.Instruction, dis.Instructio
 
 
 def _is_call_or_comparison(
-    step: dis.Instruction, following: dis.Instruction | None, method: str
+    step: dis.Instruction, next_step: dis.Instruction | None, method: str
 ) -> bool:
     loads = step.opname.startswith("LOAD_FAST") and isinstance(step.argval, str)
-    if not loads or following is None:
+    if not loads or next_step is None:
         return False
-    if following.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-        return bool(following.argval == method)
-    is_none = following.opname == "LOAD_CONST" and following.argval is None
-    jumps = following.opname.startswith("POP_JUMP") and following.opname.endswith("_NONE")
+    if next_step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        return bool(next_step.argval == method)
+    is_none = next_step.opname == "LOAD_CONST" and next_step.argval is None
+    jumps = next_step.opname.startswith("POP_JUMP") and next_step.opname.endswith("_NONE")
     return is_none or jumps
 
 
 def redirected(
     function: FunctionType,
     targets: Mapping[str, FunctionType],
-    around: Callable[[FunctionType], FunctionType] = lambda function_copy: function_copy,
+    wrap: Callable[[FunctionType], FunctionType] = lambda function_copy: function_copy,
 ) -> FunctionType:
     """A copy of a method that calls ``targets`` in place of the globals of these names.
 
-    The targets are added to the globals of the method under their own ``__name__``. ``around``
+    The targets are added to the globals of the method under their own ``__name__``. ``wrap``
     wraps the copy, also where the method refers to itself.
     """
     inner, inner_copy = _inner(function), None
     cells, itself = list(function.__closure__ or ()), None
-    for at, cell in enumerate(cells):
+    for index, cell in enumerate(cells):
         contents = reached.contents(cell)
         if inner is not None and contents is inner:
             inner_copy = redirected(inner, targets)
-            cells[at] = CellType(inner_copy)
+            cells[index] = CellType(inner_copy)
         elif contents is function:  # a function that checks whether it is the method of a class
-            itself = cells[at] = CellType()
-    used = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
-    function.__globals__.update({t.__name__: t for n, t in targets.items() if n in used})
+            itself = cells[index] = CellType()
+    new_names = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
+    function.__globals__.update({t.__name__: t for n, t in targets.items() if n in new_names})
     copied = FunctionType(
-        _renamed(function.__code__, used),
+        _renamed(function.__code__, new_names),
         function.__globals__,
         function.__name__,
         function.__defaults__,
@@ -182,7 +182,7 @@ def redirected(
     del copied.__wrapped__  # type: ignore[attr-defined]
     if "__wrapped__" in vars(function):
         copied.__wrapped__ = inner_copy or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
-    copied = around(copied)
+    copied = wrap(copied)
     if itself is not None:
         itself.cell_contents = copied
     return copied

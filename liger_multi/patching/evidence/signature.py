@@ -1,8 +1,8 @@
 """What a forward depends on apart from its inputs: recorded by a patch, compared at every call.
 
 :func:`signature_of` takes a module and returns its :class:`Signature`, or the reason why it has
-none. :func:`holds` and :func:`code_holds` tell at every call whether that is still true; if not,
-the module's own forward runs.
+none. :func:`is_current` and :func:`code_holds` tell at every call whether that is still true; if
+not, the module's own forward runs.
 
 A probe describes a module at one moment. All that its forward reads and user code may change later
 belongs to the signature: values of attributes, submodules that the operator does not call with
@@ -55,8 +55,10 @@ def calls_replaced() -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward among its attributes."""
     attributes: dict[str, Any] = module.__dict__
-    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
-    hooked = before or after or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
+    pre_hooks, hooks = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    hooked = (
+        pre_hooks or hooks or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
+    )
     return bool(hooked) or "forward" in attributes
 
 
@@ -151,18 +153,20 @@ class Part:
 # --- at every call ---
 
 
-def holds(module: nn.Module, signature: Signature) -> bool:
+def is_current(module: nn.Module, signature: Signature) -> bool:
     """Whether a signature is still true of an instance."""
     attributes = module.__dict__
     for name, value_class, value in signature.plain:
         if name not in attributes:
             return False
-        now = attributes[name]
-        if now is not value and (type(now) is not value_class or not _equal(now, value, module)):
+        current = attributes[name]
+        if current is not value and (
+            type(current) is not value_class or not _equal(current, value, module)
+        ):
             return False
-    for holder, name, value_class, value in signature.fields:
-        now = getattr(attributes.get(holder), name, ...)
-        if type(now) is not value_class or now != value:
+    for owner_name, name, value_class, value in signature.fields:
+        current = getattr(attributes.get(owner_name), name, ...)
+        if type(current) is not value_class or current != value:
             return False
     for name in signature.inherited:
         if name in attributes:
@@ -178,7 +182,7 @@ def holds(module: nn.Module, signature: Signature) -> bool:
             or is_watched_by_users(inner)
         ):
             return False
-        if not holds(inner, part.signature):
+        if not is_current(inner, part.signature):
             return False
     for name in signature.missing:  # noqa: SIM110
         if hasattr(module, name):
@@ -206,17 +210,21 @@ def _transforming() -> bool:
 def _code_holds(module_class: Any) -> bool:
     for owner, name, recorded in module_class._liger_multi_code:
         if getattr(owner, name, None) is not recorded:  # the rest is rarely needed
-            return reached.holds(module_class._liger_multi_code)
+            return reached.still_current(module_class._liger_multi_code)
     return True
 
 
-def _equal(now: Any, value: Any, owner: nn.Module) -> bool:
-    if isinstance(now, functools.partial):
+def _equal(current: Any, value: Any, owner: nn.Module) -> bool:
+    if isinstance(current, functools.partial):
         func, args, *keywords = value
-        return now.func is func and now.args == args and [*now.keywords.items()] == keywords
-    if isinstance(now, MethodType):
-        return now.__func__ is value and now.__self__ is owner
-    return bool(now == value)
+        return (
+            current.func is func
+            and current.args == args
+            and [*current.keywords.items()] == keywords
+        )
+    if isinstance(current, MethodType):
+        return current.__func__ is value and current.__self__ is owner
+    return bool(current == value)
 
 
 # --- at the patch ---
@@ -237,11 +245,11 @@ def code_of(
             *places,
             *([(F, "linear", call_linear)] if module_class.forward is _FORWARD else []),
         )
-    now = reached.Reached(functions_of(module_class, signature))
-    if signature.code and signature.code != now.digest:
+    code = reached.Reached(functions_of(module_class, signature))
+    if signature.code and signature.code != code.digest:
         # unpickled by a process with other code: never true
         return ((module_class, "forward", None),)
-    return (*places, *now.places)
+    return (*places, *code.places)
 
 
 def cached_verdict(
@@ -287,13 +295,13 @@ def functions_of(module_class: type[nn.Module], signature: Signature) -> list[An
 def watched_code(module_class: type[nn.Module], signature: Signature) -> Callable[[], bool]:
     """A test whether :func:`code_of` a class is still the same as now."""
     code = code_of(module_class, signature)
-    reads = reached.reads_values(code)
+    has_values = reached.reads_values(code)
 
     @constant_in_graphs
     def unchanged() -> bool:
-        return reached.holds(code)
+        return reached.still_current(code)
 
-    return lambda: not (reads and torch.compiler.is_compiling()) and unchanged()
+    return lambda: not (has_values and torch.compiler.is_compiling()) and unchanged()
 
 
 def _code(module_class: type, names: Iterable[str]) -> list[reached.Place]:
@@ -310,7 +318,7 @@ def _code(module_class: type, names: Iterable[str]) -> list[reached.Place]:
 def signature_of(
     module: nn.Module,
     module_class: type[nn.Module],
-    taken: Collection[str],
+    excluded: Collection[str],
     names: Collection[str] | None = None,
     starts: Iterable[str] = ("forward",),
 ) -> Signature | str:
@@ -319,51 +327,55 @@ def signature_of(
     Args:
         module: A module.
         module_class: Its original class.
-        taken: Names that the operator reads or calls itself.
+        excluded: Names that the operator reads or calls itself.
         names: Names that the forward looked up while it ran, in addition to those in its code.
         starts: The methods that run.
     """
-    starts, asked = tuple(starts), set(names or ())
-    names = {*asked, *methods_of(module_class, starts)[0], *(s for s in starts if s != "forward")}
-    names -= {*taken, *_of_every_module()}
+    starts, requested = tuple(starts), set(names or ())
+    names = {
+        *requested,
+        *methods_of(module_class, starts)[0],
+        *(s for s in starts if s != "forward"),
+    }
+    names -= {*excluded, *_of_every_module()}
     attributes = vars(module)
-    plain, fields, absent, parts = [], [], [], []
+    plain, fields, absent_names, parts = [], [], [], []
     for name in sorted(names & attributes.keys()):
         compared = token(attributes[name], module)
-        inside = [] if compared else _fields(attributes[name], names)
-        if compared is None and not inside:
-            what = type(attributes[name]).__name__
-            return f"its forward reads its {name} ({what}), which may change later"
+        value_fields = [] if compared else _fields(attributes[name], names)
+        if compared is None and not value_fields:
+            description = type(attributes[name]).__name__
+            return f"its forward reads its {name} ({description}), which may change later"
         plain += [(name, *compared)] if compared else []
-        fields += [(name, *field) for field in inside]
+        fields += [(name, *field) for field in value_fields]
     for table in ("_parameters", "_buffers", "_modules"):
         for name in sorted(names & attributes[table].keys()):
             value = attributes[table][name]
             if value is None:
-                absent.append((table, name))
+                absent_names.append((table, name))
             elif table == "_modules":
                 inner = _part(name, value)
                 if isinstance(inner, str):
                     return inner
                 parts.append(inner)
             else:
-                what = "buffer" if table == "_buffers" else "parameter"
-                return f"its forward reads its {what} {name}, which may change later"
+                description = "buffer" if table == "_buffers" else "parameter"
+                return f"its forward reads its {description} {name}, which may change later"
     of_class = {
         n for n in names - attributes.keys() if n != "forward" and _on_class(module_class, n)
     }
-    known = {*attributes, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
-    missing = {n for n in asked & names - known if not hasattr(module_class, n)}
+    known_names = {*attributes, *of_class, *(n for _, n in absent_names), *(p.name for p in parts)}
+    missing = {n for n in requested & names - known_names if not hasattr(module_class, n)}
     for name in sorted(of_class):
         value = getattr(module_class, name)
         if not (token(value) or callable(value) or isinstance(value, property)):
-            what = type(value).__name__
-            return f"its forward reads {name} ({what}) of its class, which may change later"
+            description = type(value).__name__
+            return f"its forward reads {name} ({description}) of its class, which may change later"
     signature = Signature(
         plain=tuple(plain),
         fields=tuple(fields),
         parts=tuple(parts),
-        absent=tuple(absent),
+        absent=tuple(absent_names),
         inherited=tuple(sorted(of_class)),
         missing=tuple(sorted(missing)),
     )
@@ -371,11 +383,11 @@ def signature_of(
     return code.refusal or replace(signature, code=code.digest)
 
 
-def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
+def _fields(config: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
     """The attributes of a configuration with these names; none where one is no plain value."""
-    if isinstance(holder, (torch.Tensor, nn.Module, Sized)) or callable(holder):
+    if isinstance(config, (torch.Tensor, nn.Module, Sized)) or callable(config):
         return []
-    values = {n: getattr(holder, n) for n in sorted(names) if hasattr(holder, n)}
+    values = {n: getattr(config, n) for n in sorted(names) if hasattr(config, n)}
     tokens = {n: token(value) for n, value in values.items()}
     return [] if None in tokens.values() else [(n, *t) for n, t in tokens.items() if t]
 
@@ -383,8 +395,8 @@ def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
 def _unpatched(module: nn.Module) -> type[nn.Module]:
     """The original class of a part, which may be patched itself, as an activation is."""
     module_class = type(module)
-    ours = getattr(module_class, "_liger_multi_made", None) is module_class
-    return module_class._liger_multi_swap.stock if ours else module_class  # type: ignore[attr-defined]
+    is_patched = getattr(module_class, "_liger_multi_made", None) is module_class
+    return module_class._liger_multi_swap.stock if is_patched else module_class  # type: ignore[attr-defined]
 
 
 def _part(name: str, module: nn.Module) -> Part | str:

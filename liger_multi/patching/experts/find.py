@@ -40,7 +40,7 @@ from liger_multi.patching.evidence.probe import (
 from liger_multi.patching.evidence.signature import (
     Signature,
     cached_verdict,
-    holds,
+    is_current,
     signature_of,
     watched_code,
 )
@@ -103,16 +103,16 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 def are_other_experts(module: nn.Module) -> bool:
     """Whether a module has stacked weights of experts in another form."""
-    named = _named_experts(module) and not looks_like_experts(module)
-    return named and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+    has_names = _named_experts(module) and not looks_like_experts(module)
+    return has_names and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 def _named_experts(module: nn.Module) -> bool:
     return "Experts" in unpatched_class(module).__name__
 
 
-def _may_be_experts(own: ClassFacts) -> bool:
-    return own.answers("_apply_gate") or "Experts" in own.module_class.__name__
+def _may_be_experts(facts: ClassFacts) -> bool:
+    return facts.answers("_apply_gate") or "Experts" in facts.module_class.__name__
 
 
 _known_experts: dict[Any, ExpertsKind | str] = {}
@@ -155,14 +155,14 @@ def _signature(
     """
     flags = [name for name in _FLAGS if name in vars(module)]
     weights = _weights(module)
-    taken = ("config", *weights, *bias_names(weights), *filter(None, (_norm(module),)))
+    excluded = ("config", *weights, *bias_names(weights), *filter(None, (_norm(module),)))
     starts = [name for name in ("forward", "_apply_gate") if hasattr(module_class, name)]
-    return signature_of(module, module_class, taken, [*flags, *flags_read], tuple(starts))
+    return signature_of(module, module_class, excluded, [*flags, *flags_read], tuple(starts))
 
 
 def _measure_experts(module: nn.Module) -> ExpertsKind | str:
     """The formula with the gate of a replica and equal results, or why there is none."""
-    own, watch = _own_class(module), Watch()
+    module_class, watch = _own_class(module), Watch()
     try:
         with probe_context() as generator:
             replica, inputs = _replica_experts(module, generator)
@@ -177,15 +177,15 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
             if getattr(replica, "config", Overridden(None)).read:
                 return "its forward reads its configuration, which may change later"
             if spec is None:
-                what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
-                return f"the {what} of {own.__name__} is none that fused_moe has"
+                part = "activation" if _weights(module) == WEIGHTS[False] else "gate"
+                return f"the {part} of {module_class.__name__} is none that fused_moe has"
             difference = _disagreement(replica, inputs, spec, generator)
             difference = difference or _experts_at_extremes(replica, inputs, spec, generator)
             if difference:
-                return f"{own.__name__} is more than its gate and products: {difference}"
+                return f"{module_class.__name__} is more than its gate and products: {difference}"
     except Exception as error:  # of any forward
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
-    signature = _signature(module, own, watch.read)
+    signature = _signature(module, module_class, watch.read)
     return signature if isinstance(signature, str) else replace(spec, signature=signature)
 
 
@@ -208,8 +208,8 @@ def _same_gate(stock: Tensor, x: Tensor, spec: ExpertsKind) -> bool:
     if y.shape != stock.shape or not _near_experts(y, stock):
         return False
     (slope,) = torch.autograd.grad(stock.sum(), x, retain_graph=True)
-    (ours,) = torch.autograd.grad(y.sum(), x)
-    return _near_experts(ours, slope)
+    (formula_slope,) = torch.autograd.grad(y.sum(), x)
+    return _near_experts(formula_slope, slope)
 
 
 def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
@@ -220,14 +220,14 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
     hidden, wide = axes if _transposed(module) else reversed(axes)
     sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
     sizes.setdefault(hidden, 8)
-    own, more = shapes[weights[1]][0], experts - shapes[weights[1]][0]
-    for many, few in ((own, 4), (more, 4 if more == own else 2)):
-        sizes.setdefault(many, few)
-    sizes.setdefault(experts, sizes[own] + (sizes[more] if more else 0))
+    first, second = shapes[weights[1]][0], experts - shapes[weights[1]][0]
+    for size, small_size in ((first, 4), (second, 4 if second == first else 2)):
+        sizes.setdefault(size, small_size)
+    sizes.setdefault(experts, sizes[first] + (sizes[second] if second else 0))
     replica: Any = skeleton(module, sizes)
     replica.__class__ = _own_class(module)
-    for name, whole in shapes.items():
-        small = random(generator, *(sizes[n] for n in whole)) * 0.5
+    for name, shape in shapes.items():
+        small = random(generator, *(sizes[n] for n in shape)) * 0.5
         replica._parameters[name] = nn.Parameter(small)
     for name, part in module._modules.items():
         if name != "parametrizations":
@@ -262,20 +262,20 @@ def _calls(replica: Any, spec: ExpertsKind) -> tuple[Call, Call]:
     def stock(*args: Tensor) -> Any:
         return replica.forward(*args)
 
-    def ours(x: Tensor, *routing: Tensor) -> Tensor:
+    def operator(x: Tensor, *routing: Tensor) -> Tensor:
         routes = routes_of(replica, spec, x, routing)
         assert routes is not None
         return apply_experts(replica, spec, x, *routes)
 
-    return stock, ours
+    return stock, operator
 
 
 def _experts_at_extremes(
     replica: Any, inputs: list[Tensor], spec: ExpertsKind, generator: torch.Generator
 ) -> str | None:
     """How experts differ from the operator for zeros, tiny and large numbers; or None."""
-    stock, ours = _calls(replica, spec)
-    return differs_at_extremes(replica, stock, ours, inputs, generator, (*TINY[2:], *LARGE[:3]))
+    stock, operator = _calls(replica, spec)
+    return differs_at_extremes(replica, stock, operator, inputs, generator, (*TINY[2:], *LARGE[:3]))
 
 
 def _near_experts(a: Tensor, b: Tensor) -> bool:
@@ -287,8 +287,8 @@ def _gate(x: Tensor, spec: ExpertsKind) -> Tensor:
 
     if spec.activation == "swiglu_clamped":
         numbers = dict(spec.clamps)
-        by = tuple(numbers[name] for name in ("limit", "alpha", "up_offset"))
-        return product(x, (spec.activation, *by, spec.interleaved))
+        clamps = tuple(numbers[name] for name in ("limit", "alpha", "up_offset"))
+        return product(x, (spec.activation, *clamps, spec.interleaved))
     return product(x, (spec.activation, 7.0, 1.0, 0.0, spec.interleaved))
 
 
@@ -358,9 +358,9 @@ def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
     options = request.get("fused_moe")
     for path, module in model.of_class(_may_be_experts):
         if are_other_experts(module) and options is not None:
-            own = f"{type(module).__name__} does not use the experts interface of transformers"
-            instead = _INSTEAD.get(type(module).__name__, "")
-            yield Skipped(path, "fused_moe", f"{own}{instead}")
+            layer = type(module).__name__
+            other = f"{layer} does not use the experts interface of transformers"
+            yield Skipped(path, "fused_moe", other + _INSTEAD.get(layer, ""))
         if not looks_like_experts(module):
             continue
         if options is None:
@@ -372,8 +372,10 @@ def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
             continue
         if selected(module) is None:
             name = getattr(module.config, "_experts_implementation", None)
-            why = f"patched, but experts_implementation={name!r} runs itself while it is selected"
-            yield Skipped(path, "fused_moe", why, False)
+            reason = (
+                f"patched, but experts_implementation={name!r} runs itself while it is selected"
+            )
+            yield Skipped(path, "fused_moe", reason, False)
         settings = ExpertsSettings(verdict, options)
         swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
         yield Replace(path, module, swap, settings.shown, options.shown())
@@ -384,22 +386,25 @@ def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
 NAME = "liger_multi"
 
 
-_known: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
+_kinds_by_class: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
 """Formulas of instances by class, each with a test whether the code of the class is unchanged."""
 
 
 def _cached_kind(module: nn.Module) -> ExpertsKind | str:
     """The result of :func:`experts_kind`, which takes ten times as long as the rest of a call."""
-    own = unpatched_class(module)
+    module_class = unpatched_class(module)
     bias = module._parameters.get("down_proj_bias") is not None
-    known = _known.get(own, [])
-    for spec, unchanged in known:
-        if spec.bias == bias and unchanged() and holds(module, spec.signature):
+    cached = _kinds_by_class.get(module_class, [])
+    for spec, unchanged in cached:
+        if spec.bias == bias and unchanged() and is_current(module, spec.signature):
             return spec
     verdict = experts_kind(module)
     if isinstance(verdict, ExpertsKind):
-        current = [entry for entry in known if entry[0] != verdict and entry[1]()]
-        _known[own] = [*current, (verdict, watched_code(own, verdict.signature))]
+        current = [entry for entry in cached if entry[0] != verdict and entry[1]()]
+        _kinds_by_class[module_class] = [
+            *current,
+            (verdict, watched_code(module_class, verdict.signature)),
+        ]
     return verdict
 
 
@@ -434,11 +439,11 @@ def register_experts(name: str = NAME) -> None:
             f"register_experts needs transformers >= 5.7, this is {__version__}, whose models take "
             "no names but its own; patch(model) runs the same operator"
         )
-    there = ExpertsInterface._global_mapping.get(name)
-    if there is not None and there is not implementation:
+    registered = ExpertsInterface._global_mapping.get(name)
+    if registered is not None and registered is not implementation:
         raise ConfigurationError(
-            f"register_experts: transformers has another {name!r}, {there!r}; register under a "
-            "name of your own"
+            f"register_experts: transformers has another {name!r}, {registered!r}; "
+            "register under a name of your own"
         )
     ExpertsInterface.register(name, implementation)
 

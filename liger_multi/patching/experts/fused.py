@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast, autocast_dtype
-from liger_multi.patching.evidence.signature import Signature, code_holds, globally_hooked, holds
+from liger_multi.patching.evidence.signature import (
+    Signature,
+    code_holds,
+    globally_hooked,
+    is_current,
+)
 from liger_multi.patching.experts.quantized import (
     Stack,
     in_groups,
@@ -49,7 +54,7 @@ def selected(module: Any) -> str | None:
     if not _asks_an_interface(module_class):
         return EAGER
     config = vars(module).get("config")
-    return _known(module_class, getattr(config, "_experts_implementation", None))
+    return _known_implementation(module_class, getattr(config, "_experts_implementation", None))
 
 
 def computes_in_weight_dtype(module: Any, device_type: str) -> bool:
@@ -70,15 +75,18 @@ def _asks_an_interface(module_class: type) -> bool:
 
 
 @constant_in_graphs
-def _known(module_class: type, name: str | None) -> str | None:
+def _known_implementation(module_class: type, name: str | None) -> str | None:
     interface: Any = _interface(module_class.forward)  # type: ignore[attr-defined]
     function = interface.get(name)
     if function is None:
         return EAGER if name in (None, EAGER) else None
-    home, own = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-    if home.startswith("liger_multi."):
+    module_name, function_name = (
+        getattr(function, "__module__", ""),
+        getattr(function, "__name__", ""),
+    )
+    if module_name.startswith("liger_multi."):
         return EAGER  # register_experts
-    return own if home == _HOME and own in (BATCHED, GROUPED) else None
+    return function_name if module_name == _HOME and function_name in (BATCHED, GROUPED) else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,14 +96,14 @@ def _interface(forward: Callable[..., Any] | None) -> Any:
     if code is None or "_experts_implementation" not in code.co_names:
         return None
     variables = inspect.getclosurevars(forward)  # type: ignore[arg-type]
-    places = (*variables.nonlocals.values(), *variables.globals.values())
-    return next((place for place in places if _maps_names(place)), None)
+    values = (*variables.nonlocals.values(), *variables.globals.values())
+    return next((value for value in values if _maps_names(value)), None)
 
 
-def _maps_names(place: Any) -> bool:
+def _maps_names(value: Any) -> bool:
     """Whether a value is the mapping, which is a dictionary in transformers 5.0."""
-    named = isinstance(place, dict) and "grouped_mm" in place
-    return named or hasattr(type(place), "_global_mapping")
+    is_dict = isinstance(value, dict) and "grouped_mm" in value
+    return is_dict or hasattr(type(value), "_global_mapping")
 
 
 # --- experts ---
@@ -151,8 +159,8 @@ class ExpertsKind:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``fused_moe``."""
-        how = {"interleaved": self.interleaved, "transposed": self.transposed}
-        return {"activation": self.activation, **how, **dict(self.clamps)}
+        layout = {"interleaved": self.interleaved, "transposed": self.transposed}
+        return {"activation": self.activation, **layout, **dict(self.clamps)}
 
 
 @dataclass(frozen=True)
@@ -184,8 +192,8 @@ class FusedExperts(Patched):
             return cast(Tensor, module_class.forward(self, hidden_states, *args, **kwargs))
         settings = cast(ExpertsSettings, module_class._liger_multi_swap.settings)
         routing = (*args, *kwargs.values())  # the index first, under any name
-        known = code_holds(module_class) and is_probed_call(self, settings.spec, hidden_states)
-        routes = routes_of(self, settings.spec, hidden_states, routing) if known else None
+        is_probed = code_holds(module_class) and is_probed_call(self, settings.spec, hidden_states)
+        routes = routes_of(self, settings.spec, hidden_states, routing) if is_probed else None
         if routes is None:
             return cast(Tensor, original(module_class)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.spec, hidden_states, *routes)
@@ -203,8 +211,8 @@ def routes_of(
     if spec.form == "blocks":
         experts = stack_declared(module, "down_proj").shape[0]
         # autocast would change the dtype of the result
-        known = not routing and x.ndim == 2 and autocast_dtype(x.device.type) is None
-        if not known or x.shape[0] % experts:
+        is_dense = not routing and x.ndim == 2 and autocast_dtype(x.device.type) is None
+        if not is_dense or x.shape[0] % experts:
             return None
         index = torch.arange(experts, device=x.device)
         index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
@@ -212,18 +220,18 @@ def routes_of(
     if spec.form == "shared":
         experts = stack_declared(module, "down_proj").shape[0]
         rows = x.shape[:-1].numel()
-        known = len(routing) == 1 and routing[0].numel() == rows * experts
-        if not known or routing[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
+        is_dense = len(routing) == 1 and routing[0].numel() == rows * experts
+        if not is_dense or routing[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
             return None
         index = torch.arange(experts, device=x.device).expand(rows, experts)
         return index, routing[0].reshape(rows, experts)
-    alike = len(routing) == 2 and routing[0].shape == routing[1].shape
-    return (routing[0], routing[1]) if alike and not routing[0].is_floating_point() else None
+    same_shape = len(routing) == 2 and routing[0].shape == routing[1].shape
+    return (routing[0], routing[1]) if same_shape and not routing[0].is_floating_point() else None
 
 
 def is_probed_call(module: Any, spec: ExpertsKind, hidden: Tensor) -> bool:
     """Whether a call has a form that was probed, with ordinary weights."""
-    if globally_hooked() or not holds(module, spec.signature) or selected(module) is None:
+    if globally_hooked() or not is_current(module, spec.signature) or selected(module) is None:
         return False
     return type(hidden) is Tensor and all(
         isinstance(t, Stack)
@@ -247,8 +255,8 @@ def apply_experts(
         return _summed(module, spec, x, index, routing, factors or {})
     # every token-expert pair is a row, since the norm applies to the output of one expert
     pairs = x.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, x.shape[1])
-    ones = routing.new_ones(index.numel(), 1)
-    y = _summed(module, spec, pairs, index.reshape(-1, 1), ones, factors or {})
+    unit_routing = routing.new_ones(index.numel(), 1)
+    y = _summed(module, spec, pairs, index.reshape(-1, 1), unit_routing, factors or {})
     y = getattr(module, spec.norm)(y) * routing.reshape(-1, 1)
     wide = torch.promote_types(y.dtype, torch.float32)
     return cast(Tensor, y.view(*index.shape, y.shape[-1]).sum(1, dtype=wide).to(x.dtype))
@@ -281,10 +289,12 @@ def _summed(
     if spec.form == "identity":
         parts[0] = parts[0][:experts]
     run = functools.partial(_run, spec)
-    whole = in_one_piece(parts)
-    parts = [viewed(part) for part in parts] if whole else parts
+    fits_at_once = in_one_piece(parts)
+    parts = [viewed(part) for part in parts] if fits_at_once else parts
     with autocast_of(module, x.device.type):
-        y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
+        y = (run if fits_at_once else functools.partial(in_groups, run))(
+            parts, x, index, routing, factors
+        )
     if spec.form == "identity":
         y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
     return y.to(dtype)

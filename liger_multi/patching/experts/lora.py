@@ -75,9 +75,9 @@ def chain(outermost: nn.Module) -> tuple[list[Any], Any]:
 def outermost_wrappers(model: ModelFacts) -> list[tuple[str, nn.Module]]:
     """The outermost wrappers around experts of transformers' interface."""
     wrappers = [
-        named
-        for named in model.of_class(lambda own: home_of(own.module_class) == _WRAPPER)
-        if is_wrapper(named[1])
+        entry
+        for entry in model.of_class(lambda facts: home_of(facts.module_class) == _WRAPPER)
+        if is_wrapper(entry[1])
     ]
     inner = {id(wrapper) for _, module in wrappers for wrapper in chain(module)[0][1:]}
     return [
@@ -109,12 +109,14 @@ class Factors:
         arguments: dict[str, Any] = {}
         for layer, name in zip(("gate_up", "down"), self.spec.weights, strict=True):
             adapters = self.low_rank.get(name, [])
-            parts = [_views(one, experts) for one in adapters]
+            parts = [_views(adapter, experts) for adapter in adapters]
             if len(parts) == 1:
                 arguments |= dict(zip((f"{layer}_a", f"{layer}_b"), parts[0], strict=True))
                 arguments[f"{layer}_scale"] = adapters[0].scale
             elif parts:
-                scaled = [b * one.scale for (_, b), one in zip(parts, adapters, strict=True)]
+                scaled = [
+                    b * adapter.scale for (_, b), adapter in zip(parts, adapters, strict=True)
+                ]
                 arguments[f"{layer}_a"] = torch.cat([a for a, _ in parts], 1)
                 arguments[f"{layer}_b"] = torch.cat(scaled, 2)
         return arguments
@@ -134,8 +136,8 @@ def factors(outermost: nn.Module) -> Factors | str:
     if not isinstance(base, FusedExperts) or watched:
         return "its experts are not patched, or something stands around them"
     spec = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).spec
-    other = spec.form in ("identity", "shared")
-    if other or bool(getattr(base, "is_transposed", False)) != spec.transposed:
+    is_other_layout = spec.form in ("identity", "shared")
+    if is_other_layout or bool(getattr(base, "is_transposed", False)) != spec.transposed:
         return "PEFT reads the layout of its experts in another way"
     by_name: dict[str, list[Adapter]] = {}
     for wrapper in wrappers:
@@ -144,7 +146,7 @@ def factors(outermost: nn.Module) -> Factors | str:
             return f"{name}: {low_rank}"
         if name not in spec.weights or name in by_name:
             return f"its parameter {name} is none of {' and '.join(spec.weights)}"
-        if len({t.dtype for one in low_rank for t in one[:2]}) > 1:
+        if len({t.dtype for adapter in low_rank for t in adapter[:2]}) > 1:
             return f"{name}: its factors have several dtypes"
         by_name[name] = low_rank
     parts = [stack_declared(base, name) for name in spec.parameters]
@@ -176,14 +178,14 @@ def _measured(wrapper: Any, transposed: bool) -> str:
             a.weight, b.weight = (
                 nn.Parameter(random(generator, *layer.weight.shape)) for layer in (a, b)
             )
-            one = Adapter(a.weight, b.weight, wrapped.scaling["probe"])
-            first, second = _views(one, experts)
-            expected = one.scale * (second @ first)
+            adapter = Adapter(a.weight, b.weight, wrapped.scaling["probe"])
+            first, second = _views(adapter, experts)
+            expected = adapter.scale * (second @ first)
             actual = wrapped.get_delta_weight("probe")
-            same = torch.allclose(actual, expected.mT if transposed else expected, atol=1e-5)
+            agrees = torch.allclose(actual, expected.mT if transposed else expected, atol=1e-5)
     except Exception as error:  # of another version of PEFT
         return f"PEFT's {wrapper.__name__} failed on a small copy: {type(error).__name__}: {error}"
-    return "" if same else f"PEFT's {wrapper.__name__} lays its factors out in another way"
+    return "" if agrees else f"PEFT's {wrapper.__name__} lays its factors out in another way"
 
 
 # --- the module ---
@@ -216,9 +218,9 @@ def _serves(low_rank: Factors, x: Tensor) -> bool:
     device_type = x.device.type
     if autocast_dtype(device_type) is not None and not computes_in_weight_dtype(base, device_type):
         return True
-    dtypes = [one.a.dtype for adapters in low_rank.low_rank.values() for one in adapters]
-    least = stack_declared(base, "down_proj").dtype.itemsize
-    return all(dtype.itemsize >= least for dtype in dtypes)
+    dtypes = [adapter.a.dtype for adapters in low_rank.low_rank.values() for adapter in adapters]
+    weight_bytes = stack_declared(base, "down_proj").dtype.itemsize
+    return all(dtype.itemsize >= weight_bytes for dtype in dtypes)
 
 
 def find_expert_adapters(model: ModelFacts, request: Request) -> Iterator[Change]:

@@ -21,9 +21,9 @@ from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import current
+from liger_multi.modules.parameters import declared
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._quantized import PIECE_BYTES
-from liger_multi.parameters import declared
 from liger_multi.patching.evidence.signature import is_infrastructure
 
 GROUP_BYTES = PIECE_BYTES
@@ -64,18 +64,18 @@ class Stack:
         state = self.state
         if not state.nested:
             return self
-        absmax = _theirs().dequantize_blockwise(state.absmax, state.state2) + state.offset
-        return Stack(self.packed, _like(state, absmax, state.shape))
+        absmax = _bnb_functional().dequantize_blockwise(state.absmax, state.state2) + state.offset
+        return Stack(self.packed, _state_with(state, absmax, state.shape))
 
     @torch.no_grad()
-    def __getitem__(self, some: slice) -> Tensor:
+    def __getitem__(self, experts: slice) -> Tensor:
         """The experts of a slice without a step."""
-        first, last, _ = some.indices(self.shape[0])
+        first, last, _ = experts.indices(self.shape[0])
         state, blocks = self.opened().state, self.expert // self.state.blocksize
         shape = torch.Size((last - first, *self.shape[1:]))
-        part = _like(state, state.absmax[first * blocks : last * blocks], shape)
+        part = _state_with(state, state.absmax[first * blocks : last * blocks], shape)
         bytes_ = self.packed.view(-1)[first * self.expert // 2 : last * self.expert // 2]
-        return cast(Tensor, _theirs().dequantize_4bit(bytes_.unsqueeze(1), part))
+        return cast(Tensor, _bnb_functional().dequantize_4bit(bytes_.unsqueeze(1), part))
 
 
 def most_bytes() -> int:
@@ -96,27 +96,31 @@ def viewed(part: Any) -> Any:
     """A packed stack as a weight for operators; other values unchanged."""
     if not isinstance(part, Stack):
         return part
-    state, more = part.state, {}
+    state, nested = part.state, {}
     if state.nested:
-        own = state.state2
-        more = {"scale_levels": own.code, "scale_absmax": own.absmax, "scale_offset": state.offset}
+        nested_state = state.state2
+        nested = {
+            "scale_levels": nested_state.code,
+            "scale_absmax": nested_state.absmax,
+            "scale_offset": state.offset,
+        }
     return QuantizedWeight(
         part.packed.view(torch.uint8).view(*part.shape[:-1], part.shape[-1] // 2),
         state.absmax,
         format=state.quant_type,
         dtype=part.dtype,
         group=state.blocksize,
-        **more,
+        **nested,
     )
 
 
-def _theirs() -> Any:
+def _bnb_functional() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
-def _like(state: Any, absmax: Tensor, shape: torch.Size) -> Any:
+def _state_with(state: Any, absmax: Tensor, shape: torch.Size) -> Any:
     """A quantization state with other scales and another shape."""
-    return _theirs().QuantState(
+    return _bnb_functional().QuantState(
         absmax,
         shape=shape,
         code=state.code,
@@ -128,13 +132,13 @@ def _like(state: Any, absmax: Tensor, shape: torch.Size) -> Any:
 
 def stack_of(module: nn.Module, name: str) -> Stack | None:
     """A parameter that bitsandbytes keeps in 4 bits, every expert in whole blocks."""
-    every: Any = module._modules.get("parametrizations")
-    if every is None or name not in every or len(every[name]) != 1:
+    parametrizations: Any = module._modules.get("parametrizations")
+    if parametrizations is None or name not in parametrizations or len(parametrizations[name]) != 1:
         return None
-    module_class = type(every[name][0])
+    module_class = type(parametrizations[name][0])
     if (module_class.__module__, module_class.__name__) != _PARAMETRIZATION:
         return None
-    stack = Stack(every[name].original, every[name][0].quant_state)
+    stack = Stack(parametrizations[name].original, parametrizations[name][0].quant_state)
     return None if stack.expert % (2 * stack.state.blocksize) else stack
 
 
@@ -162,14 +166,14 @@ def unparametrized(module: nn.Module, module_class: type[nn.Module]) -> type[nn.
 def is_watched_by_others(module: nn.Module) -> bool:
     """Whether a module has hooks other than those of bitsandbytes's cache."""
     attributes = module.__dict__
-    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    pre_hooks, hooks = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
     backward = attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]
-    others = [
+    user_hooks = [
         hook
-        for hook in (*before.values(), *after.values())
+        for hook in (*pre_hooks.values(), *hooks.values())
         if not is_infrastructure(hook, ("bitsandbytes.",))
     ]
-    return bool(others or backward) or "forward" in attributes
+    return bool(user_hooks or backward) or "forward" in attributes
 
 
 @dataclass(frozen=True)
@@ -194,26 +198,26 @@ class _Groups:
     def slices(self) -> Iterator[tuple[slice, list[Tensor]]]:
         """The slice of every group, and its dequantized weights."""
         experts = self.parts[1].shape[0]
-        each = sum(_bytes(p) // experts for p in self.parts if isinstance(p, Stack))
-        step = max(1, min(experts, most_bytes() // each))
+        bytes_per_expert = sum(_bytes(p) // experts for p in self.parts if isinstance(p, Stack))
+        step = max(1, min(experts, most_bytes() // bytes_per_expert))
         parts = [p.opened() if isinstance(p, Stack) else p for p in self.parts]
         for first in range(0, experts, step):
-            some = slice(first, min(experts, first + step))
-            yield some, [p[some] for p in parts]
+            group = slice(first, min(experts, first + step))
+            yield group, [p[group] for p in parts]
 
     def of(
         self,
-        some: slice,
+        group: slice,
         weights: list[Tensor],
         x: Tensor,
         index: Tensor,
         routing: Tensor,
-        thin: Sequence[Tensor],
+        factors: Sequence[Tensor],
     ) -> Tensor:
-        """The sum of a group; ``thin`` are the adapters of its experts."""
-        named = {**self.others, **dict(zip(self.names, thin, strict=True))}
+        """The sum of a group; ``factors`` are the adapters of its experts."""
+        factors_by_name = {**self.others, **dict(zip(self.names, factors, strict=True))}
         with autocast(*self.autocast):
-            return self.run(weights, x, index - some.start, routing, named)
+            return self.run(weights, x, index - group.start, routing, factors_by_name)
 
 
 class _InGroups(torch.autograd.Function):
@@ -221,14 +225,14 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, groups: _Groups, x: Tensor, index: Tensor, routing: Tensor, *thin: Tensor
+        ctx: Any, groups: _Groups, x: Tensor, index: Tensor, routing: Tensor, *factors: Tensor
     ) -> Tensor:
         """In fp32 at least, in the order of the groups."""
         ctx.groups = groups
-        ctx.save_for_backward(x, index, routing, *thin)
+        ctx.save_for_backward(x, index, routing, *factors)
         total: Tensor | None = None
-        for some, weights in groups.slices():
-            y = groups.of(some, weights, x, index, routing, [t[some] for t in thin])
+        for group, weights in groups.slices():
+            y = groups.of(group, weights, x, index, routing, [t[group] for t in factors])
             y = y.to(torch.promote_types(y.dtype, torch.float32))
             total = y if total is None else total.add_(y)
             del weights
@@ -238,27 +242,29 @@ class _InGroups(torch.autograd.Function):
     @first_derivatives_only("mixture of experts")
     def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
         """Sums over groups for what all have, and slices of the factors' gradients."""
-        x, index, routing, *thin = saved
+        x, index, routing, *factors = saved
         needs = ctx.needs_input_grad[1:]
         wide = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) if need else None
             for t, need in ((x, needs[0]), (routing, needs[2]))
         ]
-        sliced = [torch.zeros_like(t) if n else None for t, n in zip(thin, needs[3:], strict=True)]
-        for some, weights in ctx.groups.slices():
-            own = [t[some].detach() for t in thin]
-            leaves = [x.detach(), routing.detach(), *own]
-            places = [*wide, *(None if t is None else t[some] for t in sliced)]
-            for leaf, place in zip(leaves, places, strict=True):
-                leaf.requires_grad_(place is not None)
+        sliced = [
+            torch.zeros_like(t) if n else None for t, n in zip(factors, needs[3:], strict=True)
+        ]
+        for group, weights in ctx.groups.slices():
+            group_factors = [t[group].detach() for t in factors]
+            leaves = [x.detach(), routing.detach(), *group_factors]
+            totals = [*wide, *(None if t is None else t[group] for t in sliced)]
+            for leaf, total in zip(leaves, totals, strict=True):
+                leaf.requires_grad_(total is not None)
             with torch.enable_grad():
-                y = ctx.groups.of(some, weights, leaves[0], index, leaves[1], own)
+                y = ctx.groups.of(group, weights, leaves[0], index, leaves[1], group_factors)
             differentiable = [
-                (leaf, p) for leaf, p in zip(leaves, places, strict=True) if p is not None
+                (leaf, p) for leaf, p in zip(leaves, totals, strict=True) if p is not None
             ]
             gradients = torch.autograd.grad(y, [leaf for leaf, _ in differentiable], dy.to(y.dtype))
-            for (_, place), gradient in zip(differentiable, gradients, strict=True):
-                place.add_(gradient)
+            for (_, total), gradient in zip(differentiable, gradients, strict=True):
+                total.add_(gradient)
             del weights, y, gradients
         dx, drouting = (
             None if s is None else s.to(t.dtype) for s, t in zip(wide, (x, routing), strict=True)
@@ -284,12 +290,12 @@ def in_groups(
         routing: Their weights.
         factors: Of adapters, with an expert each on the first axis, and scales.
     """
-    thin = {name: f for name, f in factors.items() if isinstance(f, Tensor)}
-    others = {name: f for name, f in factors.items() if name not in thin}
+    tensors = {name: f for name, f in factors.items() if isinstance(f, Tensor)}
+    other_options = {name: f for name, f in factors.items() if name not in tensors}
     device_type = x.device.type
-    under = device_type, autocast_dtype(device_type)
-    groups = _Groups(run, parts, tuple(thin), others, under)
-    return cast(Tensor, cast(Any, _InGroups).apply(groups, x, index, routing, *thin.values()))
+    autocast_setting = device_type, autocast_dtype(device_type)
+    groups = _Groups(run, parts, tuple(tensors), other_options, autocast_setting)
+    return cast(Tensor, cast(Any, _InGroups).apply(groups, x, index, routing, *tensors.values()))
 
 
 outside_of_graphs(in_groups, "the host prepares groups")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from liger_multi.parameters import stored
+from liger_multi.modules.parameters import stored
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.float8.linear import (
     Float8Linear,
@@ -41,13 +41,15 @@ def find_float8(model: ModelFacts, request: Request) -> Iterator[Change]:
     low_rank = {id(m) for _, lora in model.modules if looks_like_lora(lora) for m in matrices(lora)}
     sharded = units(model.root)
     for path, module in model.linears:
-        ours = isinstance(module, Float8Linear)
-        free = ours or not isinstance(module, Patched) or isinstance(module, LinearByRows)
-        if id(module) in low_rank or not free:
+        is_float8 = isinstance(module, Float8Linear)
+        is_unclaimed = (
+            is_float8 or not isinstance(module, Patched) or isinstance(module, LinearByRows)
+        )
+        if id(module) in low_rank or not is_unclaimed:
             continue
         head = id(module) in heads and "it is the output embedding, whose loss has head_gemms"
-        alone = options and (options.frozen or options.gather)
-        shared = alone and holders[id(stored(module))] > 1
+        stores_codes = options and (options.frozen or options.gather)
+        shared = stores_codes and holders[id(stored(module))] > 1
         tied = shared and "its weight is that of another layer too, which would lose it"
         reason = options and (
             head
@@ -60,14 +62,14 @@ def find_float8(model: ModelFacts, request: Request) -> Iterator[Change]:
             settings = Float8Settings(options, options.frozen)
             behavior = GatheringFloat8Linear if options.gather else Float8Linear
             swap = Swap("linear_float8", stock_class(module), behavior, settings)
-        current = swapped(module) if ours else None
+        current = swapped(module) if is_float8 else None
         if current is not None and current != swap and (fixed := current.behavior.fixed(module)):
             yield Skipped(path, "linear_float8", f"{fixed}; options are fixed")
             continue
-        if ours and swap is None:
+        if is_float8 and swap is None:
             yield Restore(path, module)
         if reason:
             yield Skipped(path, "linear_float8", reason, strict=False)
         elif swap is not None:
-            by = f"linear_float8{'[weight in FP8]' * options.frozen}"
-            yield Replace(path, module, swap, by, options.shown())
+            label = f"linear_float8{'[weight in FP8]' * options.frozen}"
+            yield Replace(path, module, swap, label, options.shown())

@@ -31,6 +31,7 @@ from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.resolve import automatic
 from liger_multi.errors import PatchError
+from liger_multi.modules.parameters import is_computed
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
     linear_float8,
@@ -38,7 +39,6 @@ from liger_multi.ops.linear_float8 import (
     op,
     rounded_rows,
 )
-from liger_multi.parameters import is_computed
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     code_holds,
@@ -50,10 +50,10 @@ from liger_multi.patching.float8.weight import (
     Float8Weight,
     GatheredWeight,
     TrainedShard,
+    float8_weight,
     freeze,
     gather_codes,
     has_run,
-    held,
     is_sharded,
     local,
     saved,
@@ -152,23 +152,23 @@ def _ordered(weight: Tensor) -> bool:
 
 def cached_rows(weight: Tensor) -> Any:
     """Cached codes and scales of a weight; None before the first optimizer step."""
-    followed = next((f for f in _followed() if id(weight) in f.weights), None)
-    if followed is None or not _ordered(weight):
+    record = next((f for f in _optimizer_records() if id(weight) in f.weights), None)
+    if record is None or not _ordered(weight):
         return None
-    place, key = followed.weights[id(weight)], _key(weight)
-    cached = place.cached
+    entry, key = record.weights[id(weight)], _key(weight)
+    cached = entry.cached
     if cached is None or cached.key != key:
-        _read(followed)
+        _check_answers(record)
         with torch.no_grad():
             sums = bit_sums(weight)
-            cached = place.cached = _CachedCodes(
+            cached = entry.cached = _CachedCodes(
                 key, rounded_rows(weight), sums, sums[::EVERY].sum()
             )
     else:
-        place.uses.append((cached.some, bit_sums(weight.detach()[::EVERY]).sum()))
-        if len(place.uses) == USES:
-            _read(followed)
-            _compare(followed, {weight.device: _compared(place)})
+        entry.uses.append((cached.some, bit_sums(weight.detach()[::EVERY]).sum()))
+        if len(entry.uses) == USES:
+            _check_answers(record)
+            _compare(record, {weight.device: _compared(entry)})
     return cached.rows
 
 
@@ -178,8 +178,8 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def bit_sums(weight: Tensor) -> Tensor:
     """A checksum of each row: the integer sum of its bits as words."""
     rows, width = weight.detach().contiguous(), weight.shape[1] * weight.itemsize
-    word = next(word for word in _WORDS if width % word.itemsize == 0)
-    return rows.view(torch.uint8).view(word).sum(1, dtype=torch.int64)
+    word_dtype = next(word_dtype for word_dtype in _WORDS if width % word_dtype.itemsize == 0)
+    return rows.view(torch.uint8).view(word_dtype).sum(1, dtype=torch.int64)
 
 
 # --- steps of optimizers ---
@@ -197,57 +197,63 @@ def follow_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _followed() -> list[_Followed]:
-    return [getattr(followed, _NAME) for one in list(_stepped) if (followed := one()) is not None]
+def _optimizer_records() -> list[_Followed]:
+    return [
+        getattr(optimizer, _NAME)
+        for reference in list(_stepped)
+        if (optimizer := reference()) is not None
+    ]
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
     """Compare checksums of all weights with cached codes."""
-    followed = getattr(optimizer, _NAME, None)
-    if followed is None:
+    record = getattr(optimizer, _NAME, None)
+    if record is None:
         return
-    _read(followed)
-    same: dict[torch.device, list[Tensor]] = {}
+    _check_answers(record)
+    by_device: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for place in followed.weights.values():
-            answers = same.setdefault(place.weight.device, [])
-            answers += _compared(place)
-            cached = place.cached
-            if cached is not None and cached.key == _key(place.weight):
-                answers.append((bit_sums(place.weight) == cached.sums).all())
-    _compare(followed, same)
+        for entry in record.weights.values():
+            answers = by_device.setdefault(entry.weight.device, [])
+            answers += _compared(entry)
+            cached = entry.cached
+            if cached is not None and cached.key == _key(entry.weight):
+                answers.append((bit_sums(entry.weight) == cached.sums).all())
+    _compare(record, by_device)
 
 
-def _compared(place: _Weight) -> list[Tensor]:
+def _compared(entry: _Weight) -> list[Tensor]:
     """Comparisons of checksums at each use."""
-    answers = [before == at_use for before, at_use in place.uses]
-    place.uses.clear()
+    answers = [at_write == at_use for at_write, at_use in entry.uses]
+    entry.uses.clear()
     return answers
 
 
-def _compare(followed: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
+def _compare(record: _Followed, by_device: Mapping[torch.device, list[Tensor]]) -> None:
     """Start comparisons by device; those on a CPU are read at once."""
-    followed.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
-    if all(event is None for _, event in followed.answers):
-        _read(followed)
+    record.answers += [
+        _on_host(torch.stack(s).all(), device) for device, s in by_device.items() if s
+    ]
+    if all(event is None for _, event in record.answers):
+        _check_answers(record)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     """Drop the codes of all optimizers, which may share memory of weights."""
-    followed = getattr(optimizer, _NAME, None)
-    if followed is None:
-        followed = _Followed()
-        setattr(optimizer, _NAME, followed)
+    record = getattr(optimizer, _NAME, None)
+    if record is None:
+        record = _Followed()
+        setattr(optimizer, _NAME, record)
         _stepped.append(ref(optimizer, _stepped.remove))
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    followed.weights = {id(p): _Weight(p) for p in weights}
-    for other in _followed():
-        _drop_codes(other)
+    record.weights = {id(p): _Weight(p) for p in weights}
+    for each_record in _optimizer_records():
+        _drop_codes(each_record)
 
 
-def _drop_codes(followed: _Followed) -> None:
-    for place in list(followed.weights.values()):
-        place.cached = None
+def _drop_codes(record: _Followed) -> None:
+    for entry in list(record.weights.values()):
+        entry.cached = None
 
 
 def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
@@ -262,16 +268,16 @@ def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
     return copied, event
 
 
-def _read(followed: _Followed) -> None:
-    for _, event in followed.answers:
+def _check_answers(record: _Followed) -> None:
+    for _, event in record.answers:
         if event is not None:
             event.synchronize()  # recorded a step or several uses ago
-    agree = all(result.item() for result, _ in followed.answers)
-    followed.answers.clear()
+    agree = all(result.item() for result, _ in record.answers)
+    record.answers.clear()
     if not agree:
-        _drop_codes(followed)
-        for place in followed.weights.values():
-            place.uses.clear()  # one error for all of them
+        _drop_codes(record)
+        for entry in record.weights.values():
+            entry.uses.clear()  # one error for all of them
         raise PatchError(
             "a weight was written through .data, or by code that counts no version, after its "
             "codes were made: gradients were computed with codes of old weights; leave cache=True "
@@ -311,9 +317,9 @@ def codes_of(x: Tensor) -> Any:
 
     Tensors of inference mode have no version, so they are never cached.
     """
-    known = not x.is_inference() and _last.x is not None and _last.x() is x
-    now = (x._version, autocast_dtype(x.device.type)) if known else None
-    if now != (_last.version, _last.dtype):
+    is_last = not x.is_inference() and _last.x is not None and _last.x() is x
+    state = (x._version, autocast_dtype(x.device.type)) if is_last else None
+    if state != (_last.version, _last.dtype):
         return None
     if _last.use is not None:
         _last.use.taken = True
@@ -419,7 +425,7 @@ class Float8Linear(Patched):
         return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
         _process["rounds"] = True
         if settings.options.cache:
@@ -430,7 +436,7 @@ class Float8Linear(Patched):
             freeze(module, settings.options.originals)
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Restore the weight."""
         thaw(module)
 
@@ -446,7 +452,7 @@ class Float8Linear(Patched):
     ) -> None:
         """Save the original weight, or the dequantized one if there is none."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = held(self)
+        weight = float8_weight(self)
         name = f"{prefix}weight"
         if weight is not None:
             destination[name] = weight.restored()
@@ -464,9 +470,9 @@ class GatheringFloat8Linear(Float8Linear):
         super().__setattr__(name, value)
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Prepare a weight that is sharded already."""
-        Float8Linear.entered(module, settings)
+        Float8Linear.on_enter(module, settings)
         weight = module._parameters.get("weight")
         if is_sharded(weight):
             gather_codes(weight)
@@ -489,10 +495,10 @@ def _served(layer: Any, x: Tensor) -> bool:
             )
     elif type(weight) not in PLAIN:
         return False
-    return autocast_dtype(x.device.type) is not None or _alike(layer, x)
+    return autocast_dtype(x.device.type) is not None or _same_dtype_as(layer, x)
 
 
-def _alike(layer: Any, x: Tensor) -> bool:
+def _same_dtype_as(layer: Any, x: Tensor) -> bool:
     """Whether PyTorch's own layer accepts a call."""
     weight, bias = layer.weight, layer.bias
     fits = x.ndim > 0 and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
@@ -509,15 +515,15 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     operands: Any = {"weight_scale": scale, "weight_codes": codes}
     if torch.compiler.is_compiling():
         return linear_float8(x, weight, layer.bias, **operands)
-    known = None if is_hooked(layer) else codes_of(x)
-    if known is None:
+    shared = None if is_hooked(layer) else codes_of(x)
+    if shared is None:
         _ask(x)
     if autocast_dtype(x.device.type) is not None:
-        y, rows = linear_float8_with_codes(x, weight, layer.bias, **operands, quantized=known)
+        y, rows = linear_float8_with_codes(x, weight, layer.bias, **operands, quantized=shared)
     else:  # _served and the patch have checked the arguments
-        y, *quantized = op(x, weight, layer.bias, scale, *(known or (None, None)), codes)
+        y, *quantized = op(x, weight, layer.bias, scale, *(shared or (None, None)), codes)
         rows = Float8Rows(*quantized)
-    if known is None and not x.is_inference():
+    if shared is None and not x.is_inference():
         remember(x, rows)
     return y
 
@@ -548,7 +554,7 @@ def bare_float8(layer: nn.Module | None) -> bool:
     if _computes(layer):
         return False
     weight, bias = layer.weight, layer.bias  # maybe tensors in place of parameters
-    frozen = held(layer) is not None and not weight.requires_grad
+    frozen = float8_weight(layer) is not None and not weight.requires_grad
     plain = type(weight) in PLAIN or frozen or isinstance(weight, GatheredWeight)
     return plain and (bias is None or type(bias) in PLAIN)
 
@@ -557,7 +563,7 @@ def bare_frozen_float8(layer: nn.Module | None) -> bool:
     """The same for a layer with a frozen weight in FP8."""
     if layer is None or not bare_float8(layer):
         return False
-    return held(layer) is not None and not layer.weight.requires_grad
+    return float8_weight(layer) is not None and not layer.weight.requires_grad
 
 
 class Wide(NamedTuple):
@@ -596,10 +602,10 @@ def shared_codes(x: Tensor) -> Any:
     """Codes of an input if its module has written them; else the module does so from now on."""
     if torch.compiler.is_compiling():
         return None
-    known = codes_of(x)
-    if known is None:
+    codes = codes_of(x)
+    if codes is None:
         _ask(x)
-    return known
+    return codes
 
 
 # --- which layers ---

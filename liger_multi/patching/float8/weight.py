@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import (
     DisableTorchDispatch,
+    log_missing,
     make_subclass,
     make_wrapper_subclass,
     no_torch_function,
     pin_memory,
-    say,
     to_copy,
-    tree_map_only,
 )
+from liger_multi.dispatch.stored import FrozenTensor, same_strides
 from liger_multi.errors import PatchError
 from liger_multi.ops.linear_float8 import rounded_rows
 
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 Outputs = tuple[Tensor, ...]
 
 
-class Float8Weight(Tensor):
+class Float8Weight(FrozenTensor):
     """``codes * scale`` with the shape and dtype of the original weight.
 
     Attributes:
@@ -58,21 +58,21 @@ class Float8Weight(Tensor):
         scale: Tensor,
         dtype: torch.dtype,
         original: Tensor | None = None,
-        whole: int | None = None,
+        all_rows: int | None = None,
     ) -> Float8Weight:
-        """A weight from codes and scales, of all rows or of some of ``whole`` rows."""
+        """A weight from codes and scales, of all rows or of some of ``all_rows`` rows."""
         weight: Float8Weight = make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=False
         )
         weight.codes, weight.scale, weight.original = codes, scale, original
-        weight.whole = len(scale) if whole is None else whole
+        weight.whole = len(scale) if all_rows is None else all_rows
         return weight
 
     @classmethod
     def of(cls, weight: Tensor, keep: bool) -> Float8Weight:
         """A weight in FP8, with a copy of the original on the CPU if ``keep``."""
-        place = "meta" if weight.is_meta else "cpu"
-        original = weight.detach().to(place, copy=True) if keep else None
+        device = "meta" if weight.is_meta else "cpu"
+        original = weight.detach().to(device, copy=True) if keep else None
         return cls(*_quantized(weight), weight.dtype, original)
 
     def dequantized(self) -> Tensor:
@@ -111,34 +111,17 @@ class Float8Weight(Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], rest: Any, outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], metadata: Any, outer_size: Any, outer_stride: Any
     ) -> Float8Weight:
         """A weight from both."""
-        return cls(inner["codes"], inner["scale"], *rest)
+        return cls(inner["codes"], inner["scale"], *metadata)
 
-    __torch_function__ = no_torch_function
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Operations on codes, ``copy_``, and all others on dequantized values."""
-        kwargs = kwargs or {}
-        handler = _KEPT.get(func)
-        if handler is not None and isinstance(args[0], Float8Weight):
-            output = handler(*args, **kwargs)
-            if output is not None:
-                return output
-        schema = func._schema.arguments
-        for argument, value in zip(schema, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, Float8Weight):
-                raise PatchError(
-                    f"{func} writes to a frozen weight that is kept in FP8, a tensor of shape "
-                    f"{tuple(value.shape)}; unpatch the model first, which gives the weight back"
-                )
-        args, kwargs = tree_map_only(Float8Weight, Float8Weight.dequantized, (args, kwargs))
-        return func(*args, **kwargs)
+    def write_error(self, action: object) -> PatchError:
+        """The error of an operation that writes to the weight."""
+        return PatchError(
+            f"{action} writes to a frozen weight that is kept in FP8, a tensor of shape "
+            f"{tuple(self.shape)}; unpatch the model first, which gives the weight back"
+        )
 
 
 def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,19 +136,19 @@ def _rebuilt(
     return type(weight)(codes, scale, weight.dtype, original, weight.whole)
 
 
-def _like(weight: Float8Weight, change: Callable[[Tensor], Tensor]) -> Float8Weight:
+def _with_tensors(weight: Float8Weight, change: Callable[[Tensor], Tensor]) -> Float8Weight:
     return _rebuilt(weight, change(weight.codes), change(weight.scale), weight.original)
 
 
 def _detach(weight: Float8Weight) -> Float8Weight:
-    return _like(weight, Tensor.detach)
+    return _with_tensors(weight, Tensor.detach)
 
 
 def _clone(weight: Float8Weight, *, memory_format: Any = None) -> Float8Weight:
-    return _to(weight)
+    return _convert(weight)
 
 
-def _to(
+def _convert(
     weight: Float8Weight,
     *,
     dtype: torch.dtype | None = None,
@@ -176,10 +159,12 @@ def _to(
     memory_format: Any = None,
 ) -> Float8Weight:
     """Codes on another device, or another dtype of the dequantized values."""
-    moved = _like(weight, lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
+    result = _with_tensors(
+        weight, lambda t: t.to(device=device, non_blocking=non_blocking, copy=True)
+    )
     as_dtype, original = dtype or weight.dtype, weight.original
     original = None if original is None else original.to(as_dtype, copy=True)
-    return type(weight)(moved.codes, moved.scale, as_dtype, original, weight.whole)
+    return type(weight)(result.codes, result.scale, as_dtype, original, weight.whole)
 
 
 def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> Float8Weight | None:
@@ -211,7 +196,9 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outputs, torch.dtype]:
+def to_gather(
+    codes: Tensor, scale: Tensor, all_rows: int, mesh: Any
+) -> tuple[Outputs, torch.dtype]:
     """Codes and scales of this rank, padded to equal rows on all ranks, and the format of codes.
 
     For a single rank, of which FSDP2 copies only the first tensor, both are in one tensor.
@@ -219,23 +206,23 @@ def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outp
     rows = codes.view(torch.uint8)
     if mesh.size() == 1:
         return (torch.cat([scale.view(torch.uint8), rows.reshape(-1)]),), codes.dtype
-    count = -(-whole // mesh.size())
+    count = -(-all_rows // mesh.size())
     return (_padded(rows, count).view(codes.dtype), _padded(scale, count)), codes.dtype
 
 
 def gathered_weight(
     weight_class: type[Float8Weight],
     gathered: Outputs,
-    whole: int,
+    all_rows: int,
     format: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Float8Weight, list[Tensor]]:
     """The weight as a view of gathered tensors, and no other tensors for FSDP2 to free."""
     if len(gathered) == 1:
-        scale, rows = gathered[0].split([4 * whole, gathered[0].numel() - 4 * whole])
-        scale, codes = scale.view(torch.float32), rows.view(format).view(whole, -1)
+        scale, rows = gathered[0].split([4 * all_rows, gathered[0].numel() - 4 * all_rows])
+        scale, codes = scale.view(torch.float32), rows.view(format).view(all_rows, -1)
     else:
-        codes, scale = (t[:whole] for t in gathered)
+        codes, scale = (t[:all_rows] for t in gathered)
     return weight_class(codes, scale, dtype), []
 
 
@@ -276,7 +263,7 @@ def _zeros(weight: Float8Weight, size: Sequence[int], **options: Any) -> Float8W
 
 def _empty(weight: Float8Weight, *, device: Any = None, **_: Any) -> Float8Weight:
     """An uninitialized weight on another device, for models from the meta device."""
-    emptied = _like(weight, lambda t: torch.empty_like(t, device=device))
+    emptied = _with_tensors(weight, lambda t: torch.empty_like(t, device=device))
     if emptied.original is not None and not emptied.is_meta:
         emptied.original = torch.empty_like(emptied.original, device="cpu")
     return emptied
@@ -291,32 +278,24 @@ def _view(weight: Float8Weight, size: Sequence[int]) -> Float8Weight | None:
     return _rebuilt(weight, weight.codes.view(-1), weight.scale, None) if flat else None
 
 
-def _strided(
-    weight: Float8Weight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Float8Weight | None:
-    alike = list(size) == list(weight.shape) and list(stride) == list(weight.stride())
-    return _detach(weight) if alike and not offset else None
-
-
-_KEPT: dict[Any, Callable[..., Any]] = {
+Float8Weight.handlers = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.clone.default: _clone,
-    to_copy: _to,
+    to_copy: _convert,
     aten.copy_.default: _copy,
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
     aten.new_zeros.default: _zeros,
     aten.empty_like.default: _empty,
     aten.view.default: _view,
-    aten.as_strided.default: _strided,
-    pin_memory: lambda weight, device=None: _like(weight, Tensor.pin_memory),
+    aten.as_strided.default: same_strides,
+    pin_memory: lambda weight, device=None: _with_tensors(weight, Tensor.pin_memory),
     aten.is_pinned.default: lambda weight, device=None: weight.codes.is_pinned(),
 }
-"""Operations on codes; where one returns None, values are dequantized."""
 
 
-def held(layer: nn.Module) -> Float8Weight | None:
+def float8_weight(layer: nn.Module) -> Float8Weight | None:
     """The weight of a layer if it is in FP8, else None."""
     weight = layer._parameters.get("weight")
     return weight if isinstance(weight, Float8Weight) else None
@@ -326,7 +305,7 @@ def freeze(layer: nn.Module, keep: bool) -> None:
     """Replace the weight of a layer by one in FP8."""
     weight = layer._parameters["weight"]
     if make_wrapper_subclass is None:
-        say("make_wrapper_subclass")
+        log_missing("make_wrapper_subclass")
     elif weight is not None and not isinstance(weight, Float8Weight):
         codes = Float8Weight.of(weight, keep)
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
@@ -334,7 +313,7 @@ def freeze(layer: nn.Module, keep: bool) -> None:
 
 def thaw(layer: nn.Module) -> None:
     """Restore the original weight of a layer."""
-    weight = held(layer)
+    weight = float8_weight(layer)
     if weight is not None:
         layer._parameters["weight"] = nn.Parameter(weight.restored(), requires_grad=False)
 
@@ -386,10 +365,10 @@ class TrainedShard(Tensor):
     whole: int
 
     @staticmethod
-    def __new__(cls: type[TrainedShard], rows: Tensor, whole: int) -> TrainedShard:
+    def __new__(cls: type[TrainedShard], rows: Tensor, all_rows: int) -> TrainedShard:
         """The same rows with this class."""
         shard: TrainedShard = make_subclass(cls, rows)
-        shard.whole = whole
+        shard.whole = all_rows
         return shard
 
     __torch_function__ = no_torch_function
@@ -479,7 +458,7 @@ def gather_codes(weight: Any) -> None:
     """Let FSDP2 gather a sharded parameter in FP8."""
     part = local(weight)
     if make_subclass is None or DisableTorchDispatch is None:
-        say("make_subclass", "DisableTorchDispatch")
+        log_missing("make_subclass", "DisableTorchDispatch")
     elif type(part) is Tensor:
         weight._local_tensor = TrainedShard(part, weight.shape[0])
 
@@ -501,8 +480,8 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 def unit_of(path: str, units: Mapping[str, nn.Module]) -> nn.Module | None:
     """The innermost unit that contains a module."""
-    around = [unit for unit in units if not unit or f"{path}.".startswith(f"{unit}.")]
-    return units[max(around, key=len)] if around else None
+    enclosing = [unit for unit in units if not unit or f"{path}.".startswith(f"{unit}.")]
+    return units[max(enclosing, key=len)] if enclosing else None
 
 
 def has_run(unit: Any) -> bool:

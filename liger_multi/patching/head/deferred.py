@@ -37,7 +37,7 @@ from liger_multi._torch_private import (
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.resolve import mode_in_force
-from liger_multi.parameters import Evaluated, Job
+from liger_multi.modules.parameters import Evaluated, Job
 from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.report import warn_once
@@ -76,16 +76,16 @@ def stepped_since(parameter: Tensor, output: Tensor) -> bool:
 
     Compares autograd's sequence numbers, so ``output`` must have a ``grad_fn``.
     """
-    number = None if output.grad_fn is None else output.grad_fn._sequence_nr()
-    return number is not None and _last.get(id(parameter), -1) > number
+    sequence_nr = None if output.grad_fn is None else output.grad_fn._sequence_nr()
+    return sequence_nr is not None and _last.get(id(parameter), -1) > sequence_nr
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    number = next_sequence_nr()
+    sequence_nr = next_sequence_nr()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                _last[id(parameter)] = number
+                _last[id(parameter)] = sequence_nr
                 if id(parameter) in _counts:
                     _counts[id(parameter)] += 1
 
@@ -144,35 +144,38 @@ class Answer(NamedTuple):
 
     def covers(self, hidden: Tensor, index: Tensor) -> bool:
         """Whether the rows are the same ones, and few pairs of indices are to be compared."""
-        mine = self.hidden
-        few = self.indices.shape[-1] * index.shape[-1] <= 64
-        same = (mine.shape, mine.stride()) == (hidden.shape, hidden.stride())
-        return few and same and mine.data_ptr() == hidden.data_ptr()
+        hidden_of_answer = self.hidden
+        few_pairs = self.indices.shape[-1] * index.shape[-1] <= 64
+        same_layout = (hidden_of_answer.shape, hidden_of_answer.stride()) == (
+            hidden.shape,
+            hidden.stride(),
+        )
+        return few_pairs and same_layout and hidden_of_answer.data_ptr() == hidden.data_ptr()
 
     def repeat_in(self, index: Tensor, values: Tensor) -> None:
         """Write these values where others of the same rows have the same index."""
         with torch.no_grad():
-            same = index.unsqueeze(-1) == self.indices.unsqueeze(-2)
-            mine = self.values.gather(-1, same.to(torch.uint8).argmax(-1))
-            values.data.copy_(torch.where(same.any(-1), mine, values))
+            matches = index.unsqueeze(-1) == self.indices.unsqueeze(-2)
+            repeated = self.values.gather(-1, matches.to(torch.uint8).argmax(-1))
+            values.data.copy_(torch.where(matches.any(-1), repeated, values))
 
     def rows_of(self, hidden: Tensor) -> Tensor | None:
         """The numbers of the rows among those of ``hidden``; None if they are not all of them."""
-        width, mine = hidden.shape[-1], self.hidden
-        apart = (mine.data_ptr() - hidden.data_ptr()) // hidden.element_size()
-        strides = mine.stride()
-        sizes = [(n - 1) * s for n, s in zip(mine.shape, strides, strict=True)]
+        width, part = hidden.shape[-1], self.hidden
+        distance = (part.data_ptr() - hidden.data_ptr()) // hidden.element_size()
+        strides = part.stride()
+        sizes = [(n - 1) * s for n, s in zip(part.shape, strides, strict=True)]
         if (
             not hidden.is_contiguous()
-            or not mine.numel()
-            or (mine.dtype, mine.shape[-1], strides[-1]) != (hidden.dtype, width, 1)
-            or any(s % width for s in (apart, *strides[:-1]))
-            or not 0 <= apart <= apart + sum(sizes) < hidden.numel()
+            or not part.numel()
+            or (part.dtype, part.shape[-1], strides[-1]) != (hidden.dtype, width, 1)
+            or any(s % width for s in (distance, *strides[:-1]))
+            or not 0 <= distance <= distance + sum(sizes) < hidden.numel()
         ):
             return None
         numbers = torch.arange(hidden.numel() // width, device=hidden.device)
         steps = [s // width for s in strides[:-1]]
-        return numbers.as_strided(mine.shape[:-1], steps, apart // width)
+        return numbers.as_strided(part.shape[:-1], steps, distance // width)
 
 
 class DeferredLogits:
@@ -285,7 +288,7 @@ class DeferredLogits:
             self._weights_in(self.head) or _gathered_again(self.head, weight)
         ):
             try:
-                return getattr(self.head, "asked", self.head)(hidden, job)
+                return getattr(self.head, "run_job", self.head)(hidden, job)
             except TypeError:
                 if isinstance(self.head, Patched):
                     raise
@@ -299,24 +302,24 @@ class DeferredLogits:
     def _weights_in(self, head: Any) -> bool:
         """Whether the head has the weight and the active adapters of the forward pass."""
         module_class = type(head)  # once: another thread may give the class back
-        if not hasattr(module_class, "thin") or head.weight is not self.weights[0]:
+        if not hasattr(module_class, "lora_factors") or head.weight is not self.weights[0]:
             return False
         if "forward" in head.__dict__:
             return False  # another forward around ours, such as accelerate's, which has run
-        thin, recorded = module_class.thin(head), self.weights[2:]
-        if not thin and not recorded:
+        factors, recorded = module_class.lora_factors(head), self.weights[2:]
+        if not factors and not recorded:
             return True
-        same = len(thin) == len(recorded) and module_class.scales(head) == self.scales
-        return same and all(a is b for a, b in zip(thin, recorded, strict=True))
+        same_count = len(factors) == len(recorded) and module_class.scales(head) == self.scales
+        return same_count and all(a is b for a, b in zip(factors, recorded, strict=True))
 
     def product(
-        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *factors: Tensor | None
     ) -> Tensor:
         """Raw logits of hidden states, from tensors in the order of ``weights``."""
         from liger_multi.ops.linear import linear_of_mode
 
         logits = linear_of_mode(hidden, cast(Tensor, weight), bias)
-        for scale, a, b in zip(self.scales, thin[::2], thin[1::2], strict=True):
+        for scale, a, b in zip(self.scales, factors[::2], factors[1::2], strict=True):
             from liger_multi.ops import lora_update
 
             logits = lora_update(logits, hidden, cast(Tensor, a), cast(Tensor, b), scale=scale)
@@ -351,10 +354,10 @@ class DeferredLogits:
             with torch.no_grad(), DisableTorchFunctionSubclass():
                 flat = logits.data.view(-1, self.vocabulary)
                 index = answer.indices.reshape(rows.numel(), -1)
-                inside = (index >= 0) & (index < self.vocabulary)
+                in_vocabulary = (index >= 0) & (index < self.vocabulary)
                 index, rows = index.clamp(0, self.vocabulary - 1), rows.reshape(-1, 1)
                 values = answer.values.reshape(index.shape).to(logits.dtype)
-                flat[rows, index] = torch.where(inside, values, flat[rows, index])
+                flat[rows, index] = torch.where(in_vocabulary, values, flat[rows, index])
         return logits
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -363,8 +366,8 @@ class DeferredLogits:
 
     def joined(self, name: str, other: DeferredLogits) -> DeferredLogits | None:
         """These logits times or plus other ones of the same rows; None if the rows differ."""
-        same = other.hidden is self.hidden and other.weights[0] is self.weights[0]
-        if not same or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
+        same_rows = other.hidden is self.hidden and other.weights[0] is self.weights[0]
+        if not same_rows or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
             return None
         dtype = torch.promote_types(self.dtype, other.dtype)
         return self._with(self.hidden, dtype, (*self.steps, (name, other.steps)), self.grad)
@@ -376,13 +379,13 @@ class DeferredLogits:
         if _tracing(self.guard):
             return traced_autocast(self.guard.device_type, self.guard.autocast_dtype)
         self.guard.check(self.head)
-        return self.guard.entered(self.grad)
+        return self.guard.context(self.grad)
 
     def circumstances(self) -> contextlib.AbstractContextManager[None]:
         """Autocast of the forward pass, for a backward pass that recomputes."""
         if self.guard is None or _tracing(self.guard):
             return contextlib.nullcontext()
-        return self.guard.entered(True)
+        return self.guard.context(True)
 
     @property
     def epilogue(self) -> tuple[float, float | None] | None:
@@ -410,8 +413,8 @@ class DeferredLogits:
 
 
 def _stock_forward(head: Any, hidden: Tensor) -> Tensor:
-    own = getattr(head, "stock_forward", None)  # compilers cannot test the truth of a method
-    return (head.forward if own is None else own)(hidden)  # type: ignore[no-any-return]
+    forward = getattr(head, "stock_forward", None)  # compilers cannot test the truth of a method
+    return (head.forward if forward is None else forward)(hidden)  # type: ignore[no-any-return]
 
 
 def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -422,8 +425,8 @@ def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
     logits = raw
     for name, value in steps:
         if name in ("times", "plus"):
-            other = finished(raw, value)
-            logits = logits * other if name == "times" else logits + other
+            operand = finished(raw, value)
+            logits = logits * operand if name == "times" else logits + operand
         else:
             logits = STEPS[name](logits, value)
     return logits
@@ -461,7 +464,7 @@ class _Circumstances:
         self.trained = [(t, t.requires_grad) for t in weights]
         self.required = [required for _, required in self.trained]
 
-    def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
+    def context(self, grad: bool) -> contextlib.AbstractContextManager[None]:
         """A context with these settings, and gradients if ``grad``.
 
         It is empty if nothing has changed, as for a loss right after the head: entering contexts of
@@ -520,8 +523,8 @@ class Guard(_Circumstances):
             ("hidden states", hidden, version_of(hidden), None)
         ]
         for name, tensor in weights.items():
-            place = _place(tensor) if settled else None
-            self.observed.append((name, tensor, version_of(tensor), place))
+            address = _storage_address(tensor) if settled else None
+            self.observed.append((name, tensor, version_of(tensor), address))
         self.known: list[Any] = []  # statistics that were computed of the logits' rows
         self.answers: list[Answer] = []
 
@@ -534,13 +537,13 @@ class Guard(_Circumstances):
         if getattr(head, "merged", False):  # by PEFT, through .data
             raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
         gathered = _gathered_again(head, self.weight)
-        now = _parameters(head) if gathered else {}
-        for name, tensor, version, place in self.observed:
-            if gathered and now.get(name, tensor) is not tensor:
+        current = _parameters(head) if gathered else {}
+        for name, tensor, version, address in self.observed:
+            if gathered and current.get(name, tensor) is not tensor:
                 continue
             if version_of(tensor) != version:
                 raise RuntimeError(_stale(f"its {name} have been modified in place"))
-            if not gathered and place is not None and _place(tensor) != place:
+            if not gathered and address is not None and _storage_address(tensor) != address:
                 raise RuntimeError(_stale(f"its {name} have been replaced through .data"))
 
 
@@ -565,9 +568,9 @@ def _tracing(guard: Guard | TracedGuard) -> bool:
     return isinstance(guard, TracedGuard) and torch.compiler.is_compiling()
 
 
-def _stale(what: str) -> str:
+def _stale(change: str) -> str:
     return (
-        f"these logits were not computed during the forward pass, and {what} since "
+        f"these logits were not computed during the forward pass, and {change} since "
         "(an optimizer step does that), so they cannot be computed any more. Read the logits "
         "before the step, keep them with liger_multi.patching.real_logits(outputs.logits), or "
         "patch with fused_linear_cross_entropy=False"
@@ -586,7 +589,7 @@ def _gathered_again(head: Any, weight: Tensor) -> bool:
     )
 
 
-def _place(tensor: Tensor) -> int | None:
+def _storage_address(tensor: Tensor) -> int | None:
     """The address of an ordinary tensor's values; None for subclasses."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return tensor.data_ptr() if plain else None
@@ -598,11 +601,11 @@ def _parameters(head: Any) -> dict[str, Tensor]:
     if bias is not None:
         parameters["head's bias"] = bias
     if isinstance(head, Evaluated):  # which may be an original, or a part of one
-        places = {t.untyped_storage()._cdata for t in parameters.values() if t.numel()}
-        originals = [p for p in head.layer.parameters() if p.untyped_storage()._cdata in places]
+        storages = {t.untyped_storage()._cdata for t in parameters.values() if t.numel()}
+        originals = [p for p in head.layer.parameters() if p.untyped_storage()._cdata in storages]
         return parameters | {f"head's original weights ({i})": p for i, p in enumerate(originals)}
-    thin = getattr(head, "thin", None)  # an adapter's factors
-    for i, tensor in enumerate(thin() if thin else ()):
+    factors = getattr(head, "lora_factors", None)  # an adapter's factors
+    for i, tensor in enumerate(factors() if factors else ()):
         parameters[f"head's adapters ({i})"] = tensor
     return parameters
 
@@ -736,10 +739,10 @@ _functions: dict[CodeType, Any] = {
 }
 
 
-def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def call_if_accepted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """``function(*args)``; NotImplemented if it returns None or has other parameters."""
-    signature, least, most = _signature_of(function)
-    if kwargs or not least <= len(args) <= most:
+    signature, minimum, maximum = _signature_of(function)
+    if kwargs or not minimum <= len(args) <= maximum:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
@@ -751,13 +754,16 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> 
 @functools.cache
 def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, int, float]:
     """A signature, and the least and the most positional arguments that fit it on their own."""
-    signature, of = inspect.signature(function), inspect.Parameter
+    signature = inspect.signature(function)
     parameters = signature.parameters.values()
-    named = [p for p in parameters if p.kind is of.POSITIONAL_OR_KEYWORD]
-    least = sum(p.default is of.empty for p in named)
-    variadic = any(p.kind is of.VAR_POSITIONAL for p in parameters)
-    needs_keywords = any(p.kind is of.KEYWORD_ONLY and p.default is of.empty for p in parameters)
-    return signature, least, -1 if needs_keywords else math.inf if variadic else len(named)
+    positional = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    minimum = sum(p.default is inspect.Parameter.empty for p in positional)
+    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    needs_keywords = any(
+        p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty
+        for p in parameters
+    )
+    return signature, minimum, -1 if needs_keywords else math.inf if variadic else len(positional)
 
 
 def recording() -> contextlib.AbstractContextManager[Any]:

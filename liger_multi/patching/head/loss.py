@@ -22,7 +22,7 @@ from liger_multi import ops
 from liger_multi._torch_private import DisableTorchFunctionSubclass, disabled, is_tracing
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.evidence.signature import PLAIN
 from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,
@@ -215,8 +215,8 @@ def negative_log_likelihood(deferred: DeferredLogits, *args: Any, **kwargs: Any)
     """``F.nll_loss(log_softmax(logits), ...)`` as a cross entropy; None for other inputs."""
     if not deferred.steps or deferred.steps[-1][0] != "log_softmax":
         return None
-    before = deferred.after(deferred.steps[:-1])
-    return fused(before, CrossEntropyCall(LogitsShape(before), *args, **kwargs))
+    logits = deferred.after(deferred.steps[:-1])
+    return fused(logits, CrossEntropyCall(LogitsShape(logits), *args, **kwargs))
 
 
 class LogitsShape:
@@ -384,7 +384,7 @@ def _plain(value: Any) -> Any:
 
 _MARK = "_liger_multi_looks_for_heads"
 _heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_inside: ContextVar[bool] = ContextVar("liger_multi_inside_linear_loss", default=False)
+_in_linear_loss: ContextVar[bool] = ContextVar("liger_multi_inside_linear_loss", default=False)
 
 OutputDtype = Callable[[Tensor, Tensor], "torch.dtype | None"]
 """The dtype of the logits of hidden states and a weight."""
@@ -403,7 +403,7 @@ def follow_weight(head: nn.Module, output_dtype: OutputDtype) -> None:
             input: Any, linear_weight: Any, target: Any, **options: Any
         ) -> Tensor:
             loss = None
-            if not torch.compiler.is_compiling() and _heads and not _inside.get():
+            if not torch.compiler.is_compiling() and _heads and not _in_linear_loss.get():
                 loss = _fused_linear(input, linear_weight, target, output_dtype, **options)
             return stock(input, linear_weight, target, **options) if loss is None else loss
 
@@ -415,9 +415,9 @@ def unfollow_weight(head: nn.Module) -> None:
     """Forget a head; the last one restores PyTorch's function, if the wrapper is still in place."""
     with lock:
         _heads.discard(head)
-        ours: Any = getattr(F, "linear_cross_entropy", None)
-        if getattr(ours, _MARK, False) is ours and not _heads:
-            F.linear_cross_entropy = vars(ours)["__wrapped__"]
+        wrapper: Any = getattr(F, "linear_cross_entropy", None)
+        if getattr(wrapper, _MARK, False) is wrapper and not _heads:
+            F.linear_cross_entropy = vars(wrapper)["__wrapped__"]
 
 
 def _fused_linear(
@@ -430,14 +430,14 @@ def _fused_linear(
     weight: Any = None,
     ignore_index: int | None = None,
     options: Any = None,
-    **how: Any,
+    **loss_options: Any,
 ) -> Tensor | None:
     """The loss by the patched head with this weight, or None for PyTorch's function.
 
     Without ``options``, PyTorch 2.13 ignores rows only if ``ignore_index`` is -100.
     """
     tensors = [hidden, linear_weight, *(t for t in (linear_bias, weight) if t is not None)]
-    if how.keys() - {"reduction", "label_smoothing"}:
+    if loss_options.keys() - {"reduction", "label_smoothing"}:
         return None
     if any(type(t) not in PLAIN for t in tensors) or linear_weight.ndim != 2 or hidden.ndim != 2:
         return None
@@ -448,15 +448,17 @@ def _fused_linear(
     if head is None or dtype is None or hidden.shape[-1] != linear_weight.shape[-1]:
         return None
     grad, settings = torch.is_grad_enabled(), type(head)._liger_multi_swap.settings
-    own = (head._parameters["weight"], head._parameters.get("bias"))
-    deferred = DeferredLogits(head, own, hidden, settings, dtype, grad)
+    parameters = (head._parameters["weight"], head._parameters.get("bias"))
+    deferred = DeferredLogits(head, parameters, hidden, settings, dtype, grad)
     ignored = -100 if ignore_index is None else ignore_index
-    call = CrossEntropyCall(LogitsShape(deferred), target, weight, ignore_index=ignored, **how)
-    token = _inside.set(True)
+    call = CrossEntropyCall(
+        LogitsShape(deferred), target, weight, ignore_index=ignored, **loss_options
+    )
+    token = _in_linear_loss.set(True)
     try:
         return fused(deferred, call)
     finally:
-        _inside.reset(token)
+        _in_linear_loss.reset(token)
 
 
 def _head_of(weight: Tensor, bias: Tensor | None) -> Any:
@@ -464,16 +466,18 @@ def _head_of(weight: Tensor, bias: Tensor | None) -> Any:
     with lock:
         heads = list(_heads)
     for head in heads:
-        own, other = head._parameters.get("weight"), head._parameters.get("bias")
-        if _is(weight, own) and (_is(bias, other) if bias is not None else other is None):
+        head_weight, head_bias = head._parameters.get("weight"), head._parameters.get("bias")
+        if _is_parameter_or_view(weight, head_weight) and (
+            _is_parameter_or_view(bias, head_bias) if bias is not None else head_bias is None
+        ):
             patched = hasattr(type(head), "stock_forward") and not hasattr(head, "base_layer")
             return head if patched else None
     return None
 
 
-def _is(tensor: Any, own: Tensor | None) -> bool:
+def _is_parameter_or_view(tensor: Any, parameter: Tensor | None) -> bool:
     """Whether a tensor is a parameter, or a view of the whole of it."""
-    if own is None or tensor is own:
-        return own is not None
-    same = tensor.shape == own.shape and tensor.stride() == own.stride()
-    return same and tensor._base is own
+    if parameter is None or tensor is parameter:
+        return parameter is not None
+    same_layout = tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+    return same_layout and tensor._base is parameter

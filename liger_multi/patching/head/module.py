@@ -25,7 +25,7 @@ from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_wor
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.dispatch.resolve import by_rows
-from liger_multi.parameters import Evaluated, Job, is_computed, stored
+from liger_multi.modules.parameters import Evaluated, Job, is_computed, stored
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.signature import (
     PLAIN,
@@ -77,12 +77,12 @@ class LazyHead(Patched):
         count_optimizer_steps()
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Let ``F.linear_cross_entropy`` recognize the weight."""
         follow_weight(module, output_dtype)
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Undo that."""
         unfollow_weight(module)
 
@@ -94,12 +94,12 @@ class LazyHead(Patched):
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The original forward, or the operator under ``deterministic="rows"``."""
         layer = self.layer if isinstance(self, Evaluated) else self
-        own = unpatched_class(layer).forward
-        if own is nn.Linear.forward and by_rows():
+        forward = unpatched_class(layer).forward
+        if forward is nn.Linear.forward and by_rows():
             return ops.linear(hidden, self.weight, self.bias)
-        return cast(Tensor, own(self, hidden))
+        return cast(Tensor, forward(self, hidden))
 
-    def thin(self) -> tuple[Tensor, ...]:
+    def lora_factors(self) -> tuple[Tensor, ...]:
         """Both matrices of every LoRA adapter on the head."""
         return ()
 
@@ -110,8 +110,8 @@ class LazyHead(Patched):
     def forward(self, input: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or the result of ``job``."""
         module_class, hidden = type(self), input  # nn.Linear's name of the argument
-        grad, ours = torch.is_grad_enabled(), issubclass(module_class, LazyHead)
-        if job is None and not ours:
+        grad, is_lazy_head = torch.is_grad_enabled(), issubclass(module_class, LazyHead)
+        if job is None and not is_lazy_head:
             return module_class.forward(self, hidden)
         lazy = job is None and may_be_lazy(self, hidden, grad)
         head: Any = self
@@ -135,8 +135,8 @@ class LazyHead(Patched):
         bias, dtype = head.bias, output_dtype(hidden, weight)
         fits = hidden.shape[-1] == weight.shape[1] if hidden.ndim > 1 else False
         # a DTensor is one part of the weight; other subclasses have GEMMs of their own
-        whole = type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
-        if dtype is None or not fits or not whole or not lazy:
+        are_plain = type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
+        if dtype is None or not fits or not are_plain or not lazy:
             return module_class.stock_forward(head, hidden)
         weights = (weight, bias)
         if torch.compiler.is_compiling():
@@ -153,13 +153,13 @@ class LazyHead(Patched):
         hidden = snapshot(hidden)
         settled = not (hooks and any(is_infrastructure(hook) for hook in hooks))
         guard = Guard(head, hidden, settled)
-        thin, scales = module_class.thin(self), module_class.scales(self)
+        factors, scales = module_class.lora_factors(self), module_class.scales(self)
         deferred = DeferredLogits(
-            head, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
+            head, (*weights, *factors), hidden, settings, dtype, grad, guard, scales=scales
         )
         return ReplicaLogits(deferred) if replica else lazy_logits(deferred)
 
-    def asked(self, hidden: Tensor, job: Job) -> Any:
+    def run_job(self, hidden: Tensor, job: Job) -> Any:
         """The result of ``job``; only hooks that gather the weight run."""
         hooks = hooks_of(self)
         if torch.compiler.is_compiling() or (hooks and any(is_infrastructure(h) for h in hooks)):
@@ -170,19 +170,21 @@ class LazyHead(Patched):
 class LazyAdaptedHead(LazyHead):
     """The same for a linear layer with LoRA adapters, which every chunk of logits includes."""
 
-    def thin(self) -> tuple[Tensor, ...]:
+    def lora_factors(self) -> tuple[Tensor, ...]:
         """Both matrices of every active adapter; none if PEFT must run them."""
         low_rank = adapters(self)
         return (
             ()
             if isinstance(low_rank, str)
-            else tuple(t for one in low_rank for t in (one.a, one.b))
+            else tuple(t for adapter in low_rank for t in (adapter.a, adapter.b))
         )
 
     def scales(self) -> tuple[float, ...]:
         """The scales of these adapters."""
         low_rank = adapters(self)
-        return () if isinstance(low_rank, str) else tuple(float(one.scale) for one in low_rank)
+        return (
+            () if isinstance(low_rank, str) else tuple(float(adapter.scale) for adapter in low_rank)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Lazy logits, or the result of a job; other forms of a call run PEFT's forward."""
@@ -196,7 +198,7 @@ class LazyAdaptedHead(LazyHead):
         if (
             not plain
             or adapted_head_refusal(self)
-            or not all(fits(args[0], one) for one in cast(Any, adapters(self)))
+            or not all(fits(args[0], adapter) for adapter in cast(Any, adapters(self)))
         ):
             return original(module_class)(self, *args, **kwargs)
         return LazyHead.forward(self, args[0])
@@ -204,9 +206,9 @@ class LazyAdaptedHead(LazyHead):
 
 def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype of real logits; None if the original forward raises."""
-    asked = autocast_dtype(hidden.device.type)
-    if asked is not None and hidden.dtype != torch.float64:
-        return asked
+    autocast = autocast_dtype(hidden.device.type)
+    if autocast is not None and hidden.dtype != torch.float64:
+        return autocast
     return hidden.dtype if hidden.dtype == weight.dtype else None
 
 
@@ -234,13 +236,13 @@ def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
 
 def hooks_of(head: nn.Module) -> list[Any]:
     """Every hook that a call of the head runs."""
-    every = (
+    tables = (
         head._forward_hooks,
         head._forward_pre_hooks,
         head._backward_hooks,
         head._backward_pre_hooks,
     )
-    return [hook for hooks in every if hooks for hook in hooks.values()]
+    return [hook for hooks in tables if hooks for hook in hooks.values()]
 
 
 def _conflicts(head: Any, hooks: list[Any]) -> bool:
@@ -299,13 +301,13 @@ def _grouped(head: Any) -> bool:
 def adapted_head_refusal(head: Any) -> str | None:
     """Why a head with adapters returns real logits, or None."""
     class_name = type(head).__name__
-    stay = "its logits stay real, so that the adapter trains"
+    consequence = "its logits stay real, so that the adapter trains"
     if not looks_like_lora(head):
-        return f"an adapter ({class_name}) sits on the output embedding; {stay}"
+        return f"an adapter ({class_name}) sits on the output embedding; {consequence}"
     if not is_plain_linear(head.base_layer):
-        return f"under the adapter on the output embedding is no plain linear layer; {stay}"
+        return f"under the adapter on the output embedding is no plain linear layer; {consequence}"
     low_rank = adapters(head)
-    return f"the output embedding: {low_rank}; {stay}" if isinstance(low_rank, str) else None
+    return f"the output embedding: {low_rank}; {consequence}" if isinstance(low_rank, str) else None
 
 
 # --- a vocabulary that is split over processes ---
@@ -337,7 +339,7 @@ class ShardedHead(LazyHead):
         weights = (self.weight, self.bias)
         return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
 
-    def asked(self, hidden: Tensor, job: Job) -> Any:
+    def run_job(self, hidden: Tensor, job: Job) -> Any:
         """The result of ``job``."""
         return self(hidden, job)
 
@@ -355,8 +357,8 @@ def is_sharded(head: nn.Module, owners: Iterable[nn.Module] = ()) -> bool:
 
     FSDP on the layer or a module around it has DTensors too, but gathers them before the forward.
     """
-    classes = [own for module in (head, *owners) for own in type(module).__mro__]
-    fsdp = any(own.__module__.startswith("torch.distributed.fsdp") for own in classes)
+    classes = [base for module in (head, *owners) for base in type(module).__mro__]
+    fsdp = any(base.__module__.startswith("torch.distributed.fsdp") for base in classes)
     if hasattr(stored(head), "device_mesh"):
         return not fsdp
     collects = bool(hooks_of(head)) or ("forward" in vars(head) and not has_own_forward(head))
@@ -400,15 +402,15 @@ def _layouts(head: nn.Module) -> tuple[Any, Any, bool] | None:
             if hooks_of(head):
                 return None
             local = bool(getattr(style, "use_local_output", True))
-            return _one(style.input_layouts), _one(style.output_layouts), local
-    before, after = list(head._forward_pre_hooks.values()), list(head._forward_hooks.values())
-    if len(before) != 1 or len(after) != 1 or len(hooks_of(head)) != 2 or closed_over:
+            return _single_layout(style.input_layouts), _single_layout(style.output_layouts), local
+    pre_hooks, hooks = list(head._forward_pre_hooks.values()), list(head._forward_hooks.values())
+    if len(pre_hooks) != 1 or len(hooks) != 1 or len(hooks_of(head)) != 2 or closed_over:
         return None
-    inputs = next((c.args for c in _closed_over(before[0]) if isinstance(c, partial)), ())
-    outputs = next((c.args for c in _closed_over(after[0]) if isinstance(c, partial)), ())
+    inputs = next((c.args for c in _closed_over(pre_hooks[0]) if isinstance(c, partial)), ())
+    outputs = next((c.args for c in _closed_over(hooks[0]) if isinstance(c, partial)), ())
     if len(inputs) < 2 or len(outputs) != 2 or not isinstance(outputs[1], bool):
         return None
-    return _one(inputs[0]), _one(outputs[0]), outputs[1]
+    return _single_layout(inputs[0]), _single_layout(outputs[0]), outputs[1]
 
 
 def _closed_over(function: Any) -> list[Any]:
@@ -416,7 +418,7 @@ def _closed_over(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
-def _one(layouts: Any) -> Any:
+def _single_layout(layouts: Any) -> Any:
     return layouts[0] if isinstance(layouts, tuple) and len(layouts) == 1 else layouts
 
 
@@ -425,7 +427,7 @@ def _one(layouts: Any) -> Any:
 
 def with_heads(model: ModelFacts) -> Iterator[nn.Module]:
     """The modules of a model that may have an output embedding."""
-    for _, module in model.of_class(lambda own: own.answers("get_output_embeddings")):
+    for _, module in model.of_class(lambda facts: facts.answers("get_output_embeddings")):
         if callable(getattr(module, "get_output_embeddings", None)):
             yield module
 
@@ -436,8 +438,10 @@ def find_heads(model: ModelFacts) -> tuple[list[tuple[str, nn.Module]], str]:
     Linear layers in PyTorch's loss modules are output embeddings too.
     """
     outputs = (_output_embedding(module) for module in with_heads(model))
-    head = next((each for each in outputs if each is not None), None)
-    heads = [] if head is None else [(model.paths.get(id(h), ""), h) for h in _inside(head)]
+    head = next((output for output in outputs if output is not None), None)
+    heads = (
+        [] if head is None else [(model.paths.get(id(h), ""), h) for h in _with_inner_heads(head)]
+    )
     losses = () if _LOSS_MODULE is None else model.instances(_LOSS_MODULE)
     for path, loss in cast("Iterable[tuple[str, Any]]", losses):
         if all(h is not loss.linear for _, h in heads):
@@ -452,12 +456,12 @@ def inner_heads(model: ModelFacts, heads: list[nn.Module]) -> Iterator[tuple[str
     Yields the path of each, and the path of its model.
     """
     paths = model.paths
-    known = {id(part) for head in heads for part in head.modules()}
+    head_ids = {id(part) for head in heads for part in head.modules()}
     for owner in with_heads(model):
         head = _output_embedding(owner)
-        is_inner = id(head) not in known and isinstance(head, nn.Linear) and id(head) in paths
+        is_inner = id(head) not in head_ids and isinstance(head, nn.Linear) and id(head) in paths
         if is_inner and not isinstance(head, LazyHead) and owner is not model.root:
-            known.add(id(head))
+            head_ids.add(id(head))
             yield paths[id(head)], paths[id(owner)]
 
 
@@ -470,7 +474,7 @@ def _output_embedding(owner: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _inside(head: nn.Module) -> list[nn.Module]:
+def _with_inner_heads(head: nn.Module) -> list[nn.Module]:
     """A head, or the layers in PEFT's wrapper of ``modules_to_save``."""
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
@@ -525,7 +529,7 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
         return reason
     if "forward" in vars(head) and not has_own_forward(head) and not parallel:
         return f"somebody else replaced the forward of this {class_name}"
-    reason = next((text for holds, text in _REFUSALS if holds(head)), None)
+    reason = next((text for applies, text in _REFUSALS if applies(head)), None)
     if reason is None:
         return None
     weight = type(stored(head)).__name__
@@ -564,23 +568,25 @@ def find_loss_head(model: ModelFacts, request: Request) -> Iterator[Change]:
                 yield Restore(path, module)
         return
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
-    if missing:
+    if missing and (op in request.named or model.with_attribute("config")):
         yield Skipped("", op, missing, strict=request.whole)
-    conflict = next((why for m in with_heads(model) if (why := loss_conflict(m))), None)
+    conflict = next(
+        (reason_of_loss for m in with_heads(model) if (reason_of_loss := loss_conflict(m))), None
+    )
     for path, module in heads:
         if settings.fused and hasattr(module, "base_layer"):
             yield from _unwrapped(path, module)
         if isinstance(module, FusedLora) and not head_refusal(module):  # it is more than that
             yield Restore(path, module, instead_of="lora")
-        around = model.around(path)
-        refusal = conflict or head_refusal(module, around)
+        enclosing = model.around(path)
+        refusal = conflict or head_refusal(module, enclosing)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
                 if not isinstance(inner, (FusedLora, LinearByRows)):
                     yield Restore(f"{path}.{name}".strip("."), inner)
             yield Skipped(path, op, refusal)
             continue
-        swap = Swap(op, stock_class(module), behavior(module, around), settings)
+        swap = Swap(op, stock_class(module), behavior(module, enclosing), settings)
         yield Replace(path, module, swap, op, settings.shown)
         follow_resizing()
     for path, owner in inner_heads(model, [head for _, head in heads]):
@@ -615,10 +621,10 @@ def follow_resizing() -> None:
     @functools.wraps(stock)
     def resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         heads = find_heads(ModelFacts(self))[0]
-        before = [swapped(head) for _, head in heads if isinstance(head, LazyHead)]
+        swaps = [swapped(head) for _, head in heads if isinstance(head, LazyHead)]
         result = stock(self, *args, **kwargs)
-        for _, head in find_heads(ModelFacts(self))[0] if any(before) else ():
-            swap = before[0]
+        for _, head in find_heads(ModelFacts(self))[0] if any(swaps) else ():
+            swap = swaps[0]
             if swap is None or stock_class(head) is not swap.stock or head_refusal(head):
                 continue
             if behavior(head) is swap.behavior:

@@ -28,7 +28,7 @@ from liger_multi._torch_private import (
     tree_leaves,
     tree_map,
 )
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,
@@ -38,7 +38,7 @@ from liger_multi.patching.head.deferred import (
     DeferredLogits,
     asked_for,
     asking,
-    called,
+    call_if_accepted,
     finished,
     refuse_late_hook,
 )
@@ -99,8 +99,8 @@ def _consumed(logits: Any, result: Any) -> Any:
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` by lazy logits, which are not part of the graph of a fused loss."""
-    asked = asked_for(outputs, inputs)
-    if any(isinstance(x, LazyTensor) and x._slot.cached is None for x in asked):
+    requested = asked_for(outputs, inputs)
+    if any(isinstance(x, LazyTensor) and x._slot.cached is None for x in requested):
         raise RuntimeError(GRADIENT_BY_LOGITS)
     return NotImplemented
 
@@ -120,15 +120,15 @@ def _current(deferred: DeferredLogits) -> DeferredLogits:
     return deferred if torch.is_grad_enabled() or not deferred.grad else deferred.detached()
 
 
-def joined(func: Any, one: LazyTensor, other: LazyTensor) -> Any:
+def joined(func: Any, first: LazyTensor, second: LazyTensor) -> Any:
     """The sum or product of two lazy logits of the same rows."""
-    if one._slot.group is not other._slot.group:
+    if first._slot.group is not second._slot.group:
         return NotImplemented
-    several = _current(one._slot.deferred).packed(), _current(other._slot.deferred).packed()
-    deferred = several[0].joined(JOINS[func], several[1])
+    operands = _current(first._slot.deferred).packed(), _current(second._slot.deferred).packed()
+    deferred = operands[0].joined(JOINS[func], operands[1])
     if deferred is None:
         return NotImplemented
-    return lazy_tensor(deferred, (one._slot, other._slot), func)
+    return lazy_tensor(deferred, (first._slot, second._slot), func)
 
 
 def _print(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
@@ -157,49 +157,51 @@ def _reduced(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
     deferred = logits._slot.deferred
     if deferred.sharded:
         return NotImplemented
-    return _consumed(logits, called(REDUCTIONS[func], (deferred, *args), kwargs))
+    return _consumed(logits, call_if_accepted(REDUCTIONS[func], (deferred, *args), kwargs))
 
 
-def _written(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
+def _in_place(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
     """An in-place operation as a step, if no other living tensor shares the memory."""
     slot = logits._slot
     unseen = (
         slot.deferred.grad and not torch.is_grad_enabled()
     )  # autograd does not record such a write
-    others = [m for m in slot.group.living() if m is not logits]
-    if unseen or any(other._slot.needs(slot) for other in others):
+    members_left = [m for m in slot.group.living() if m is not logits]
+    if unseen or any(member._slot.needs(slot) for member in members_left):
         return NotImplemented
-    deferred = called(WRITES[func], (slot.deferred, *args), kwargs)
+    deferred = call_if_accepted(WRITES[func], (slot.deferred, *args), kwargs)
     if deferred is NotImplemented:
         return deferred
-    after = lazy_tensor(deferred, (slot,), lambda real: func(real, *args, **kwargs))
+    result = lazy_tensor(deferred, (slot,), lambda values: func(values, *args, **kwargs))
     members = slot.group.members
     members.clear()  # weak references forbid the swap
-    swapped = exchanged(logits, after)
-    members += [weakref.ref(m) for m in (*others, logits)]
+    swapped = exchanged(logits, result)
+    members += [weakref.ref(m) for m in (*members_left, logits)]
     return logits if swapped else NotImplemented
 
 
 def _recorded(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
     deferred = _current(slot.deferred)
-    step = called(RECORDED[func], (deferred, *args), kwargs)
+    step = call_if_accepted(RECORDED[func], (deferred, *args), kwargs)
     if step is NotImplemented:
         return step
     if step is deferred:
         return logits  # as PyTorch does, under no_grad as well
     added = step.steps[len(deferred.steps) :]
     if not added:  # clone or contiguous
-        return lazy_tensor(step, (slot,), lambda real: func(real, *args, **kwargs))
+        return lazy_tensor(step, (slot,), lambda values: func(values, *args, **kwargs))
     packed = deferred.packed()
     if packed is not deferred:
-        step = called(RECORDED[func], (packed, *args), kwargs)
-    return lazy_tensor(step, (slot,), lambda real: finished(real, added))
+        step = call_if_accepted(RECORDED[func], (packed, *args), kwargs)
+    return lazy_tensor(step, (slot,), lambda values: finished(values, added))
 
 
 def _detach(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
-    return lazy_tensor(slot.deferred.detached(), (slot,), lambda real: real.detach(), shares=True)
+    return lazy_tensor(
+        slot.deferred.detached(), (slot,), lambda values: values.detach(), shares=True
+    )
 
 
 def _iterated(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
@@ -209,14 +211,14 @@ def _iterated(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 def _rows(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
     slot = logits._slot
     deferred = _current(slot.deferred)
-    hidden = called(ROWS[func], (deferred.hidden, deferred.vocabulary, *args), kwargs)
+    hidden = call_if_accepted(ROWS[func], (deferred.hidden, deferred.vocabulary, *args), kwargs)
     if hidden is NotImplemented:
         return hidden
     if kwargs or [a for a in args if type(a) is not int]:
         args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
 
-    def derive(real: Tensor) -> Any:
-        return func(real, *args, **kwargs)
+    def derive(values: Tensor) -> Any:
+        return func(values, *args, **kwargs)
 
     if isinstance(hidden, Tensor):
         memory = deferred.hidden.untyped_storage()._cdata
@@ -238,8 +240,8 @@ def _view(deferred: DeferredLogits, base: Slot, derive: Derive) -> LazyTensor:
     return view
 
 
-def _part(derive: Callable[[Tensor], Any], index: int, real: Tensor) -> Any:
-    return derive(real)[index]
+def _part(derive: Callable[[Tensor], Any], index: int, values: Tensor) -> Any:
+    return derive(values)[index]
 
 
 def _snapshot(value: Any) -> Any:
@@ -253,7 +255,7 @@ TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     ({REGISTER_HOOK}, _hook),
     ({tensor_base}, _base),
     (REDUCTIONS, _reduced),
-    (WRITES, _written),
+    (WRITES, _in_place),
     ({Tensor.detach, torch.detach}, _detach),
     (RECORDED, _recorded),
     ({Tensor.__iter__}, _iterated),
@@ -396,8 +398,8 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     func = asking(func)
     first: Any = args[0] if args else None
     pending = isinstance(first, LazyLogits) and first._slot.cached is None
-    kept = func in METADATA or (not pending and getattr(func, "__name__", "") == "__set__")
-    if (pending and func is _GRAD) or (kept and describes_itself(first)):
+    is_attribute = func in METADATA or (not pending and getattr(func, "__name__", "") == "__set__")
+    if (pending and func is _GRAD) or (is_attribute and describes_itself(first)):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if pending:
@@ -420,11 +422,11 @@ def _answer(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if torch.is_inference_mode_enabled() and func not in REDUCTIONS:
         return NotImplemented  # such tensors have no versions
-    others = (*args[1:], *kwargs.values())
+    operands = (*args[1:], *kwargs.values())
     if func in JOINS and len(args) == 2 and not kwargs and is_lazy(args[1]):
         return joined(func, *args)
-    for other in others:
-        if isinstance(other, LazyLogits):
+    for operand in operands:
+        if isinstance(operand, LazyLogits):
             return NotImplemented
     for table, follow in TABLES:
         if func in table:

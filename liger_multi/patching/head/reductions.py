@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import first_derivatives_only
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step, traced_autocast
 from liger_multi.patching.options import FusedOptions, run_bound
 
@@ -89,7 +89,7 @@ class _Plan:
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else None
             for x, need in zip(saved, needs, strict=True)
         ]
-        asked = [i for i, need in enumerate(needs) if need]
+        needed = [i for i, need in enumerate(needs) if need]
         for start in range(0, saved[0].shape[0], self.step):
             rows = slice(start, start + self.step)
             leaves: list[Any] = [
@@ -102,14 +102,14 @@ class _Plan:
             pairs = [(o, g[rows]) for o, g in zip(outs, grads, strict=True) if g is not None]
             gradients = torch.autograd.grad(
                 [o for o, _ in pairs],
-                [leaves[i] for i in asked],
+                [leaves[i] for i in needed],
                 [g for _, g in pairs],
                 allow_unused=True,
             )
-            for i, g in zip(asked, gradients, strict=True):
-                into = sums[i] if i else (sums[0][rows] if sums[0] is not None else None)
-                if g is not None and into is not None:
-                    into += g
+            for i, g in zip(needed, gradients, strict=True):
+                total = sums[i] if i else (sums[0][rows] if sums[0] is not None else None)
+                if g is not None and total is not None:
+                    total += g
         return [s if s is None else s.to(x.dtype) for s, x in zip(sums, saved, strict=True)]
 
 
@@ -117,10 +117,10 @@ def _rows_at_once(deferred: DeferredLogits) -> int:
     """Rows of a chunk."""
     from liger_multi.reference.common.chunking import free_bytes
 
-    device, free = deferred.hidden.device, 0
+    device, free_memory = deferred.hidden.device, 0
     if device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
-        free = free_bytes(device)
-    room = max(CHUNK_BYTES, min(DEVICE_BYTES, free // FREE_SHARE))
+        free_memory = free_bytes(device)
+    room = max(CHUNK_BYTES, min(DEVICE_BYTES, free_memory // FREE_SHARE))
     return max(1, room // (4 * deferred.vocabulary))
 
 
@@ -290,10 +290,10 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 
 def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
     """The value at one class per row: a log-probability, or a logit as its sum with ``lse``."""
-    before, name, factor = _ended(deferred.steps)
+    steps, name, factor = _split_softmax(deferred.steps)
     if name == "p":
         return None
-    statistics = _answer(deferred, before if name else deferred.steps, target)
+    statistics = _answer(deferred, steps if name else deferred.steps, target)
     if statistics is None:
         return None
     if not name:
@@ -306,11 +306,18 @@ def _entropy(deferred: DeferredLogits) -> Tensor | None:
     steps, factor = _factored(deferred.steps)
     if not steps or steps[-1][0] != "times":
         return None
-    (before, name, one), (same, other_name, other) = _ended(steps[:-1]), _ended(steps[-1][1])
-    if before != same or {name, other_name} != {"p", "log p"}:
+    (first_steps, name, first_factor), (second_steps, other_name, second_factor) = (
+        _split_softmax(steps[:-1]),
+        _split_softmax(steps[-1][1]),
+    )
+    if first_steps != second_steps or {name, other_name} != {"p", "log p"}:
         return None
-    statistics = _answer(deferred, before)
-    return None if statistics is None else statistics.entropy * (-factor * one * other)
+    statistics = _answer(deferred, first_steps)
+    return (
+        None
+        if statistics is None
+        else statistics.entropy * (-factor * first_factor * second_factor)
+    )
 
 
 def _factored(steps: Steps) -> tuple[Steps, float]:
@@ -321,7 +328,7 @@ def _factored(steps: Steps) -> tuple[Steps, float]:
     return steps, factor
 
 
-def _ended(steps: Steps) -> tuple[Steps, str, float]:
+def _split_softmax(steps: Steps) -> tuple[Steps, str, float]:
     """The steps before a softmax or log_softmax, "p", "log p" or "", and a factor on that."""
     steps, factor = _factored(steps)
     names = tuple(name for name, _ in steps[-2:])
@@ -358,7 +365,7 @@ class Statistics(NamedTuple):
     lse: Tensor
 
 
-class Known(NamedTuple):
+class CachedStatistics(NamedTuple):
     """The cached statistics of some rows.
 
     Attributes:
@@ -377,16 +384,20 @@ class Known(NamedTuple):
 
     def of(self, hidden: Tensor) -> Statistics | None:
         """The statistics of ``hidden``, if that is a contiguous part of the cached rows."""
-        mine, width = self.hidden, hidden.shape[-1]
-        if mine.dtype != hidden.dtype or mine.shape[-1] != width:
+        cached_rows, width = self.hidden, hidden.shape[-1]
+        if cached_rows.dtype != hidden.dtype or cached_rows.shape[-1] != width:
             return None
-        apart = hidden.data_ptr() - mine.data_ptr()
-        if not apart and mine.shape == hidden.shape and mine.stride() == hidden.stride():
+        distance = hidden.data_ptr() - cached_rows.data_ptr()
+        if (
+            not distance
+            and cached_rows.shape == hidden.shape
+            and cached_rows.stride() == hidden.stride()
+        ):
             return self.statistics
-        first, rest = divmod(apart, max(1, width * mine.element_size()))
-        rows, count = mine.numel() // max(1, width), hidden.numel() // max(1, width)
-        packed = mine.is_contiguous() and hidden.is_contiguous()
-        if rest or not packed or first < 0 or first + count > rows:
+        first, remainder = divmod(distance, max(1, width * cached_rows.element_size()))
+        rows, count = cached_rows.numel() // max(1, width), hidden.numel() // max(1, width)
+        packed = cached_rows.is_contiguous() and hidden.is_contiguous()
+        if remainder or not packed or first < 0 or first + count > rows:
             return None
         shape = hidden.shape[:-1]
         return Statistics._make(
@@ -395,15 +406,15 @@ class Known(NamedTuple):
 
 
 def _answer(
-    deferred: DeferredLogits, before: Steps, target: Tensor | None = None
+    deferred: DeferredLogits, steps: Steps, target: Tensor | None = None
 ) -> Statistics | None:
-    """Statistics of the logits after the steps ``before``; None if the call does not have them.
+    """Statistics of the logits after ``steps``; None if the call does not have them.
 
     Without a target, log-probabilities are meaningless.
     """
     from liger_multi.reference.common.chunking import statistics_dtype
 
-    curve, options = _curve(deferred, before), deferred.settings.fused
+    curve, options = _curve(deferred, steps), deferred.settings.fused
     if options is None or curve is None or deferred.sharded or deferred.scales:
         return None
     if deferred.dtype.itemsize > statistics_dtype(deferred.raw_dtype).itemsize:
@@ -419,14 +430,14 @@ def _answer(
         else:
             statistics = _of_tokens(cache, deferred.hidden, curve, target, connected)
         if statistics is None:
-            known = _call(deferred, options, curve, target)
-            cache[:], statistics = [*cache[-1:], known], known.statistics
+            entry = _call(deferred, options, curve, target)
+            cache[:], statistics = [*cache[-1:], entry], entry.statistics
     if connected:
         return statistics
     return Statistics._make(x.detach() for x in statistics)
 
 
-def _cache_of(deferred: DeferredLogits) -> list[Known]:
+def _cache_of(deferred: DeferredLogits) -> list[CachedStatistics]:
     """The statistics that are cached with the logits.
 
     There is no cache under hooks on saved tensors: a checkpointed function must save equally many
@@ -437,11 +448,14 @@ def _cache_of(deferred: DeferredLogits) -> list[Known]:
 
 
 def _cached(
-    cache: list[Known], hidden: Tensor, curve: tuple[float, float | None, float], connected: bool
+    cache: list[CachedStatistics],
+    hidden: Tensor,
+    curve: tuple[float, float | None, float],
+    connected: bool,
 ) -> Statistics | None:
-    for known in cache:
-        if known.curve == curve and (known.connected or not connected):
-            statistics = known.of(hidden)
+    for entry in cache:
+        if entry.curve == curve and (entry.connected or not connected):
+            statistics = entry.of(hidden)
             if statistics is not None:
                 return statistics
     return None
@@ -462,7 +476,7 @@ class _Connected(torch.autograd.Function):
 
 
 def _of_tokens(
-    cache: list[Known],
+    cache: list[CachedStatistics],
     hidden: Tensor,
     curve: tuple[float, float | None, float],
     target: Tensor,
@@ -471,31 +485,33 @@ def _of_tokens(
     """Log-probabilities from the logits that a call saved for backward; None without one."""
     from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, scaled
 
-    for place, known in enumerate(cache):
+    for index, entry in enumerate(cache):
         saved: Any = ()
         with contextlib.suppress(RuntimeError):  # freed by a backward pass
-            saved = getattr(known.node, "saved_tensors", ())
-        if known.curve != curve or not saved or known.of(hidden) is not known.statistics:
+            saved = getattr(entry.node, "saved_tensors", ())
+        if entry.curve != curve or not saved or entry.of(hidden) is not entry.statistics:
             continue
-        if connected and not known.connected:
+        if connected and not entry.connected:
             continue
         _, weight, placeholder, _, _, lse, lse_low, logits = saved
-        inside = ((target >= 0) & (target < weight.shape[0])).flatten()
-        if not logits.numel() or (target.device.type == "cpu" and not inside.all()):
+        in_vocabulary = ((target >= 0) & (target < weight.shape[0])).flatten()
+        if not logits.numel() or (target.device.type == "cpu" and not in_vocabulary.all()):
             continue
         scale, cap, temperature = curve
         spec = Objective(NOTHING, 0.0, 0.0, cap and cap / temperature, scale / temperature)
         with torch.no_grad():
-            label = torch.where(inside, target.flatten(), 0).unsqueeze(1)
-            own = LogSumExp(lse, lse_low).below(scaled(logits.gather(1, label), spec)).squeeze(1)
-            own = torch.where(inside, own, float("nan")).view(target.shape)
+            label = torch.where(in_vocabulary, target.flatten(), 0).unsqueeze(1)
+            log_probs = (
+                LogSumExp(lse, lse_low).below(scaled(logits.gather(1, label), spec)).squeeze(1)
+            )
+            log_probs = torch.where(in_vocabulary, log_probs, float("nan")).view(target.shape)
             if connected:
                 placeholder.data.copy_(target.flatten())
         if not connected:
-            return known.statistics._replace(log_prob=own)
-        log_prob: Any = _Connected.apply(known.statistics.log_prob, own)  # type: ignore[no-untyped-call]
-        statistics = known.statistics._replace(log_prob=log_prob)
-        cache[place] = known._replace(statistics=statistics, node=None)
+            return entry.statistics._replace(log_prob=log_probs)
+        log_prob: Any = _Connected.apply(entry.statistics.log_prob, log_probs)  # type: ignore[no-untyped-call]
+        statistics = entry.statistics._replace(log_prob=log_prob)
+        cache[index] = entry._replace(statistics=statistics, node=None)
         return statistics
     return None
 
@@ -513,7 +529,7 @@ def _call(
     options: FusedOptions,
     curve: tuple[float, float | None, float],
     target: Tensor | None,
-) -> Known:
+) -> CachedStatistics:
     hidden, waits = deferred.hidden, target is None
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -550,4 +566,4 @@ def _call(
     while node is not None and not type(node).__name__.startswith("fused_linear_log_prob"):
         node = next(iter(node.next_functions), (None,))[0]  # views
     row_statistics = Statistics(output.log_prob, output.entropy, output.lse)
-    return Known(hidden, curve, connected, row_statistics, node)
+    return CachedStatistics(hidden, curve, connected, row_statistics, node)

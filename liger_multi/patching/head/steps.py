@@ -30,25 +30,25 @@ Hidden: TypeAlias = "Tensor | tuple[Tensor, ...] | None"
 def getitem(hidden: Tensor, index: Any) -> Hidden:
     """``logits[index]`` if the index keeps the whole last axis."""
     items = index if isinstance(index, tuple) else (index,)
-    used, open_ended = 0, False
+    axes_used, open_ended = 0, False
     for item in items:
         if item is None:
             continue
         if item is Ellipsis:
             open_ended = True
         elif isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
-            used += item.ndim
+            axes_used += item.ndim
         elif isinstance(item, (int, slice, Tensor)) and not isinstance(item, bool):
-            used += 1
+            axes_used += 1
         else:
             return None
-    if open_ended or used == hidden.ndim:
+    if open_ended or axes_used == hidden.ndim:
         # the last index may apply to the vocabulary, of which only a full slice keeps all
         last = items[-1]
-        whole = isinstance(last, slice) and last == slice(None)
-        if not whole and not (last is Ellipsis and used < hidden.ndim):
+        is_full_slice = isinstance(last, slice) and last == slice(None)
+        if not is_full_slice and not (last is Ellipsis and axes_used < hidden.ndim):
             return None
-    elif used > hidden.ndim:
+    elif axes_used > hidden.ndim:
         return None
     return hidden[index]
 
@@ -73,14 +73,14 @@ def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tupl
     if not sizes or [size for size in sizes if not isinstance(size, int)]:
         return None
     resolved, total = list(sizes), _product(hidden.shape[:-1]) * vocabulary
-    free = [at for at, size in enumerate(resolved) if size == -1]
-    if len(free) > 1:
+    free_axes = [axis for axis, size in enumerate(resolved) if size == -1]
+    if len(free_axes) > 1:
         return None
-    for at in free:
-        known = _product(resolved[:at]) * _product(resolved[at + 1 :])
-        if not known or total % known:
+    for axis in free_axes:
+        elements = _product(resolved[:axis]) * _product(resolved[axis + 1 :])
+        if not elements or total % elements:
             return None
-        resolved[at] = total // known
+        resolved[axis] = total // elements
     if resolved[-1] != vocabulary or _product(resolved) != total:
         return None
     return (*resolved[:-1], hidden.shape[-1])
@@ -92,20 +92,20 @@ def is_view(hidden: Tensor, sizes: Sequence[int]) -> bool:
     Adjacent axes without gaps in memory form a block. A view may split and join axes within a
     block, not across blocks. Compiled graphs cannot ask PyTorch for this.
     """
-    shape, strides, at = hidden.shape, hidden.stride(), len(sizes) - 1
+    shape, strides, axis_of_sizes = hidden.shape, hidden.stride(), len(sizes) - 1
     block, base = 1, strides[-1]
     for axis in reversed(range(len(shape))):
         block = block * shape[axis]
-        inside = axis > 0 and (shape[axis - 1] == 1 or strides[axis - 1] == block * base)
-        if inside:
+        is_contiguous = axis > 0 and (shape[axis - 1] == 1 or strides[axis - 1] == block * base)
+        if is_contiguous:
             continue
         covered = 1
-        while at >= 0 and (covered < block or sizes[at] == 1):
-            covered, at = covered * sizes[at], at - 1
+        while axis_of_sizes >= 0 and (covered < block or sizes[axis_of_sizes] == 1):
+            covered, axis_of_sizes = covered * sizes[axis_of_sizes], axis_of_sizes - 1
         if covered != block:
             return False
         block, base = 1, strides[axis - 1]
-    return at == -1
+    return axis_of_sizes == -1
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -115,7 +115,7 @@ def _product(sizes: Sequence[int]) -> int:
     return result
 
 
-def along(dim: int, ndim: int) -> int | None:
+def row_axis(dim: int, ndim: int) -> int | None:
     """``dim`` counted from the front; None for the vocabulary axis or out of range."""
     dim = dim + ndim if dim < 0 else dim
     return dim if 0 <= dim < ndim - 1 else None
@@ -123,25 +123,25 @@ def along(dim: int, ndim: int) -> int | None:
 
 def flatten(hidden: Tensor, vocabulary: int, start_dim: int = 0, end_dim: int = -1) -> Hidden:
     """``logits.flatten(start, end)`` over row axes."""
-    start, end = along(start_dim, hidden.ndim), along(end_dim, hidden.ndim)
+    start, end = row_axis(start_dim, hidden.ndim), row_axis(end_dim, hidden.ndim)
     return None if start is None or end is None or start > end else hidden.flatten(start, end)
 
 
 def squeeze(hidden: Tensor, vocabulary: int, dim: int | None = None) -> Hidden:
     """``logits.squeeze(dim)`` of a row axis."""
-    at = None if dim is None else along(dim, hidden.ndim)
-    return None if at is None else hidden.squeeze(at)
+    axis = None if dim is None else row_axis(dim, hidden.ndim)
+    return None if axis is None else hidden.squeeze(axis)
 
 
 def unsqueeze(hidden: Tensor, vocabulary: int, dim: int) -> Hidden:
     """``logits.unsqueeze(dim)`` before the vocabulary axis."""
-    at = along(dim, hidden.ndim + 1)
-    return None if at is None else hidden.unsqueeze(at)
+    axis = row_axis(dim, hidden.ndim + 1)
+    return None if axis is None else hidden.unsqueeze(axis)
 
 
 def transpose(hidden: Tensor, vocabulary: int, dim0: int, dim1: int) -> Hidden:
     """``logits.transpose(a, b)`` of row axes."""
-    a, b = along(dim0, hidden.ndim), along(dim1, hidden.ndim)
+    a, b = row_axis(dim0, hidden.ndim), row_axis(dim1, hidden.ndim)
     return None if a is None or b is None else hidden.transpose(a, b)
 
 
@@ -155,19 +155,19 @@ def pieces(function: Callable[..., Any], default: int | None) -> Callable[..., H
 
     def run(hidden: Tensor, vocabulary: int, *args: Any, **kwargs: Any) -> Hidden:
         positional = list(args)
-        at = 1 if function in (Tensor.split, Tensor.chunk) else 0
+        index = 1 if function in (Tensor.split, Tensor.chunk) else 0
         if "dim" in kwargs:
             dim = kwargs.pop("dim")
-        elif len(positional) > at:
-            dim = positional.pop(at)
+        elif len(positional) > index:
+            dim = positional.pop(index)
         elif default is not None:
             dim = default
         else:
             return None
-        axis = along(dim, hidden.ndim) if isinstance(dim, int) else None
+        axis = row_axis(dim, hidden.ndim) if isinstance(dim, int) else None
         if axis is None:
             return None
-        positional.insert(at, axis)
+        positional.insert(index, axis)
         return function(hidden, *positional, **kwargs)  # type: ignore[no-any-return]
 
     return run
@@ -202,16 +202,16 @@ ROWS: dict[Any, Callable[..., Hidden]] = {
 # --- elementwise ---
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def with_number(name: str, sign: int = 1) -> Callable[..., DeferredLogits | None]:
     """A step with a number: ``mul``, ``div`` or ``add``."""
 
-    def run(deferred: DeferredLogits, other: Any, **options: Any) -> DeferredLogits | None:
-        recorded = _number(other) and not options and not (name == "div" and other == 0)
-        return deferred.step(name, sign * other) if recorded else None
+    def run(deferred: DeferredLogits, number: Any, **options: Any) -> DeferredLogits | None:
+        recorded = _is_number(number) and not options and not (name == "div" and number == 0)
+        return deferred.step(name, sign * number) if recorded else None
 
     return run
 
@@ -219,12 +219,14 @@ def with_number(name: str, sign: int = 1) -> Callable[..., DeferredLogits | None
 _multiply, _divide = with_number("mul"), with_number("div")
 
 
-def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., DeferredLogits | None]:
+def elementwise(
+    name: str, function: Callable[[Tensor], Tensor]
+) -> Callable[..., DeferredLogits | None]:
     """A function of every element, without arguments."""
 
-    def run(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    def run(deferred: DeferredLogits, **options: Any) -> DeferredLogits | None:
         same_dtype = _dtype_of(function, deferred) == deferred.dtype
-        return deferred.step(name) if same_dtype and not rest else None
+        return deferred.step(name) if same_dtype and not options else None
 
     return run
 
@@ -252,9 +254,9 @@ def _autocast_result(
         return function(torch.ones(1, device=device, dtype=dtype)).dtype
 
 
-def tanh(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+def tanh(deferred: DeferredLogits, **options: Any) -> DeferredLogits | None:
     """``tanh(logits)``."""
-    return None if rest else deferred.step("tanh")
+    return None if options else deferred.step("tanh")
 
 
 def cast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits | None:
@@ -294,16 +296,16 @@ def contiguous(
     )
 
 
-def clone(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+def clone(deferred: DeferredLogits, **options: Any) -> DeferredLogits | None:
     """``logits.clone()``."""
-    return None if rest else deferred.packed().after(deferred.steps)
+    return None if options else deferred.packed().after(deferred.steps)
 
 
-def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., DeferredLogits | None]:
+def normalized(name: str, softmax: Callable[..., Tensor]) -> Callable[..., DeferredLogits | None]:
     """``softmax`` or ``log_softmax`` over the vocabulary."""
 
     def function(logits: Tensor) -> Tensor:
-        return along(logits, -1)
+        return softmax(logits, -1)
 
     def run(
         deferred: DeferredLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
@@ -328,8 +330,8 @@ RECORDED: dict[Any, Callable[..., DeferredLogits | None]] = {
     **dict.fromkeys(
         (Tensor.neg, Tensor.__neg__, torch.neg), lambda deferred: deferred.step("mul", -1)
     ),
-    **dict.fromkeys((Tensor.exp, torch.exp), simple("exp", torch.exp)),
-    **dict.fromkeys((Tensor.log, torch.log), simple("log", torch.log)),
+    **dict.fromkeys((Tensor.exp, torch.exp), elementwise("exp", torch.exp)),
+    **dict.fromkeys((Tensor.log, torch.log), elementwise("log", torch.log)),
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), with_number("add")),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), with_number("add", -1)),
     Tensor.float: lambda deferred: cast(deferred, torch.float32),

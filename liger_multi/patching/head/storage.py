@@ -131,11 +131,11 @@ class Slot:
             with torch.set_grad_enabled(self.deferred.grad):
                 if self.derive is None:
                     deferred = self.deferred
-                    real = deferred.compute()
-                    computed[self] = loss_logits(real, deferred.settings, deferred.grad)
+                    logits = deferred.compute()
+                    computed[self] = loss_logits(logits, deferred.settings, deferred.grad)
                 else:
-                    real = self.derive(*[parent.compute(computed) for parent in self.parents])
-                    computed[self] = self.deferred.with_answers(real)
+                    logits = self.derive(*[parent.compute(computed) for parent in self.parents])
+                    computed[self] = self.deferred.with_answers(logits)
         return computed[self]
 
     def needs(self, other: Slot) -> bool:
@@ -155,38 +155,38 @@ class Slot:
         return self.deferred
 
 
-def _promote(member: LazyTensor, real: Tensor) -> None:
+def _promote(member: LazyTensor, logits: Tensor) -> None:
     """Turn a lazy tensor into the real one, or cache that if autograd has saved the tensor."""
     slot = member._slot
     slot.own = has_own_node(member)
     if slot.exposed is not None or not slot.own:
-        values = [real if slot.exposed is None else slot.exposed]
+        values = [logits if slot.exposed is None else slot.exposed]
         with torch.enable_grad():  # the history is that of the tensor, not of its reader
-            real = _Through.apply(member, values)  # type: ignore[no-untyped-call]
+            logits = _Through.apply(member, values)  # type: ignore[no-untyped-call]
     if slot.group.consumed:
-        real = without_hooks(real)
+        logits = without_hooks(logits)
     for hook in slot.hooks:
-        REGISTER_HOOK(real, hook)
+        REGISTER_HOOK(logits, hook)
     slot.hooks.clear()
-    slot.cached, slot.version = real, real._version
+    slot.cached, slot.version = logits, logits._version
     _swap(member, slot)
 
 
 def _swap(member: LazyTensor, slot: Slot) -> None:
-    real, slot.cached = slot.cached, None
-    assert real is not None
-    if not exchanged(member, real):
-        slot.cached = real
+    logits, slot.cached = slot.cached, None
+    assert logits is not None
+    if not exchanged(member, logits):
+        slot.cached = logits
 
 
-def exchanged(one: Tensor, other: Tensor) -> bool:
+def exchanged(first: Tensor, second: Tensor) -> bool:
     """Swap two tensors; False if an autograd.Function saved one, or a weak reference exists."""
     if not SWAPS:
         return False
-    vars(other).update({name: value for name, value in vars(one).items() if name != "_slot"})
+    vars(second).update({name: value for name, value in vars(first).items() if name != "_slot"})
     try:
         with DisableTorchFunctionSubclass():
-            torch.utils.swap_tensors(one, other)
+            torch.utils.swap_tensors(first, second)
     except RuntimeError:
         return False
     return True
@@ -247,11 +247,11 @@ class _Connect(torch.autograd.Function):
         # detached, since hidden states may depend on the weight too (tied embeddings)
         hidden = deferred.hidden.detach().requires_grad_(deferred.hidden.requires_grad)
         with torch.enable_grad():
-            real = deferred.rows(hidden).compute()
+            logits = deferred.rows(hidden).compute()
         inputs = (hidden, *ctx.inputs[1:])
         required = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         grads = torch.autograd.grad(
-            real, [inputs[i] for i in required], real_tensor(grad), allow_unused=True
+            logits, [inputs[i] for i in required], real_tensor(grad), allow_unused=True
         )
         gradients: list[Any] = [None] * len(inputs)
         for i, g in zip(required, grads, strict=True):

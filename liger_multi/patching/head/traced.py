@@ -64,8 +64,8 @@ def arguments_of_a_forward(frame: FrameType, of_type: type) -> list[Any]:
     names = inspect.getargs(frame.f_code)
     values = [frame.f_locals[n] for n in names.args if n in frame.f_locals]
     values.append(frame.f_locals.get(names.varargs or "", ()))
-    several = [x for value in values if type(value) is tuple for x in value]
-    matching = [x for x in (*values, *several) if isinstance(x, of_type)]
+    elements = [x for value in values if type(value) is tuple for x in value]
+    matching = [x for x in (*values, *elements) if isinstance(x, of_type)]
     return matching if matching and _is_forward(frame.f_code) else []
 
 
@@ -180,7 +180,9 @@ class TracedLogits:
         exchanged = func is Tensor.matmul and not isinstance(first, TracedLogits)
         if exchanged and torch.compiler.is_compiling():  # logits @ w looks as w @ logits does
             raise RuntimeError(PRODUCT)
-        return func(*[_real(a) for a in args], **{k: _real(v) for k, v in kwargs.items()})
+        return func(
+            *[_real_value(a) for a in args], **{k: _real_value(v) for k, v in kwargs.items()}
+        )
 
     def _loss(self, call: CrossEntropyCall) -> Tensor | None:
         self._check()
@@ -293,8 +295,8 @@ class TracedLogits:
         row_sizes = steps.sizes_of_rows(deferred.hidden, deferred.vocabulary, tuple(flat))
         if row_sizes is None:
             return getattr(self.real(), name)(*sizes)
-        whole = not may_copy or deferred.hidden.is_contiguous()
-        copied = not whole and not steps.is_view(deferred.hidden, row_sizes)
+        needs_no_copy = not may_copy or deferred.hidden.is_contiguous()
+        copied = not needs_no_copy and not steps.is_view(deferred.hidden, row_sizes)
         return self._rows(name, function(deferred.hidden, row_sizes), copied, *sizes)
 
     def __getitem__(self, index: Any) -> Any:
@@ -312,10 +314,10 @@ class TracedLogits:
         return getattr(self.real(), name)
 
     def __matmul__(self, other: Any) -> Tensor:
-        return torch.matmul(self.real(), _real(other))
+        return torch.matmul(self.real(), _real_value(other))
 
     def __rmatmul__(self, other: Any) -> Tensor:
-        return torch.matmul(_real(other), self.real())
+        return torch.matmul(_real_value(other), self.real())
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return copy.deepcopy(self.real(), memo)
@@ -345,8 +347,8 @@ for _name in ("float", "to", "contiguous", "tanh", "__mul__", "__rmul__", "__tru
 
 
 def _method(name: str) -> Any:
-    def method(self: TracedLogits, *others: Any) -> Any:
-        return getattr(self.real(), name)(*[_real(o) for o in others])
+    def method(self: TracedLogits, *args: Any) -> Any:
+        return getattr(self.real(), name)(*[_real_value(o) for o in args])
 
     return method
 
@@ -369,10 +371,10 @@ def _attribute(name: str) -> property:
     def get(self: TracedLogits) -> Any:
         return getattr(self.real(), name)
 
-    def put(self: TracedLogits, value: Any) -> None:
-        setattr(self.real(), name, _real(value))
+    def assign(self: TracedLogits, value: Any) -> None:
+        setattr(self.real(), name, _real_value(value))
 
-    return property(get, put)
+    return property(get, assign)
 
 
 for _name in ("data", "grad", "requires_grad"):
@@ -419,18 +421,18 @@ def _passed_by(value: Any) -> bool:
     return isinstance(value, TracedLogits) and (value.shared.consumed or not value.shared.real)
 
 
-def _real(value: Any) -> Any:
+def _real_value(value: Any) -> Any:
     if isinstance(value, TracedLogits):
         return value.real()
     if isinstance(value, (list, tuple)) and any(isinstance(v, TracedLogits) for v in value):
-        return type(value)(_real(v) for v in value)
+        return type(value)(_real_value(v) for v in value)
     return value
 
 
 class ReplicaLogits(TracedLogits):
     """Logits in a replica of ``nn.DataParallel``: for the loss there; they are not gathered."""
 
-    def __new__(cls, deferred: Any, *more: Any) -> Any:
+    def __new__(cls, deferred: Any, *args: Any) -> Any:
         """``gather`` calls the class with an iterator over gathered elements."""
         return super().__new__(cls) if isinstance(deferred, DeferredLogits) else MissingLogits()
 

@@ -19,24 +19,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.checks import describe
 from liger_multi.errors import PackingError, summary
+from liger_multi.modules.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME, samples_in_graph, samples_of_call
 from liger_multi.patching.evidence.facts import ClassFacts, ModelFacts
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing import trial as trials
-from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
-from liger_multi.patching.packing.samples import is_numbered, rows_of, sample_ids, several
+from liger_multi.patching.packing.hybrids import IdPassingModel, PackedModel, SeparateModel, packing
+from liger_multi.patching.packing.samples import has_samples, is_numbered, rows_of, sample_ids
 from liger_multi.patching.packing.tree import (
     Branch,
     Offer,
     Tree,
     check_other_rows,
     offered,
-    planted,
     run,
+    tree_of_roots,
 )
 from liger_multi.patching.packing.trial import (
     SHIFT,
@@ -93,16 +93,16 @@ def tree_arguments(
             f"{name} got a cache beside shared prefixes, as generation does: a cache keeps no "
             "branches apart. Generate outside of trees.shared"
         )
-    kept = called_with.get("logits_to_keep")
-    if isinstance(kept, Tensor) or kept:
+    logits_to_keep = called_with.get("logits_to_keep")
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep:
         raise PackingError(
             f"{name} got logits_to_keep beside shared prefixes, as generation does. Generate "
             "outside of trees.shared; log-probabilities take the logits of all branches"
         )
-    known = [n for n in _REFUSED if called_with.get(n) is not None]
-    if known:
+    refused = [n for n in _REFUSED if called_with.get(n) is not None]
+    if refused:
         raise PackingError(
-            f"{name} got {', '.join(known)} beside shared prefixes, which say it all"
+            f"{name} got {', '.join(refused)} beside shared prefixes, which say it all"
         )
     own_mask = called_with.get("attention_mask")
     if own_mask is not None and not (isinstance(own_mask, Tensor) and own_mask.ndim == 2):
@@ -110,20 +110,20 @@ def tree_arguments(
             f"{name} got a mask of its own beside shared prefixes, {describe(own_mask)}: pass that "
             "of batch.inputs"
         )
-    most = getattr(text_config(model), "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < tree.longest:
+    maximum = getattr(text_config(model), "max_position_embeddings", None)
+    if isinstance(maximum, int) and 0 < maximum < tree.longest:
         raise PackingError(
-            f"{name} has {most} positions (max_position_embeddings), and the longest path of the "
-            f"shared prefixes has {tree.longest} tokens"
+            f"{name} has {maximum} positions (max_position_embeddings), and the longest path of "
+            f"the shared prefixes has {tree.longest} tokens"
         )
     positions = called_with.get("position_ids")
     if not (isinstance(positions, Tensor) and positions.ndim == 3):
         positions = tree.positions(tokens.device)
     mask = tree.visible(tokens.device).to(torch.int64)[None]
-    others = [n for n, v in called_with.items() if _is_no_text(v, tokens)]
-    if others and positions.ndim < 3 and _has_axes(model):
+    other_inputs = [n for n, v in called_with.items() if _is_no_text(v, tokens)]
+    if other_inputs and positions.ndim < 3 and _has_axes(model):
         raise PackingError(
-            f"{name} got {', '.join(others)} beside shared prefixes, and its positions have "
+            f"{name} got {', '.join(other_inputs)} beside shared prefixes, and its positions have "
             f"several axes: pass position_ids (3 or 4, 1, {tree.tokens}) of the tree, in which "
             "branches go on from the prompt"
         )
@@ -191,7 +191,7 @@ def call_with_tree(
         )
     balance = getattr(output, "aux_loss", None)
     if offer.ranks is not None and isinstance(balance, Tensor):
-        output["aux_loss"] = shards.outside(balance, offer.ranks)
+        output["aux_loss"] = shards.shared_input(balance, offer.ranks)
     return output
 
 
@@ -206,26 +206,26 @@ def trial_of_tree(
 ) -> Verdict:
     """Try a model on a small tree, with arguments of the form of a call; then restore it."""
     row = trials.row_of(model, called_with, rows)
-    tree, _ = planted([EXAMPLE])
+    tree, _ = tree_of_roots([EXAMPLE])
     plain = trials.arguments_of(called_with, row, rows)
-    long = {
+    token_arguments = {
         n: v for n, v in plain.items() if isinstance(v, Tensor) and v.shape[:2] == (1, row.tokens)
     }
-    plain = {n: v for n, v in plain.items() if n not in {*long, *_PER_TOKEN}}
-    others = {n: v[:, :1] for n, v in long.items() if n not in _PER_TOKEN}
-    tried = _Trial(model, forward, row, plain, others, tree)
+    plain = {n: v for n, v in plain.items() if n not in {*token_arguments, *_PER_TOKEN}}
+    first_tokens = {n: v[:, :1] for n, v in token_arguments.items() if n not in _PER_TOKEN}
+    trial_run = _Trial(model, forward, row, plain, first_tokens, tree)
     if row.tokens < tree.longest:
         return Verdict(untried=f"it has {row.tokens} positions")
     if called_with.get("input_ids") is None:
         return Verdict(untried="it was called with embeddings")
     with trials.undisturbed(model), trials.short_chunks(model):
         try:
-            return Verdict(tried.change(trials.is_coarse(model, rows.device)))
+            return Verdict(trial_run.change(trials.is_coarse(model, rows.device)))
         except Exception as error:  # of any model's code, on synthetic inputs
             return Verdict(untried=summary(error))
 
 
-def _most(parts: list[Tensor], usual: list[list[Tensor]], coarse: bool) -> float:
+def _largest_change(parts: list[Tensor], usual: list[list[Tensor]], coarse: bool) -> float:
     """The largest change of a token; if ``coarse``, the largest median over parts.
 
     Args:
@@ -254,45 +254,58 @@ class _Trial:
     def change(self, coarse: bool) -> float:
         """The largest change of a branch against its path alone, or with other branches' tokens."""
         limit = trials.COARSE if coarse else trials.FINE
-        together, tree = self._shared(()), self.tree
+        shared, tree = self._shared(()), self.tree
         paths = [tree.path(segment) for segment in range(len(tree.lengths))]
-        alone = [trials.relative(together[path], self._alone(path)) for path in paths]
-        apart = [n for n, runs in enumerate(tree.runs) if runs[-1].start == tree.starts[n]]
-        edges = [[alone[n][-tree.lengths[n]] for n in apart], [each[-1] for each in alone]]
-        moved = [
-            [p for n in tree.below(segment) for p in self._own(n)]
+        changes_alone = [trials.relative(shared[path], self._run_path(path)) for path in paths]
+        separate = [n for n, runs in enumerate(tree.runs) if runs[-1].start == tree.starts[n]]
+        edges = [
+            [changes_alone[n][-tree.lengths[n]] for n in separate],
+            [branch_changes[-1] for branch_changes in changes_alone],
+        ]
+        token_sets = [
+            [p for n in tree.below(segment) for p in self._tokens_of_segment(n)]
             for segment, parent in enumerate(tree.parents)
             if parent >= 0
         ]
-        others = []
-        for places in moved:
-            rest = [n for n in range(tree.tokens) if n not in set(places)]
-            others.append(trials.relative(together[rest], self._shared(places)[rest]))
+        changes = []
+        for moved_tokens in token_sets:
+            unmoved = [n for n in range(tree.tokens) if n not in set(moved_tokens)]
+            changes.append(trials.relative(shared[unmoved], self._shared(moved_tokens)[unmoved]))
         return max(
-            trials.above(_most(alone, edges, coarse), trials.ALONE * limit),
-            trials.above(_most(others, [[each.max() for each in others]], coarse), limit),
+            trials.excess(_largest_change(changes_alone, edges, coarse), trials.ALONE * limit),
+            trials.excess(
+                _largest_change(
+                    changes, [[branch_changes.max() for branch_changes in changes]], coarse
+                ),
+                limit,
+            ),
         )
 
-    def _own(self, segment: int) -> range:
+    def _tokens_of_segment(self, segment: int) -> range:
         start = self.tree.starts[segment]
         return range(start, start + self.tree.lengths[segment])
 
-    def _tokens(self, places: list[int], moved: set[int]) -> Arguments:
+    def _tokens(self, tokens: list[int], moved_tokens: set[int]) -> Arguments:
         ids = torch.cat([self.row.ids(), self.row.ids(SHIFT, SHIFT)])
-        numbers = [[place in moved for place in places], [p % self.row.tokens for p in places]]
-        at = torch.tensor(numbers, device=ids.device)
-        rest = {n: v.expand(1, len(places), *v.shape[2:]) for n, v in self.per_token.items()}
-        return {"input_ids": ids[at[0], at[1]][None], **rest}
+        numbers = [
+            [token in moved_tokens for token in tokens],
+            [p % self.row.tokens for p in tokens],
+        ]
+        indices = torch.tensor(numbers, device=ids.device)
+        other_arguments = {
+            n: v.expand(1, len(tokens), *v.shape[2:]) for n, v in self.per_token.items()
+        }
+        return {"input_ids": ids[indices[0], indices[1]][None], **other_arguments}
 
-    def _shared(self, moved: Any) -> Tensor:
-        row = self._tokens(list(range(self.tree.tokens)), set(moved))
+    def _shared(self, moved_tokens: Any) -> Tensor:
+        row = self._tokens(list(range(self.tree.tokens)), set(moved_tokens))
         arguments = {**self.plain, **row}
         arguments = tree_arguments(self.model, arguments, row["input_ids"], self.tree)
         torch.manual_seed(0)
         with run(self.tree):
             return trials.per_token(self.forward(**arguments), self.tree.tokens)
 
-    def _alone(self, path: list[int]) -> Tensor:
+    def _run_path(self, path: list[int]) -> Tensor:
         torch.manual_seed(0)
         with run(None):
             output = self.forward(**self.plain, **self._tokens(path, set()))
@@ -317,28 +330,28 @@ class CheckedModel(Patched):
 
 def _checked(cls: Any) -> Callable[..., Any]:
     swap: Swap = vars(cls)["_liger_multi_swap"]
-    below: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
+    inner_class: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
 
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if shards.row() is not None:  # a share, whose masks and ids are of whole rows
-            return below.forward(self, *args, **kwargs)
+            return inner_class.forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling() and isinstance(self, CheckedModel):
             arguments = by_name(swap.stock.forward, args, kwargs)
             rows = rows_of(arguments)
             offer = offered(rows.shape[1], rows.shape[0]) if isinstance(rows, Tensor) else None
             if offer is not None and isinstance(rows, Tensor):
                 offer.taken_by = self
-                inner = functools.partial(below.forward, self)
+                inner = functools.partial(inner_class.forward, self)
                 arguments = tree_arguments(self, arguments, rows, offer.tree)
                 check_shared(self, inner, arguments, rows)
                 return call_with_tree(self, inner, arguments, offer)
             if isinstance(rows, Tensor):
                 check_other_rows(self, rows)
             if any(arguments.get(name) is not None for name in SAMPLE_ARGUMENTS):
-                check(self, functools.partial(_forward, below, self), arguments)
+                check(self, functools.partial(_forward, inner_class, self), arguments)
                 with _kept_apart(self, arguments):
-                    return below.forward(self, *args, **kwargs)
+                    return inner_class.forward(self, *args, **kwargs)
             if _has_numbered_masks(self, arguments):
                 warn_once(_NUMBERED.format(unpatched_class(self).__name__), "numbered masks")
         elif isinstance(self, CheckedModel) and _is_unmasked(self, kwargs):
@@ -346,15 +359,15 @@ def _checked(cls: Any) -> Callable[..., Any]:
             text_alone = not getattr(self.config, "sub_configs", ())
             if text_alone and isinstance(positions, Tensor) and positions.ndim == 2:
                 ids = sample_ids({"position_ids": positions})
-                return samples_in_graph(ids, lambda: below.forward(self, *args, **kwargs))
-        return below.forward(self, *args, **kwargs)
+                return samples_in_graph(ids, lambda: inner_class.forward(self, *args, **kwargs))
+        return inner_class.forward(self, *args, **kwargs)
 
     return forward
 
 
-def _forward(below: Any, model: Any, **arguments: Any) -> Any:
+def _forward(inner_class: Any, model: Any, **arguments: Any) -> Any:
     with _kept_apart(model, arguments):
-        return below.forward(model, **arguments)
+        return inner_class.forward(model, **arguments)
 
 
 def _is_unmasked(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -371,7 +384,7 @@ def _kept_apart(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None
         return
 
     def ids() -> Tensor | None:
-        return sample_ids(arguments) if several(arguments) else None
+        return sample_ids(arguments) if has_samples(arguments) else None
 
     with samples_of_call(ids, _other_model_types(model)):
         yield
@@ -382,8 +395,8 @@ def _other_model_types(model: nn.Module) -> set[str]:
     config, text = getattr(model, "config", None), text_config(model)
     names = [name for name in getattr(config, "sub_configs", ()) if name.endswith("_config")]
     parts = [getattr(config, name, None) for name in names]
-    own = {getattr(c, "model_type", None) for c in (config, text)}
-    return {part.model_type for part in parts if part is not None} - own
+    own_types = {getattr(c, "model_type", None) for c in (config, text)}
+    return {part.model_type for part in parts if part is not None} - own_types
 
 
 _numbered: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -431,17 +444,17 @@ def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str,
         PackingError: A row has several samples, and they attend to each other.
     """
     rows = rows_of(arguments)
-    if not isinstance(rows, Tensor) or _left(model, rows, arguments):
+    if not isinstance(rows, Tensor) or _is_unchecked(model, rows, arguments):
         return
     with _first_call:
-        known = _verdicts.setdefault(model, _Verdicts())
-    with known.lock:
+        verdicts = _verdicts.setdefault(model, _Verdicts())
+    with verdicts.lock:
         form = _form(model, arguments)
-        if form not in known:
+        if form not in verdicts:
             with shards.suspended():
-                known[form] = trial(model, forward, arguments, rows)
-        verdict = known[form]
-    if not (verdict.change or verdict.untried) or not several(arguments) or _unpatched(model):
+                verdicts[form] = trial(model, forward, arguments, rows)
+        verdict = verdicts[form]
+    if not (verdict.change or verdict.untried) or not has_samples(arguments) or _unpatched(model):
         return
     if not verdict.untried:
         raise PackingError(_message(model, arguments, verdict))
@@ -464,24 +477,24 @@ def check_shared(
         PackingError: Its results differ from those of every path alone, or it cannot be tried.
     """
     with _first_call:
-        known = _verdicts.setdefault(model, _Verdicts())
-    with known.lock:  # for any tree: ranks have different ones, but must run the same trials
+        verdicts = _verdicts.setdefault(model, _Verdicts())
+    with verdicts.lock:  # for any tree: ranks have different ones, but must run the same trials
         form = ("shared", _form(model, arguments))
-        if form not in known:
+        if form not in verdicts:
             with shards.suspended():
-                known[form] = trial_of_tree(model, forward, arguments, rows)
-        verdict = known[form]
+                verdicts[form] = trial_of_tree(model, forward, arguments, rows)
+        verdict = verdicts[form]
     name, attention = unpatched_class(model).__name__, set(_attentions(model)) - {NAME}
-    way = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""
+    hint = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""
     if verdict.untried:
         raise PackingError(
-            f"{name} could not be tried with shared prefixes: {verdict.untried}{way}"
+            f"{name} could not be tried with shared prefixes: {verdict.untried}{hint}"
         )
     if verdict.change:
         raise PackingError(
             f"{name} does not serve shared prefixes: the output of a branch differs by "
             f"{verdict.change:.1%} from that of its path by itself, or with another branch's "
-            f"tokens{way}"
+            f"tokens{hint}"
         )
 
 
@@ -504,7 +517,7 @@ def forget(model: nn.Module) -> None:
     _numbered.pop(model, None)
 
 
-def _left(model: Any, rows: Tensor, arguments: Mapping[str, Any]) -> bool:
+def _is_unchecked(model: Any, rows: Tensor, arguments: Mapping[str, Any]) -> bool:
     """Whether a call is not checked: in generation, under tracers, with a mask of other axes."""
     mask = arguments.get("attention_mask")
     return (
@@ -550,13 +563,13 @@ def _message(model: nn.Module, arguments: Mapping[str, Any], verdict: Verdict) -
     argument = next(name for name in SAMPLE_ARGUMENTS if arguments.get(name) is not None)
     name = unpatched_class(model).__name__
     if verdict.remedy:
-        way = f"With {' and '.join(verdict.remedy)} they are kept apart (this was tried)."
+        advice = f"With {' and '.join(verdict.remedy)} they are kept apart (this was tried)."
     else:
-        way = "Nothing that was tried keeps them apart: pass one sample per row."
+        advice = "Nothing that was tried keeps them apart: pass one sample per row."
     return (
         f"{name} got rows of several samples ({argument}), and it does not keep them apart: the "
         f"output of a sample differs by {verdict.change:.1%} with other tokens beside it, or with "
-        f"none. {way} To train on such rows on purpose: patch(model, packing=False)"
+        f"none. {advice} To train on such rows on purpose: patch(model, packing=False)"
     )
 
 
@@ -567,16 +580,16 @@ def checked(model: ModelFacts) -> dict[str, nn.Module]:
     """The outermost modules that take tokens, by their paths; wrappers of PEFT are none."""
     models: dict[str, nn.Module] = {}
     for path, module in model.of_class(_takes_tokens):
-        inside = any(not outer or path.startswith(f"{outer}.") for outer in models)
+        is_inner = any(not outer or path.startswith(f"{outer}.") for outer in models)
         embeds = callable(getattr(module, "get_input_embeddings", None))
-        if not inside and embeds and hasattr(module, "config"):
+        if not is_inner and embeds and hasattr(module, "config"):
             models[path] = module
     return models
 
 
-def _takes_tokens(own: ClassFacts) -> bool:
-    of_peft = own.module_class.__module__.partition(".")[0] == "peft"
-    return not of_peft and not {"input_ids", "inputs_embeds"}.isdisjoint(own.arguments)
+def _takes_tokens(facts: ClassFacts) -> bool:
+    of_peft = facts.module_class.__module__.partition(".")[0] == "peft"
+    return not of_peft and not {"input_ids", "inputs_embeds"}.isdisjoint(facts.arguments)
 
 
 def find_packed(model: ModelFacts, request: Request) -> Iterator[Change]:
@@ -587,7 +600,7 @@ def find_packed(model: ModelFacts, request: Request) -> Iterator[Change]:
         packed = {} if refuses else packed
     elif not refuses:
         packed |= {
-            p: _tried(m, packed.get(p))
+            p: _with_trial(m, packed.get(p))
             for p, m in checked(model).items()
             if not isinstance(m, Patched) or _is_packed(m)
         }
@@ -603,7 +616,7 @@ def find_packed(model: ModelFacts, request: Request) -> Iterator[Change]:
 
 _PACKED: dict[type[Patched], str] = {
     PackedModel: "ids of samples",
-    TellingModel: "hands ids of samples on",
+    IdPassingModel: "hands ids of samples on",
     SeparateModel: "one sample a row only",
     CheckedModel: "a check that samples of a row are apart",
 }
@@ -613,7 +626,7 @@ def _is_packed(module: nn.Module) -> bool:
     return any(isinstance(module, behavior) for behavior in _PACKED)
 
 
-def _tried(module: nn.Module, swap: Swap | None) -> Swap:
+def _with_trial(module: nn.Module, swap: Swap | None) -> Swap:
     if swap is not None:
         return replace(swap, around=CheckedModel)
     return Swap(PACKING, unpatched_class(module), CheckedModel, None)

@@ -5,7 +5,7 @@ compute them from ``position_ids``. A mixer without ids leaks each sample into t
 :func:`packing` takes the facts of a model and returns a swap per module:
 
 * :class:`PackedModel` computes the ids once per forward pass, on the device.
-* :class:`TellingModel` passes them on where a model drops keyword arguments.
+* :class:`IdPassingModel` passes them on where a model drops keyword arguments.
 * :class:`SeparateModel` raises for packed rows if some mixer could not get ids.
 """
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async
-from liger_multi.arguments import parameters_of
 from liger_multi.errors import PackingError
+from liger_multi.modules.arguments import parameters_of
 from liger_multi.patching import shards
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.mixers import SERVED, WHOLE, FusedMixer, mixer_calls, unserved
@@ -92,7 +92,7 @@ class PackedModel(_Model):
         return kwargs if ids is None else {**kwargs, "seq_idx": ids}
 
 
-class _Telling:
+class _IdPassingProxy:
     """Takes the place of a model in one call, and passes ids of samples to the inner model."""
 
     def __init__(self, model: Any, inner: str, seq_idx: Tensor) -> None:
@@ -103,7 +103,7 @@ class _Telling:
         return getattr(self._liger_multi_model, name)
 
 
-class TellingModel(_Model):
+class IdPassingModel(_Model):
     """A model whose forward drops its keyword arguments, such as Mamba-2's head."""
 
     @staticmethod
@@ -111,19 +111,21 @@ class TellingModel(_Model):
         """The ``self`` of the forward: a proxy that passes ids on, if there are any."""
         ids = _ids_for_mixers(arguments)
         inner = cast(str, swap.settings)
-        return model if ids is None else _Telling(model, inner, ids)
+        return model if ids is None else _IdPassingProxy(model, inner, ids)
 
 
-def tells(forward: Callable[..., Any], inner: str) -> bool:
+def only_reads_self(forward: Callable[..., Any], inner: str) -> bool:
     """Whether a forward only reads attributes of ``self``, so that a proxy may replace it."""
     tree = _tree(forward)
     if tree is None:
         return False
-    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)]
+    self_attributes = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)
+    ]
     return (
-        len(reads) == sum(_is_self(n) for n in ast.walk(tree))
-        and all(isinstance(n.ctx, ast.Load) for n in reads)
-        and any(n.attr == inner for n in reads)
+        len(self_attributes) == sum(_is_self(n) for n in ast.walk(tree))
+        and all(isinstance(n.ctx, ast.Load) for n in self_attributes)
+        and any(n.attr == inner for n in self_attributes)
         and not any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(tree))
     )
 
@@ -173,24 +175,27 @@ def packing(facts: ModelFacts) -> dict[str, Swap]:
     """
     if not facts.instances(FusedMixer):
         return {}
-    model, calling = facts.root, facts.of_class(lambda own: mixer_calls(own.module_class))
-    mixers = {path: _lacking(module) for path, module in calling}
-    embedding = facts.of_class(lambda own: "inputs_embeds" in own.arguments)
-    bases = [path for path, _ in embedding if _holds(path, mixers)]
-    bases = [p for p in bases if not any(q != p and _holds(p, [q]) for q in bases)]
+    model, calling = (
+        facts.root,
+        facts.of_class(lambda class_facts: mixer_calls(class_facts.module_class)),
+    )
+    mixers = {path: _functions_without_ids(module) for path, module in calling}
+    embedding = facts.of_class(lambda class_facts: "inputs_embeds" in class_facts.arguments)
+    bases = [path for path, _ in embedding if _contains_any(path, mixers)]
+    bases = [p for p in bases if not any(q != p and _contains_any(p, [q]) for q in bases)]
     lacking = {name for names in mixers.values() for name in names}
     lacking |= {
         type(model.get_submodule(path)).__name__
         for path in mixers
-        if not any(_holds(base, [path]) and _passes_on(model, base, path) for base in bases)
+        if not any(_contains_any(base, [path]) and _passes_on(model, base, path) for base in bases)
     }
     lacking |= {name for base in bases for name in _convolutions(model, base)}
     lacking |= {f"the attention of {c.__name__}" for c in _unmasked(model, bases)}
     telling: dict[str, Swap] = {}
-    for path, inner in (place for base in bases for place in _deaf(model, base)):
+    for path, inner in (entry for base in bases for entry in _models_that_drop_kwargs(model, base)):
         stock = unpatched_class(model.get_submodule(path))
-        if tells(stock.forward, inner):
-            telling[path] = Swap("packing", stock, TellingModel, inner)
+        if only_reads_self(stock.forward, inner):
+            telling[path] = Swap("packing", stock, IdPassingModel, inner)
         else:
             lacking.add(stock.__name__)
     if lacking:
@@ -213,7 +218,7 @@ def _convolutions(model: nn.Module, base: str) -> set[str]:
     return class_names
 
 
-def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
+def _models_that_drop_kwargs(model: nn.Module, base: str) -> list[tuple[str, str]]:
     """Models that drop keyword arguments: paths, and the name of the model within."""
     names = base.split(".") if base else []
     outer = [(".".join(names[:n]), name) for n, name in enumerate(names)]
@@ -228,7 +233,7 @@ def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
 def _unmasked(model: nn.Module, bases: Iterable[str]) -> set[type]:
     """Classes of models whose attention masks do not depend on positions."""
     classes = {unpatched_class(model.get_submodule(base)) for base in bases}
-    return {own for own in classes if not _masks_by_positions(own.forward)}
+    return {model_class for model_class in classes if not _masks_by_positions(model_class.forward)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -263,7 +268,7 @@ def _masks_by_positions(forward: Callable[..., Any]) -> bool:
     return all(has_positions(call) for call in masks)
 
 
-def _lacking(module: nn.Module) -> list[str]:
+def _functions_without_ids(module: nn.Module) -> list[str]:
     """The functions of a mixer that get no ids."""
     lacking = unserved(unpatched_class(module))
     settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None
@@ -277,16 +282,18 @@ def _lacking(module: nn.Module) -> list[str]:
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def _holds(path: str, others: Iterable[str]) -> bool:
-    return any(not path or other == path or other.startswith(f"{path}.") for other in others)
+def _contains_any(path: str, paths: Iterable[str]) -> bool:
+    return any(not path or inner == path or inner.startswith(f"{path}.") for inner in paths)
 
 
 def _passes_on(model: nn.Module, base: str, path: str) -> bool:
     """Whether keyword arguments of a model reach one of its modules, by the source of all calls."""
     names = path.split(".")
     depth = base.count(".") + 1 if base else 0
-    at = [(names[n], model.get_submodule(".".join(names[:n]))) for n in range(depth, len(names))]
-    calls = [(name, module) for name, module in at if not isinstance(module, _HOLDERS)]
+    modules = [
+        (names[n], model.get_submodule(".".join(names[:n]))) for n in range(depth, len(names))
+    ]
+    calls = [(name, module) for name, module in modules if not isinstance(module, _HOLDERS)]
     return _takes_any(model.get_submodule(path)) and all(
         _takes_any(module) and _hands_on(unpatched_class(module).forward, name)
         for name, module in calls
@@ -326,13 +333,13 @@ def _hands_on(forward: Callable[..., Any], name: str) -> bool:
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and mentions(n.iter)]
     items = {n.id for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    named = [
+    calls_of_name = [
         call
         for call in calls
         if (isinstance(call.func, ast.Attribute) and call.func.attr == name)
         or (isinstance(call.func, ast.Name) and call.func.id in {name, *items})
     ]
-    unpacking = [call for call in named if any(k.arg is None for k in call.keywords)]
+    unpacking = [call for call in calls_of_name if any(k.arg is None for k in call.keywords)]
     return bool(unpacking) and all(
-        c in unpacking or (len(c.args) == 1 and not c.keywords) for c in named
+        c in unpacking or (len(c.args) == 1 and not c.keywords) for c in calls_of_name
     )

@@ -80,12 +80,12 @@ def _keys(mask: Tensor, tokens: int) -> _Keys | None:
     if mask.shape[2] != tokens or mask.shape[3] < tokens:
         return None
     visible = (mask > FAR if mask.is_floating_point() else mask != 0).any(1)
-    place = torch.arange(mask.shape[3], device=mask.device)
-    own = place[:tokens].expand(visible.shape[0], -1)
+    key = torch.arange(mask.shape[3], device=mask.device)
+    own_key = key[:tokens].expand(visible.shape[0], -1)
     if mask.shape[3] > tokens:
-        offset = torch.where(visible, place, -1).amax(-1) - own
-        own = (own + offset.amax(1, keepdim=True)).clamp(0, mask.shape[3] - 1)
-    return _Keys(visible, own)
+        offset = torch.where(visible, key, -1).amax(-1) - own_key
+        own_key = (own_key + offset.amax(1, keepdim=True)).clamp(0, mask.shape[3] - 1)
+    return _Keys(visible, own_key)
 
 
 def _by_keys(mask: Tensor, tokens: int) -> Tensor | None:
@@ -117,8 +117,8 @@ def _by_ranges(mask: KeyMask, tokens: int) -> Tensor | None:
         return None
     first, end = ranges.unflatten(-1, (-1, 2)).unbind(-1)
     if mask.shape[3] == tokens:
-        place = torch.arange(tokens, device=ranges.device)[:, None]
-        return ((first <= place) & (place < end)).any(-1)  # type: ignore[no-any-return]
+        token = torch.arange(tokens, device=ranges.device)[:, None]
+        return ((first <= token) & (token < end)).any(-1)  # type: ignore[no-any-return]
     return _by_last(torch.where(first < end, end - 1, -1).amax(-1))
 
 
@@ -128,9 +128,9 @@ def _by_function(mask: Any, tokens: int) -> Tensor | None:
     if queries < tokens or keys < queries:
         return None
     device = mask.kv_num_blocks.device
-    place = torch.arange(tokens, device=device)
+    token = torch.arange(tokens, device=device)
     batch = torch.arange(mask.kv_num_blocks.shape[0], device=device)[:, None]
-    visible: Tensor = mask.mask_mod(batch, torch.zeros_like(batch), place, place + (keys - queries))
+    visible: Tensor = mask.mask_mod(batch, torch.zeros_like(batch), token, token + (keys - queries))
     return visible.expand(batch.shape[0], tokens)
 
 
@@ -146,12 +146,12 @@ class _Neighbors(NamedTuple):
     @classmethod
     def of(cls, visible: Tensor) -> _Neighbors:
         tokens = visible.shape[1]
-        place = torch.arange(tokens, device=visible.device)
-        last = torch.where(visible, place, -1).cummax(1).values
-        following = torch.where(visible, place, tokens).flip(1).cummin(1).values.flip(1)
-        before = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
-        after = torch.cat([following[:, 1:], torch.full_like(last[:, :1], tokens)], 1)
-        return cls(before, after)
+        token = torch.arange(tokens, device=visible.device)
+        last = torch.where(visible, token, -1).cummax(1).values
+        at_or_after = torch.where(visible, token, tokens).flip(1).cummin(1).values.flip(1)
+        previous_visible = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
+        next_visible = torch.cat([at_or_after[:, 1:], torch.full_like(last[:, :1], tokens)], 1)
+        return cls(previous_visible, next_visible)
 
 
 def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
@@ -170,11 +170,11 @@ def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
         return _ids(_jumps(numbers)) if by_position else numbers
     begins = _begins(numbers, visible, by_position)
     if by_position:
-        begins = _beginning(begins, arguments)
+        begins = _starts_by_mask(begins, arguments)
     return _ids(begins) if numbers.shape[-1] else numbers
 
 
-def _beginning(begins: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def _starts_by_mask(begins: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Starts of samples without the tokens that attend to an earlier one, if the mask tells."""
     continuing = continuing_tokens(arguments.get("attention_mask"), begins.shape[1])
     return begins if continuing is None else begins & ~continuing
@@ -192,8 +192,8 @@ def _sample_numbers(arguments: Mapping[str, Any]) -> Tensor | None:
     tokens = rows_of(arguments)
     ends, positions = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None and tokens is not None:
-        place = torch.arange(tokens.shape[1], device=tokens.device, dtype=ends.dtype)
-        return torch.searchsorted(ends.contiguous(), place, right=True).to(torch.int32)[None]
+        token = torch.arange(tokens.shape[1], device=tokens.device, dtype=ends.dtype)
+        return torch.searchsorted(ends.contiguous(), token, right=True).to(torch.int32)[None]
     if not isinstance(positions, Tensor):
         return None
     return positions[0] if positions.ndim == 3 and positions.shape[0] != 3 else positions
@@ -213,20 +213,20 @@ def _jumps(positions: Tensor) -> Tensor:
 
 def _begins(numbers: Tensor, visible: Tensor, by_position: bool) -> Tensor:
     """Starts of samples among visible tokens; the first token of a row does not count."""
-    before = _Neighbors.of(visible).before
-    later = visible & (before >= 0)
+    previous = _Neighbors.of(visible).before
+    not_first = visible & (previous >= 0)
     if numbers.ndim == 3:
-        most = torch.iinfo(numbers.dtype).max
-        lowest = torch.where(visible, numbers, most).amin((0, 2), keepdim=True)
-        return later & (numbers == lowest).all(0)
+        maximum = torch.iinfo(numbers.dtype).max
+        lowest = torch.where(visible, numbers, maximum).amin((0, 2), keepdim=True)
+        return not_first & (numbers == lowest).all(0)
     numbers = numbers.expand(visible.shape[0], -1) if numbers.shape[0] == 1 else numbers
-    before = before.expand(numbers.shape[0], -1)
-    step = numbers - numbers.gather(1, before.clamp(min=0))
+    previous = previous.expand(numbers.shape[0], -1)
+    step = numbers - numbers.gather(1, previous.clamp(min=0))
     if not by_position:
-        return later & (step != 0)
+        return not_first & (step != 0)
     # hidden tokens between two visible ones may or may not have positions of their own
-    distance = torch.arange(numbers.shape[1], device=numbers.device) - before
-    return later & ((step < 1) | (step > distance))
+    distance = torch.arange(numbers.shape[1], device=numbers.device) - previous
+    return not_first & ((step < 1) | (step > distance))
 
 
 def is_numbered(mask: Any) -> bool:
@@ -241,7 +241,7 @@ def is_numbered(mask: Any) -> bool:
     return bool(((mask[:, 1:] >= mask[:, :-1]) | (mask[:, 1:] == 0)).all() & (mask.amax() > 1))
 
 
-def several(arguments: Mapping[str, Any]) -> bool:
+def has_samples(arguments: Mapping[str, Any]) -> bool:
     """Whether a row of a call has several samples. Waits for the device.
 
     Positions tell this only if they restart and continue: samples may skip positions, and padding
@@ -256,16 +256,16 @@ def several(arguments: Mapping[str, Any]) -> bool:
     by_position = _by_position(arguments)
     begins = _begins(numbers, visible, by_position)
     if by_position:
-        begins = _beginning(begins, arguments)
+        begins = _starts_by_mask(begins, arguments)
     if by_position and numbers.ndim == 2:
-        begins = begins & _again(numbers.expand(len(begins), -1), _Neighbors.of(visible))
+        begins = begins & _restarts(numbers.expand(len(begins), -1), _Neighbors.of(visible))
     return bool(begins.any())
 
 
-def _again(positions: Tensor, neighbors: _Neighbors) -> Tensor:
+def _restarts(positions: Tensor, neighbors: _Neighbors) -> Tensor:
     """Where positions do not increase, and the next one continues."""
-    before, after = (part.expand(len(positions), -1) for part in neighbors)
+    previous, following = (part.expand(len(positions), -1) for part in neighbors)
     tokens = positions.shape[1]
-    earlier = positions.gather(1, before.clamp(min=0))
-    later = positions.gather(1, after.clamp(max=tokens - 1))
-    return (positions <= earlier) & (after < tokens) & (later == positions + 1)
+    earlier = positions.gather(1, previous.clamp(min=0))
+    next_positions = positions.gather(1, following.clamp(max=tokens - 1))
+    return (positions <= earlier) & (following < tokens) & (next_positions == positions + 1)

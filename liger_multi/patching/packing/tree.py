@@ -2,8 +2,8 @@
 
 A row holds segments depth first: a prompt, its first answer, the continuation of that answer, its
 second answer. A token attends to its own segment up to itself, and to all of its ancestors'
-segments. Positions continue from the end of the parent. :func:`planted` takes nested lengths and
-returns a :class:`Tree`, which has the masks, recurrences and convolutions of the row.
+segments. Positions continue from the end of the parent. :func:`tree_of_roots` takes nested lengths
+and returns a :class:`Tree`, which has the masks, recurrences and convolutions of the row.
 
 Two variables tell which tree is in force. :func:`offered` is the tree that a caller has announced
 for the next call of a model. :func:`running` is the tree of the running forward. Recomputation in
@@ -119,10 +119,10 @@ class Tree:
     @functools.cached_property
     def leaves(self) -> list[int]:
         """The number of paths through every segment: its copies in an unshared batch."""
-        leaves = [self.ends.count(number) for number in range(len(self.lengths))]
-        for number in range(len(leaves) - 1, 0, -1):
-            if self.parents[number] >= 0:
-                leaves[self.parents[number]] += leaves[number]
+        leaves = [self.ends.count(segment) for segment in range(len(self.lengths))]
+        for segment in range(len(leaves) - 1, 0, -1):
+            if self.parents[segment] >= 0:
+                leaves[self.parents[segment]] += leaves[segment]
         return leaves
 
     @property
@@ -151,24 +151,26 @@ class Tree:
         """Every segment's path, root first, with adjacent segments joined."""
         return self.runs_without(set(), set())
 
-    def runs_without(self, before: set[int], own: set[int]) -> list[tuple[Run, ...]]:
+    def runs_without(
+        self, without_rectangle: set[int], without_square: set[int]
+    ) -> list[tuple[Run, ...]]:
         """Every segment's path, without some segments.
 
         Args:
-            before: Segments to leave out of the paths of their descendants.
-            own: Segments to leave out of their own paths.
+            without_rectangle: Segments to leave out of the paths of their descendants.
+            without_square: Segments to leave out of their own paths.
         """
         runs: list[tuple[Run, ...]] = []
         earlier: list[tuple[Run, ...]] = []  # the start of a child's path
-        for number, parent in enumerate(self.parents):
-            start, offset = self.starts[number], self.offsets[number]
-            run = Run(offset, offset + self.lengths[number], start)
+        for segment, parent in enumerate(self.parents):
+            start, offset = self.starts[segment], self.offsets[segment]
+            run = Run(offset, offset + self.lengths[segment], start)
             path = earlier[parent] if parent >= 0 else ()
-            joined = (*path, run)
+            extended = (*path, run)
             if path and path[-1].start + path[-1].last - path[-1].first == start:
-                joined = (*path[:-1], Run(path[-1].first, run.last, path[-1].start))
-            runs.append(path if number in own else joined)
-            earlier.append(path if number in before else joined)
+                extended = (*path[:-1], Run(path[-1].first, run.last, path[-1].start))
+            runs.append(path if segment in without_square else extended)
+            earlier.append(path if segment in without_rectangle else extended)
         return runs
 
     def path(self, segment: int) -> list[int]:
@@ -182,9 +184,9 @@ class Tree:
     def below(self, segment: int) -> list[int]:
         """A segment and its descendants."""
         members = [segment]
-        for number in range(segment + 1, len(self.parents)):
-            if self.parents[number] in members:
-                members.append(number)
+        for child in range(segment + 1, len(self.parents)):
+            if self.parents[child] in members:
+                members.append(child)
         return members
 
     @property
@@ -221,9 +223,9 @@ class Tree:
     def positions(self, device: torch.device) -> Tensor:
         """Positions ``(1, tokens)``; 0 for padding."""
         shift = [o - s for o, s in zip(self.offsets, self.starts, strict=True)]
-        place = torch.arange(self.tokens, device=device)
-        moved = place + self._of_tokens(device, "shift", shift, 0)
-        return torch.where(self.visible(device), moved, 0)[None]
+        token = torch.arange(self.tokens, device=device)
+        positions = token + self._of_tokens(device, "shift", shift, 0)
+        return torch.where(self.visible(device), positions, 0)[None]
 
     def visible(self, device: torch.device) -> Tensor:
         """Which tokens are not padding, ``(tokens,)`` bool."""
@@ -252,19 +254,21 @@ class Tree:
         runs = self.runs if runs is None else runs
         device, width = by_position.device, max((1, *map(len, runs)))
         bounds = [
-            number
+            value
             for path in [*runs, ()]
             for run in (*path, *[Run(0, 0, 0)] * (width - len(path)))
-            for number in run
+            for value in run
         ]
         of_segments = torch.tensor(bounds, device=device).view(-1, width, 3)
         of_tokens = of_segments[self.segments(device)].unbind(-1)
         first, last, start = (part[:, :, None] for part in of_tokens)
         visible = by_position.to(torch.int64)[self.positions(device)[0]].unflatten(-1, (-1, 2))
-        low, high = (part[:, None] for part in visible.unbind(-1))  # (tokens, 1, ranges)
-        low, high = torch.maximum(low, first), torch.minimum(high, last)
-        moved = torch.stack([low, torch.maximum(low, high)], -1) + (start - first)[..., None]
-        return moved.flatten(1).to(torch.int32)[None]
+        lower, upper = (part[:, None] for part in visible.unbind(-1))  # (tokens, 1, ranges)
+        lower, upper = torch.maximum(lower, first), torch.minimum(upper, last)
+        row_ranges = (
+            torch.stack([lower, torch.maximum(lower, upper)], -1) + (start - first)[..., None]
+        )
+        return row_ranges.flatten(1).to(torch.int32)[None]
 
     # --- recurrences and convolutions ---
 
@@ -293,27 +297,27 @@ class Tree:
         state_of: dict[int, int] = {}
         with_children, count = set(parents), 0
         for group in _groups(lengths, levels, with_children if equal else set()):
-            own = torch.tensor([lengths[n] for n in group])[:, None]
+            lengths_of_group = torch.tensor([lengths[n] for n in group])[:, None]
             first = torch.tensor([starts[n] for n in group])[:, None]
-            place = torch.arange(int(own.max()))[None]
-            mask = place < own
-            places = torch.where(mask, first + place, 0)
-            order[places[mask]] = mask.flatten().nonzero()[:, 0] + count
-            count += places.numel()
-            whole = bool(mask.all())
-            in_order = whole and bool((places.flatten().diff() == 1).all())
-            before = [state_of.get(parents[n], -1) for n in group]
+            step = torch.arange(int(lengths_of_group.max()))[None]
+            mask = step < lengths_of_group
+            tokens = torch.where(mask, first + step, 0)
+            order[tokens[mask]] = mask.flatten().nonzero()[:, 0] + count
+            count += tokens.numel()
+            is_full = bool(mask.all())
+            in_order = is_full and bool((tokens.flatten().diff() == 1).all())
+            parent_states = [state_of.get(parents[n], -1) for n in group]
             has_children = not with_children.isdisjoint(group)
             if has_children:
-                state_of.update({n: len(state_of) + at for at, n in enumerate(group)})
+                state_of.update({n: len(state_of) + index for index, n in enumerate(group)})
             calls.append(
                 ScanCall(
-                    places.to(device),
-                    None if whole else mask.to(device),
-                    None if before[0] < 0 else torch.tensor(before, device=device),
-                    before[0] if len({*before}) == 1 else None,
+                    tokens.to(device),
+                    None if is_full else mask.to(device),
+                    None if parent_states[0] < 0 else torch.tensor(parent_states, device=device),
+                    parent_states[0] if len({*parent_states}) == 1 else None,
                     has_children,
-                    int(places[0, 0]) if in_order else None,
+                    int(tokens[0, 0]) if in_order else None,
                 )
             )
         if count == self.tokens and bool((order.diff() == 1).all()):
@@ -325,33 +329,33 @@ class Tree:
         return self.cached(("window", device, before), lambda: self._window(device, before))
 
     def _window(self, device: torch.device, before: int) -> Window:
-        places: list[Tensor] = []
+        tokens: list[Tensor] = []
         ids: list[int] = []
-        own: list[Tensor] = []
+        own_tokens: list[Tensor] = []
         count = 0
-        for number, runs in enumerate(self.runs):
-            start, length = self.starts[number], self.lengths[number]
-            joined = runs[-1].start < start  # the segment follows its parent in the row
-            earlier = [] if joined else _tail(runs[:-1], before)
+        for segment, runs in enumerate(self.runs):
+            start, length = self.starts[segment], self.lengths[segment]
+            is_adjacent = runs[-1].start < start  # the segment follows its parent in the row
+            earlier = [] if is_adjacent else _last_tokens(runs[:-1], before)
             count += len(earlier)
-            places += [
+            tokens += [
                 torch.tensor(earlier, dtype=torch.int64),
                 torch.arange(start, start + length),
             ]
-            ids += [ids[-1] if joined else number] * (len(earlier) + length)
-            own.append(torch.arange(count, count + length))
+            ids += [ids[-1] if is_adjacent else segment] * (len(earlier) + length)
+            own_tokens.append(torch.arange(count, count + length))
             count += length
-        places.append(torch.arange(self.tokens - self.padding, self.tokens))
+        tokens.append(torch.arange(self.tokens - self.padding, self.tokens))
         ids += [len(self.lengths)] * self.padding
-        own.append(torch.arange(count, count + self.padding))
+        own_tokens.append(torch.arange(count, count + self.padding))
         return Window(
-            torch.cat(places).to(device),
+            torch.cat(tokens).to(device),
             torch.tensor(ids, dtype=torch.int32, device=device)[None],
-            torch.cat(own).to(device),
+            torch.cat(own_tokens).to(device),
         )
 
 
-def _tail(runs: tuple[Run, ...], count: int) -> list[int]:
+def _last_tokens(runs: tuple[Run, ...], count: int) -> list[int]:
     """Indices of the last ``count`` tokens of a path, in order."""
     tail: list[int] = []
     for run in reversed(runs):
@@ -366,7 +370,7 @@ def _groups(lengths: list[int], levels: list[int], alone: set[int]) -> Iterator[
     Segments in ``alone`` share a call only with others of their length.
     """
     for level in range(max(levels, default=-1) + 1):
-        numbers = [n for n, own in enumerate(levels) if own == level]
+        numbers = [n for n, level_of in enumerate(levels) if level_of == level]
         if len({lengths[n] for n in numbers}) > 1:
             numbers.sort(key=lambda n: (n in alone, -lengths[n]))
         group: list[int] = []
@@ -408,7 +412,7 @@ class Node(NamedTuple):
         return self.start + self.length - 1 if self.length else self.before
 
 
-def planted(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, list[Node]]:
+def tree_of_roots(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, list[Node]]:
     """The tree of a row with several roots, and all branches depth first.
 
     An only child is joined with its parent, unless a path ends there: a tree with one path is one
@@ -420,12 +424,12 @@ def planted(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, l
     """
     nodes: list[Node] = []
     count = 0
-    waiting = [(branch, -1, number) for number, branch in enumerate(roots)][::-1]
-    while waiting:
-        (length, children), before, root = waiting.pop()
-        nodes.append(Node(count, length, before, root, not children))
+    todo = [(branch, -1, root_index) for root_index, branch in enumerate(roots)][::-1]
+    while todo:
+        (length, children), parent, root = todo.pop()
+        nodes.append(Node(count, length, parent, root, not children))
         count += length
-        waiting += [(child, nodes[-1].last, root) for child in children[::-1]]
+        todo += [(child, nodes[-1].last, root) for child in children[::-1]]
     ends = [node.last for node in nodes if node.leaf]
     followers = Counter([*ends, *(node.before for node in nodes if node.length)])
     lengths: list[int] = []
@@ -528,7 +532,7 @@ def check_other_rows(model: nn.Module, rows: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def offer(tree: Tree, *, once: bool = False, by_rank: bool = False) -> Iterator[Offer]:
+def announce_tree(tree: Tree, *, once: bool = False, by_rank: bool = False) -> Iterator[Offer]:
     """Announce a tree for calls of models within a block."""
     announced = Offer(tree, once, by_rank)
     token = _offered.set(announced)
@@ -577,48 +581,54 @@ def _causal_ranges(tree: Tree, device: torch.device) -> Tensor:
     end = torch.arange(1, tree.longest + 1, device=device, dtype=torch.int32)
     by_position = torch.stack([torch.zeros_like(end), end], -1)
     ranges = tree.ranges(by_position)
-    rectangles_of, squares_of = _large(tree)
+    rectangles_of, squares_of = _large_segments(tree)
     if not rectangles_of:
         return ranges
     squares = _squares(tree, squares_of)
     rectangles = _rectangles(tree)
     calls = [Block(*sizes) for sizes in (*squares, *(rectangles[n] for n in rectangles_of))]
-    rest = None
+    rest_ranges = None
     if len(squares_of) < len(tree.lengths) or len(rectangles_of) < len(rectangles):
-        rest = tree.ranges(by_position, tree.runs_without(set(rectangles_of), squares_of))
-    setattr(ranges, BLOCKS, Blocks(tuple(calls), rest))
+        rest_ranges = tree.ranges(by_position, tree.runs_without(set(rectangles_of), squares_of))
+    setattr(ranges, BLOCKS, Blocks(tuple(calls), rest_ranges))
     return ranges
 
 
-def _large(tree: Tree) -> tuple[list[int], set[int]]:
+def _large_segments(tree: Tree) -> tuple[list[int], set[int]]:
     """Segments with a separate rectangle, and segments with a separate square."""
     pairs = {n: sizes[3] * sizes[4] for n, sizes in _rectangles(tree).items()}
-    whole = [n for n in sorted(pairs, key=lambda n: -pairs[n]) if pairs[n] >= LEAST_PAIRS]
+    rectangles = [n for n in sorted(pairs, key=lambda n: -pairs[n]) if pairs[n] >= LEAST_PAIRS]
     batches = list(_batches(tree))
-    few = len(batches) <= FEW_BATCHES and len(whole) == len(pairs) <= MOST_BLOCKS // 2
-    large = [b for b in batches if few or len(b) * tree.lengths[b[0]] ** 2 // 2 >= LEAST_PAIRS]
-    whole = whole[: MOST_BLOCKS // 2]
-    return sorted(whole), {n for batch in large[: MOST_BLOCKS - len(whole)] for n in batch}
+    is_small = len(batches) <= FEW_BATCHES and len(rectangles) == len(pairs) <= MOST_BLOCKS // 2
+    large = [b for b in batches if is_small or len(b) * tree.lengths[b[0]] ** 2 // 2 >= LEAST_PAIRS]
+    rectangles = rectangles[: MOST_BLOCKS // 2]
+    return sorted(rectangles), {
+        n for batch in large[: MOST_BLOCKS - len(rectangles)] for n in batch
+    }
 
 
 def _rectangles(tree: Tree) -> dict[int, Sizes]:
     """The rectangle of every segment that has descendants."""
     queries = [0] * len(tree.lengths)
-    for number in reversed(range(len(queries))):
-        if tree.parents[number] >= 0:
-            queries[tree.parents[number]] += tree.lengths[number] + queries[number]
+    for segment in reversed(range(len(queries))):
+        if tree.parents[segment] >= 0:
+            queries[tree.parents[segment]] += tree.lengths[segment] + queries[segment]
     blocks = zip(tree.starts, tree.lengths, queries, strict=True)
-    return {n: (at + size, at, 1, q, size, False) for n, (at, size, q) in enumerate(blocks) if q}
+    return {
+        n: (start + size, start, 1, q, size, False)
+        for n, (start, size, q) in enumerate(blocks)
+        if q
+    }
 
 
 def _batches(tree: Tree) -> Iterator[list[int]]:
     """Groups of adjacent segments of equal length."""
     batch: list[int] = []
-    for number, length in enumerate(tree.lengths):
+    for segment, length in enumerate(tree.lengths):
         if batch and tree.lengths[batch[0]] != length:
             yield batch
             batch = []
-        batch.append(number)
+        batch.append(segment)
     yield batch
 
 

@@ -65,8 +65,8 @@ class Row:
     def ids(self, first: int = 0, second: int = 0) -> Tensor:
         """Synthetic ids ``(1, tokens)``, with an offset for each of the samples."""
         offsets = [first] * self.first + [second] * (self.tokens - self.first)
-        places = [7 * i * i + 3 * i + offset for i, offset in enumerate(offsets)]
-        token_ids = [self.vocabulary[place % len(self.vocabulary)] for place in places]
+        values = [7 * i * i + 3 * i + offset for i, offset in enumerate(offsets)]
+        token_ids = [self.vocabulary[value % len(self.vocabulary)] for value in values]
         return torch.tensor([token_ids], device=self.device)
 
     def samples(self) -> Tensor:
@@ -75,8 +75,8 @@ class Row:
 
     def positions(self) -> Tensor:
         """Positions that restart with each sample, ``(1, tokens)``."""
-        place = torch.arange(self.tokens, device=self.device)
-        return torch.where(place < self.first, place, place - self.first)[None]
+        token = torch.arange(self.tokens, device=self.device)
+        return torch.where(token < self.first, token, token - self.first)[None]
 
     def ends(self) -> Tensor:
         """Cumulative lengths of the samples, from 0."""
@@ -102,8 +102,8 @@ def row_of(model: Any, called_with: Mapping[str, Any], rows: Tensor) -> Row:
         for name, value in vars(config).items()
         if isinstance(value, int) and name.endswith(("token_id", "token_index"))
     }
-    most = _vocabulary(model, called_with)
-    text = tuple(i for i in range(min(most, 512)) if i not in special) or (0,)
+    ids_allowed = _vocabulary(model, called_with)
+    text = tuple(i for i in range(min(ids_allowed, 512)) if i not in special) or (0,)
     first = tokens // 2 + tokens // 8 + 1  # 41 of 64: no multiple of a block of a model
     return Row(tokens, min(first, tokens - 1), rows.device, text)
 
@@ -161,8 +161,8 @@ def _positions(row: Row, value: Tensor) -> Tensor:
 
 
 def _mask(row: Row, value: Tensor) -> Tensor:
-    ones = value.new_ones(1, row.tokens)
-    return ones + row.samples().to(value.dtype) if is_numbered(value) else ones
+    unmasked = value.new_ones(1, row.tokens)
+    return unmasked + row.samples().to(value.dtype) if is_numbered(value) else unmasked
 
 
 _NEW: dict[str, Callable[[Row, Any], Any]] = {
@@ -211,11 +211,11 @@ REMEDIES: tuple[Remedy, ...] = (
 
 def _choices() -> Iterator[Sequence[Remedy]]:
     """One remedy, then two, then three; masks of queries and keys come last."""
-    *others, causal, bidirectional = REMEDIES
+    *simple_remedies, causal, bidirectional = REMEDIES
     for count in (1, 2, 3):
-        yield from itertools.combinations(others, count)
+        yield from itertools.combinations(simple_remedies, count)
     for mask in (causal, bidirectional):
-        yield from ((mask,), (others[0], mask))
+        yield from ((mask,), (simple_remedies[0], mask))
 
 
 # --- a trial ---
@@ -252,14 +252,14 @@ def trial(
     if called_with.get("input_ids") is None:  # as many as needed, over and over
         embeds = rows[:1].detach()[:, torch.arange(row.tokens, device=rows.device) % rows.shape[1]]
     with undisturbed(model), short_chunks(model):
-        tried = Trial(forward, row, embeds, is_coarse(model, rows.device))
+        trial_run = Trial(forward, row, embeds, is_coarse(model, rows.device))
         try:
-            change = tried.change(arguments)
-            if change and tried.varies(arguments, seed=0):
+            change = trial_run.change(arguments)
+            if change and trial_run.varies(arguments, seed=0):
                 return Verdict(untried="its output is another one in a second run of equal tokens")
-            if change and tried.varies(arguments, seed=1):
-                tried = replace(tried, noisy=True)
-                change = tried.change(arguments)
+            if change and trial_run.varies(arguments, seed=1):
+                trial_run = replace(trial_run, noisy=True)
+                change = trial_run.change(arguments)
         except Exception as error:  # of any model's code, which meets inputs of ours
             return Verdict(untried=summary(error))
         if not change:
@@ -267,12 +267,12 @@ def trial(
         if objects := left_out(called_with):
             return Verdict(untried=f"a trial hands over no objects, got {', '.join(objects)}")
         for chosen in _choices():
-            other = dict(arguments)
+            remedied = dict(arguments)
             for _, remedy in chosen:
-                other |= remedy(row, dtype)
-            other = {name: value for name, value in other.items() if value is not None}
+                remedied |= remedy(row, dtype)
+            remedied = {name: value for name, value in remedied.items() if value is not None}
             with contextlib.suppress(Exception):
-                if not tried.change(other):
+                if not trial_run.change(remedied):
                     return Verdict(change, tuple(text for text, _ in chosen))
     return Verdict(change)
 
@@ -312,23 +312,25 @@ class Trial:
         plain = self._run(arguments)
         parts = (slice(None, self.row.first), slice(self.row.first, None))
         limit, change = COARSE if self.coarse else FINE, 0.0
-        for same, moved, offsets in zip(parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True):
-            other = self._run(arguments, *offsets)
-            changes = relative(plain[same], other[same])
-            change = max(change, above(float(changes.max()), limit))
-            for of_both, part, by in (
-                () if self.noisy else ((plain, same, 0), (other, moved, SHIFT))
+        for part_kept, other_part, offsets in zip(
+            parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True
+        ):
+            changed = self._run(arguments, *offsets)
+            changes = relative(plain[part_kept], changed[part_kept])
+            change = max(change, excess(float(changes.max()), limit))
+            for of_both, part, offset in (
+                () if self.noisy else ((plain, part_kept, 0), (changed, other_part, SHIFT))
             ):
-                changes = relative(of_both[part], self._alone(arguments, part, by))
-                change = max(change, above(self._most(changes), ALONE * limit))
+                changes = relative(of_both[part], self._run_alone(arguments, part, offset))
+                change = max(change, excess(self._largest_change(changes), ALONE * limit))
         return change
 
     def varies(self, arguments: Arguments, seed: int) -> bool:
         """Whether a second run of the same tokens, with this seed, has other outputs."""
         changes = relative(self._run(arguments), self._run(arguments, seed=seed))
-        return above(self._most(changes), COARSE if self.coarse else FINE) > 0
+        return excess(self._largest_change(changes), COARSE if self.coarse else FINE) > 0
 
-    def _most(self, changes: Tensor) -> float:
+    def _largest_change(self, changes: Tensor) -> float:
         return float(changes.median() if self.coarse else changes.max())
 
     def _run(
@@ -338,9 +340,11 @@ class Trial:
         torch.manual_seed(seed)
         return per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
-    def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
+    def _run_alone(self, arguments: Arguments, part: slice, offset: int) -> Tensor:
         """The same for one sample without the other."""
-        unchanged = {n: v for n, v in arguments.items() if n not in _NEW} | self._rows(by, by)
+        unchanged = {n: v for n, v in arguments.items() if n not in _NEW} | self._rows(
+            offset, offset
+        )
         kwargs = {
             n: v[:, part] if isinstance(v, Tensor) and v.shape[:2] == (1, self.row.tokens) else v
             for n, v in unchanged.items()
@@ -353,11 +357,11 @@ class Trial:
     def _rows(self, first: int, second: int) -> Arguments:
         if self.embeds is None:
             return {"input_ids": self.row.ids(first, second)}
-        moved = torch.where(self.row.samples().bool()[..., None], second > 0, first > 0)
-        return {"inputs_embeds": torch.where(moved, -self.embeds.flip(1), self.embeds)}
+        is_moved = torch.where(self.row.samples().bool()[..., None], second > 0, first > 0)
+        return {"inputs_embeds": torch.where(is_moved, -self.embeds.flip(1), self.embeds)}
 
 
-def above(change: float, limit: float) -> float:
+def excess(change: float, limit: float) -> float:
     """``change`` if it is larger than rounding errors, else 0.
 
     Raises:
@@ -381,10 +385,10 @@ def per_token(output: Any, tokens: int) -> Tensor:
     raise ValueError("the model gives neither logits nor hidden states of every token")
 
 
-def relative(plain: Tensor, other: Tensor) -> Tensor:
+def relative(plain: Tensor, changed: Tensor) -> Tensor:
     """The change of every token's outputs, relative to their norm."""
     size = plain.norm(dim=-1).clamp_min(1e-30)
-    return (other - plain).norm(dim=-1) / size  # type: ignore[no-any-return]
+    return (changed - plain).norm(dim=-1) / size  # type: ignore[no-any-return]
 
 
 # --- restoring a model ---
@@ -410,17 +414,21 @@ def short_chunks(model: nn.Module) -> Iterator[None]:
         return
     memo: dict[int, Any] = {}
     tables = [vars(module) for module in model.modules()]
-    before = [(table, table["config"]) for table in tables if table.get("config") is not None]
+    chunked_tables = [
+        (table, table["config"]) for table in tables if table.get("config") is not None
+    ]
     try:
         with contextlib.suppress(Exception):  # configurations that cannot be copied
-            for table, config in before:
+            for table, config in chunked_tables:
                 table["config"] = copy.deepcopy(config, memo)
             for config in chunked.values():
-                own = copy.deepcopy(config, memo)  # the copy that modules have, if any has it
-                vars(own)[_CHUNK] = min(getattr(config, _CHUNK), SHORT)
+                config_copy = copy.deepcopy(
+                    config, memo
+                )  # the copy that modules have, if any has it
+                vars(config_copy)[_CHUNK] = min(getattr(config, _CHUNK), SHORT)
         yield
     finally:
-        for table, config in before:
+        for table, config in chunked_tables:
             table["config"] = config
 
 
@@ -506,12 +514,12 @@ def _random_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_cached_casts() -> Iterator[None]:
     """Disable autocast's cache of weights: casts from a trial have no gradients."""
-    before = torch.is_autocast_cache_enabled()
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 @contextlib.contextmanager
@@ -525,9 +533,9 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     tables = [(t, dict(t)) for m in modules for t in (vars(m), vars(m)["_buffers"])]
     hooks = [(vars(m), {k: vars(m)[k] for k in _HOOKS}) for m in modules]
     for table, tables_by_name in hooks:
-        for hook_table, every in tables_by_name.items():
-            table[hook_table] = type(every)(
-                (k, h) for k, h in every.items() if is_infrastructure(h, LIBRARIES)
+        for hook_table, old_hooks in tables_by_name.items():
+            table[hook_table] = type(old_hooks)(
+                (k, h) for k, h in old_hooks.items() if is_infrastructure(h, LIBRARIES)
             )
     for module in modules:
         vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
@@ -537,10 +545,10 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for table, before in tables:
-            for name in table.keys() - before.keys():
+        for table, saved in tables:
+            for name in table.keys() - saved.keys():
                 del table[name]
-            table.update(before)
+            table.update(saved)
         for buffer, before_it in buffers:
             if not torch.equal(buffer, before_it):
                 buffer.copy_(before_it)

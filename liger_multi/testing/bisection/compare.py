@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.dispatch.bitwise import MODES, promised
-from liger_multi.documents import plain
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.files.documents import plain
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import ALARM, INK, LIGER, OURS, SOFT, STOCK, figure
 from liger_multi.grouping import grouped
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import ALARM, INK, LIGER, OURS, SOFT, STOCK, figure
 from liger_multi.testing.bisection import recorder as recording
 from liger_multi.testing.bisection.recorder import (
     Digest,
@@ -80,8 +80,8 @@ class Row:
     differing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f" in {self.where}" if self.where and self.kind == recording.OPERATOR else ""
-        return f"{self.name} {self.direction} ({self.kind}, call {self.number}){where}"
+        module_text = f" in {self.where}" if self.where and self.kind == recording.OPERATOR else ""
+        return f"{self.name} {self.direction} ({self.kind}, call {self.number}){module_text}"
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,11 @@ class Bisection(Paged):
             page.add("Result", [*entries, ("", "every record that was compared has equal bits")])
         else:
             page.add("Result", [*entries, *_in_words(self.first)])
-            at = self.first.row.index
-            near = self.rows[max(0, at - AROUND) : at + AROUND + 1]
-            page.add("Calls around it", [_cells(row, row.index == at) for row in near], HEADER)
+            index = self.first.row.index
+            neighbors = self.rows[max(0, index - AROUND) : index + AROUND + 1]
+            page.add(
+                "Calls around it", [_cells(row, row.index == index) for row in neighbors], HEADER
+            )
         counts = Counter((row.kind, row.state) for row in self.rows)
         states = [
             s
@@ -229,9 +231,16 @@ def _in_words(first: Difference) -> list[tuple[str, str]]:
         text = f"at most {number_of(d.ulps)} ulp of {d.dtype} ({d.largest:.3g}); "
         text += f"{share(d.elements, d.of_elements)} elements, {share(d.rows, d.of_rows)} rows"
         lines.append((d.name or "values", text))
-    one, other = first.row.backends
-    if one or other:
-        lines.append(("backend", one if one == other else f"a: {one or '-'}, b: {other or '-'}"))
+    backend_a, backend_b = first.row.backends
+    if backend_a or backend_b:
+        lines.append(
+            (
+                "backend",
+                backend_a
+                if backend_a == backend_b
+                else f"a: {backend_a or '-'}, b: {backend_b or '-'}",
+            )
+        )
     if first.promise:
         lines.append(("promise", first.promise))
     return lines
@@ -273,41 +282,41 @@ _SIDES = {
 def draw(bisection: Bisection, path: Path) -> None:
     """One mark a record: operators large, others small; equal ones on the line below."""
     rows = [r for r in bisection.rows if r.kind in SHOWN and r.state in (EQUAL, DIFFERS, SHAPE)]
-    known = [r.difference for r in rows if 0 < r.difference < math.inf]
-    low = 10 ** (math.floor(math.log10(min(known))) - 1) if known else 1e-9
-    high = 10 ** (math.ceil(math.log10(max(known))) + 1) if known else 1.0
-    floor = low / 4
+    differences = [r.difference for r in rows if 0 < r.difference < math.inf]
+    lowest = 10 ** (math.floor(math.log10(min(differences))) - 1) if differences else 1e-9
+    highest = 10 ** (math.ceil(math.log10(max(differences))) + 1) if differences else 1.0
+    floor = lowest / 4
 
     def height(row: Row) -> float:
-        return floor if row.difference <= 0 else min(row.difference, high)
+        return floor if row.difference <= 0 else min(row.difference, highest)
 
     with figure(path, 9.2, 4.6) as canvas:
         axis = canvas.subplots()
         axis.set_yscale("log")
         for direction, (color, marker) in _SIDES.items():
-            for own in (True, False):
-                some = [
+            for is_operator in (True, False):
+                points = [
                     r
                     for r in rows
-                    if r.direction == direction and own == (r.kind == recording.OPERATOR)
+                    if r.direction == direction and is_operator == (r.kind == recording.OPERATOR)
                 ]
-                if some:
-                    group = "operators" if own else "modules and tensors"
+                if points:
+                    group = "operators" if is_operator else "modules and tensors"
                     axis.scatter(
-                        [r.index for r in some],
-                        [height(r) for r in some],
-                        s=34 if own else 9,
+                        [r.index for r in points],
+                        [height(r) for r in points],
+                        s=34 if is_operator else 9,
                         color=color,
                         marker=marker,
                         label=f"{direction}: {group}",
                         clip_on=False,
                         zorder=3,
                     )
-        axis.axhline(low / 2, color=SOFT, lw=0.8, ls=(0, (3, 3)))
-        axis.set_ylim(low / 8, high)
+        axis.axhline(lowest / 2, color=SOFT, lw=0.8, ls=(0, (3, 3)))
+        axis.set_ylim(lowest / 8, highest)
         axis.annotate(
             "equal bits below",
-            (0, low / 2),
+            (0, lowest / 2),
             xycoords=("axes fraction", "data"),
             xytext=(4, 3),
             textcoords="offset points",
@@ -317,7 +326,7 @@ def draw(bisection: Bisection, path: Path) -> None:
         _mark_first(axis, bisection, height)
         axis.set_xlabel("records in order")
         axis.set_ylabel("relative difference (estimated)")
-        axis.set_title(f"a: {_short(bisection.a)}\nb: {_short(bisection.b)}")
+        axis.set_title(f"a: {_shortened(bisection.a)}\nb: {_shortened(bisection.b)}")
         canvas.legend(loc="outside lower center", ncols=3, fontsize=9)
 
 
@@ -326,13 +335,13 @@ def _mark_first(axis: Any, bisection: Bisection, height: Any) -> None:
     if bisection.first is None:
         return
     row = bisection.first.row
-    place = (row.index, height(row))
-    axis.scatter(*place, s=150, facecolors="none", edgecolors=ALARM, linewidths=2, zorder=4)
+    point = (row.index, height(row))
+    axis.scatter(*point, s=150, facecolors="none", edgecolors=ALARM, linewidths=2, zorder=4)
     axis.axvline(row.index, color=ALARM, lw=0.9)
     right = row.index < len(bisection.rows) * 0.6
     ulps = f"\n{number_of(bisection.first.ulps)} ulp" if bisection.first.distances else ""
     axis.annotate(
-        f"first: {_short(row.name, 40)}\n{row.direction}{ulps}",
+        f"first: {_shortened(row.name, 40)}\n{row.direction}{ulps}",
         (row.index, 0.98),
         xycoords=("data", "axes fraction"),
         xytext=(6 if right else -6, 0),
@@ -344,8 +353,8 @@ def _mark_first(axis: Any, bisection: Bisection, height: Any) -> None:
     )
 
 
-def _short(text: str, most: int = 90) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _shortened(text: str, limit: int = 90) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 Several = dict[Key, list[Record]]
@@ -415,11 +424,11 @@ def bisect(
     full_batch = batch_of(batch)
     split = any(0 < side.split < full_batch.rows for side in sides)
     said = said or (lambda text: None)
-    one, other = (
+    a_run, b_run = (
         Running(side, model, full_batch, loss, backward, split, said)
         for side, model in zip(sides, (model_a, model_b), strict=True)
     )
-    return _Comparison(one, other).result()
+    return _Comparison(a_run, b_run).result()
 
 
 # --- records of two sides, together ---
@@ -428,11 +437,11 @@ def bisect(
 class _Comparison:
     """Compares the records of two sides that have run."""
 
-    def __init__(self, one: Running, other: Running) -> None:
-        self.one, self.other = one, other
-        self.recorded = one.record(), other.record()
+    def __init__(self, a_run: Running, b_run: Running) -> None:
+        self.one, self.other = a_run, b_run
+        self.recorded = a_run.record(), b_run.record()
         first, second = map(_by_key, self.recorded)
-        if one.side.checkpoint != other.side.checkpoint:
+        if a_run.side.checkpoint != b_run.side.checkpoint:
             first, second = _without_recompute(first), _without_recompute(second)
         self.pairs = list(_aligned(first, second))
         self.rows = [self._row(i, x, y) for i, (x, y) in enumerate(self.pairs)]
@@ -446,9 +455,11 @@ class _Comparison:
     def same_calls(self) -> bool:
         """Whether both sides should make the same calls in the same order."""
         a, b = self.one, self.other
-        alike = ("compile", "checkpoint", "patch")
+        settings = ("compile", "checkpoint", "patch")
         kinds = [[(name, type(m)) for name, m in s.model.named_modules()] for s in (a, b)]
-        return kinds[0] == kinds[1] and all(getattr(a.side, n) == getattr(b.side, n) for n in alike)
+        return kinds[0] == kinds[1] and all(
+            getattr(a.side, n) == getattr(b.side, n) for n in settings
+        )
 
     def result(self) -> Bisection:
         """The rows and the first of them that differs."""
@@ -469,27 +480,29 @@ class _Comparison:
 
     # --- rows ---
 
-    def _entries(self, records: list[Record], side: int, what: str, name: str) -> Entries:
+    def _entries(self, records: list[Record], side: int, side_of_call: str, name: str) -> Entries:
         rows = self.recorded[side].rows
         sizes = rows if len(records) == len(rows) else [1] * len(records)
-        named = [getattr(record, what).get(name) for record in records]
-        return [(n, taken) for n, taken in zip(sizes, named, strict=True) if taken is not None]
+        entries = [getattr(record, side_of_call).get(name) for record in records]
+        return [(n, entry) for n, entry in zip(sizes, entries, strict=True) if entry is not None]
 
     def _compare(
-        self, x: list[Record], y: list[Record], what: str
+        self, x: list[Record], y: list[Record], side_of_call: str
     ) -> tuple[dict[str, str], dict[str, float]]:
         """Compare every tensor that both sides have: its state and estimated difference."""
         states, differences = {}, {}
-        inside = x[0].key.kind not in _WHOLE
-        for name in getattr(x[0], what):
-            if name not in getattr(y[0], what):
+        is_in_model = x[0].key.kind not in _WHOLE
+        for name in getattr(x[0], side_of_call):
+            if name not in getattr(y[0], side_of_call):
                 continue
-            one, other = (self._entries(r, i, what, name) for i, r in enumerate((x, y)))
-            if self.per_sequence and inside:
-                state, apart = _per_sequence(one, other, what == "inputs")
+            a_entries, b_entries = (
+                self._entries(r, i, side_of_call, name) for i, r in enumerate((x, y))
+            )
+            if self.per_sequence and is_in_model:
+                state, difference = _per_sequence(a_entries, b_entries, side_of_call == "inputs")
             else:
-                state, apart = _whole(one[0][1], other[0][1])
-            states[name], differences[name] = state, apart
+                state, difference = _compare_whole(a_entries[0][1], b_entries[0][1])
+            states[name], differences[name] = state, difference
         return states, differences
 
     def _row(self, index: int, x: list[Record], y: list[Record]) -> Row:
@@ -498,8 +511,8 @@ class _Comparison:
         key = record.key
         row = Row(index, key.kind, key.name, key.direction, key.number, record.where)
         if not x or not y:
-            taken = next(iter(record.outputs.values()), None)
-            return replace(_described(row, taken), state=ONLY_B if y else ONLY_A)
+            output = next(iter(record.outputs.values()), None)
+            return replace(_described(row, output), state=ONLY_B if y else ONLY_A)
         states, differences = self._compare(x, y, "outputs")
         inputs, _ = self._compare(x, y, "inputs")
         worst = _worst(states)
@@ -554,9 +567,9 @@ class _Comparison:
         if row.kind == recording.WEIGHT:
             return "weights", "the models start with other weights or buffers"
         if row.state == DIFFERS and row.inputs == EQUAL:
-            what = f"returns another {names}" if names else "returns other values"
-            return "computation", f"it gets equal inputs and {what}"
-        since = self._since(row)
+            change = f"returns another {names}" if names else "returns other values"
+            return "computation", f"it gets equal inputs and {change}"
+        run_text = self._since(row)
         if row.kind in (recording.LOSS, recording.PARAMETER) and self.per_sequence:
             return "between", (
                 "all sequences agree and their sum over rows and runs differs: it is added in "
@@ -565,10 +578,10 @@ class _Comparison:
         if row.inputs in (DIFFERS, SHAPE):
             return "between", (
                 f"it gets another {names or 'input'}, and all records before agree: the cause is "
-                f"what is not recorded on both sides{since}"
+                f"what is not recorded on both sides{run_text}"
             )
         return "between", (
-            f"all records before agree: the cause is what is not recorded on both sides{since}"
+            f"all records before agree: the cause is what is not recorded on both sides{run_text}"
         )
 
     def _since(self, row: Row) -> str:
@@ -590,23 +603,25 @@ class _Comparison:
         Equal bits on both sides now are a run that is not repeatable, too.
         """
         x, y = self.pairs[row.index]
-        again = [
+        second_runs = [
             running.record(records[0].key)
             for running, records in zip((self.one, self.other), (x, y), strict=True)
         ]
         states = all(
-            _same_bits(before, now, x[0].key)
-            for before, now in zip(self.recorded, again, strict=True)
+            _same_bits(first_run, second_run, x[0].key)
+            for first_run, second_run in zip(self.recorded, second_runs, strict=True)
         )
         distances = []
         for name in dict.fromkeys(row.differing):
-            for what in ("inputs", "outputs"):
-                one, other = (_joined(side, (what, name), x[0]) for side in again)
-                if one is None or other is None:
+            for side_of_call in ("inputs", "outputs"):
+                a_tensor, b_tensor = (
+                    _kept_tensor(side, (side_of_call, name), x[0]) for side in second_runs
+                )
+                if a_tensor is None or b_tensor is None:
                     continue
-                if one.shape == other.shape and one.dtype == other.dtype:
-                    apart = distance(name, one, other)
-                    distances += [apart] if apart.elements else []
+                if a_tensor.shape == b_tensor.shape and a_tensor.dtype == b_tensor.dtype:
+                    measured = distance(name, a_tensor, b_tensor)
+                    distances += [measured] if measured.elements else []
         return tuple(distances), states and bool(distances)
 
     def _promise(
@@ -622,7 +637,7 @@ class _Comparison:
             return (), "none: the sides have other settings of deterministic"
         if a.compile != b.compile:
             return (), "none: compiled code may round in another way"
-        asked = [
+        promised_names = [
             name
             for name, differs in (
                 ("rows", a.split != b.split),
@@ -632,19 +647,27 @@ class _Comparison:
             if differs
         ] or ["repeat"]
         promises = promised(x.backend, x.prim)
-        called = f"{row.name} {x.prim.direction} of {x.backend}"
+        subject = f"{row.name} {x.prim.direction} of {x.backend}"
         setting = f"deterministic={x.mode!r}" if x.mode else "the default setting"
-        for name in asked:
+        for name in promised_names:
             if name not in promises.under(x.mode):
-                since = promises.since(name)
-                later = "" if since is None else f"; deterministic={_SETTING[since]} adds it"
+                earliest = promises.since(name)
+                added_by = (
+                    "" if earliest is None else f"; deterministic={_SETTING[earliest]} adds it"
+                )
                 reason = promises.because.get(name)
-                why = f" ({reason})" if reason else ""
-                return (), f"none: {called} does not promise {name!r} under {setting}{why}{later}"
-        per_row = {"rows", "chunk"} & {*asked}
+                reason_text = f" ({reason})" if reason else ""
+                refused = f"none: {subject} does not promise {name!r} under {setting}"
+                return (), f"{refused}{reason_text}{added_by}"
+        per_row = {"rows", "chunk"} & {*promised_names}
         if per_row and not any(x.prim.op.bitwise.axis(n) is not None for n in differ):
-            return (), f"none: {asked[0]!r} is a promise on rows, and this is a sum over them"
-        return tuple(asked), f"broken: {called} promises {', '.join(map(repr, asked))}"
+            return (
+                (),
+                f"none: {promised_names[0]!r} is a promise on rows, and this is a sum over them",
+            )
+        return tuple(
+            promised_names
+        ), f"broken: {subject} promises {', '.join(map(repr, promised_names))}"
 
     def _notes(self) -> Iterator[str]:
         a, b = self.one, self.other
@@ -676,10 +699,12 @@ assert set(_SETTING) == set(MODES)
 
 def _by_key(recorded: Recorded) -> Several:
     """The records of a side, of all runs together, in the order of the first run."""
-    records = grouped((one.key, one) for each in recorded.recorders for one in each.records)
+    records = grouped(
+        (record.key, record) for recorder in recorded.recorders for record in recorder.records
+    )
     runs = len(recorded.runs)
-    inside = {r.key for r in recorded.runs[0].records}
-    return {k: v for k, v in records.items() if k not in inside or len(v) == runs}
+    keys_of_run = {r.key for r in recorded.runs[0].records}
+    return {k: v for k, v in records.items() if k not in keys_of_run or len(v) == runs}
 
 
 def _without_recompute(records: Several) -> Several:
@@ -694,54 +719,54 @@ def _aligned(x: Several, y: Several) -> Iterator[tuple[list[Record], list[Record
     """
     counts = [Counter(key[:3] for key in records) for records in (x, y)]
 
-    def alike(key: Key) -> bool:
+    def may_match(key: Key) -> bool:
         calls = [key[:3]]
         if key.kind == recording.GRADIENT:
             calls.append((recording.MODULE, x[key][0].where, recording.FORWARD))
         return all(counts[0][c] == counts[1][c] for c in calls)
 
-    both = {key for key in x if key in y and alike(key)}
-    after: dict[Key | None, list[Key]] = {}
+    common = {key for key in x if key in y and may_match(key)}
+    b_only: dict[Key | None, list[Key]] = {}
     last: Key | None = None
     for key in y:
-        if key in both:
+        if key in common:
             last = key
         else:
-            after.setdefault(last, []).append(key)
-    yield from (([], y[key]) for key in after.get(None, ()))
+            b_only.setdefault(last, []).append(key)
+    yield from (([], y[key]) for key in b_only.get(None, ()))
     for key in x:
-        yield x[key], y[key] if key in both else []
-        yield from (([], y[other]) for other in after.get(key, ()) if key in both)
+        yield x[key], y[key] if key in common else []
+        yield from (([], y[b_key]) for b_key in b_only.get(key, ()) if key in common)
 
 
 # --- pairs of tensors ---
 
 
-def _whole(one: Taken, other: Taken) -> tuple[str, float]:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+def _compare_whole(a: Taken, b: Taken) -> tuple[str, float]:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
         return SHAPE, 0.0
-    if one.whole is None or other.whole is None:
+    if a.whole is None or b.whole is None:
         return UNREAD, 0.0
-    return _state([one.whole], [other.whole])
+    return _state([a.whole], [b.whole])
 
 
-def _state(ones: Sequence[Digest], others: Sequence[Digest]) -> tuple[str, float]:
-    if [d.hash for d in ones] == [d.hash for d in others]:
+def _state(a_digests: Sequence[Digest], b_digests: Sequence[Digest]) -> tuple[str, float]:
+    if [d.hash for d in a_digests] == [d.hash for d in b_digests]:
         return EQUAL, 0.0
-    return DIFFERS, relative(ones, others)
+    return DIFFERS, relative(a_digests, b_digests)
 
 
-def _per_sequence(one: Entries, other: Entries, is_input: bool) -> tuple[str, float]:
+def _per_sequence(a_entries: Entries, b_entries: Entries, is_input: bool) -> tuple[str, float]:
     """Compare the sequences of all runs in order; whole tensors where they have none."""
-    every = [*one, *other]
-    parts = [_sequences(side) for side in (one, other)]
-    if _scales(every) and len({taken.dtype for _, taken in every}) > 1:
+    entries = [*a_entries, *b_entries]
+    parts = [_sequences(side) for side in (a_entries, b_entries)]
+    if _scales(entries) and len({entry.dtype for _, entry in entries}) > 1:
         return SHAPE, 0.0
-    if _scales(every) and parts[0] and len(parts[0]) == len(parts[1]):
+    if _scales(entries) and parts[0] and len(parts[0]) == len(parts[1]):
         return _state(*parts)
-    wholes = [taken.whole for _, taken in every]
-    alike = len({taken.shape for _, taken in every}) == 1
-    if is_input and alike and wholes[0] and len({d.hash if d else 0 for d in wholes}) == 1:
+    wholes = [entry.whole for _, entry in entries]
+    same_shape = len({entry.shape for _, entry in entries}) == 1
+    if is_input and same_shape and wholes[0] and len({d.hash if d else 0 for d in wholes}) == 1:
         return EQUAL, 0.0
     return UNREAD, 0.0  # a sum over rows
 
@@ -753,11 +778,11 @@ def _sequences(entries: Entries) -> list[Digest]:
 def _scales(entries: Entries) -> bool:
     """Whether the axis of sequences has the expected length in all runs."""
     lengths = set()
-    for rows, taken in entries:
-        if len(taken.shape) <= taken.axis or taken.shape[taken.axis] % rows:
+    for rows, entry in entries:
+        if len(entry.shape) <= entry.axis or entry.shape[entry.axis] % rows:
             return False
-        shape = list(taken.shape)
-        shape[taken.axis] //= rows
+        shape = list(entry.shape)
+        shape[entry.axis] //= rows
         lengths.add(tuple(shape))
     return len(lengths) == 1
 
@@ -772,59 +797,66 @@ def _worst(states: Mapping[str, str]) -> str:
     return EQUAL if EQUAL in states.values() else UNREAD
 
 
-def _described(row: Row, taken: Taken | None) -> Row:
-    if taken is None:
+def _described(row: Row, output: Taken | None) -> Row:
+    if output is None:
         return row
-    return replace(row, shape=taken.shape, dtype=str(taken.dtype).removeprefix("torch."))
+    return replace(row, shape=output.shape, dtype=str(output.dtype).removeprefix("torch."))
 
 
 def _statistic(
-    x: list[Record], y: list[Record], name: str, of: Callable[[Digest], float]
+    x: list[Record], y: list[Record], name: str, statistic: Callable[[Digest], float]
 ) -> tuple[float, ...]:
     largest = []
     for records in (x, y):
-        taken = [r.outputs.get(name) for r in records]
-        known = [of(t.whole) for t in taken if t is not None and t.whole is not None]
-        largest += [max(known)] if known else []
+        outputs = [r.outputs.get(name) for r in records]
+        values = [statistic(t.whole) for t in outputs if t is not None and t.whole is not None]
+        largest += [max(values)] if values else []
     return tuple(largest)
 
 
 def _hashes(records: list[Record], name: str) -> str:
-    taken = [r.outputs.get(name) for r in records]
-    return " ".join(f"{t.whole.hash:016x}" for t in taken if t is not None and t.whole is not None)
+    outputs = [r.outputs.get(name) for r in records]
+    return " ".join(
+        f"{t.whole.hash:016x}" for t in outputs if t is not None and t.whole is not None
+    )
 
 
-def _same_bits(before: Recorded, now: Recorded, key: Key) -> bool:
+def _same_bits(first: Recorded, second: Recorded, key: Key) -> bool:
     """Whether a record has the same bits in two runs of one side."""
     sides = []
-    for recorded in (before, now):
-        records = [r for each in recorded.recorders for r in each.records if r.key == key]
+    for recorded in (first, second):
+        records = [r for recorder in recorded.recorders for r in recorder.records if r.key == key]
         sides.append(
             [
                 (name, None if t.whole is None else t.whole.hash)
                 for r in records
-                for what in (r.inputs, r.outputs)
-                for name, t in what.items()
+                for entries in (r.inputs, r.outputs)
+                for name, t in entries.items()
             ]
         )
     return sides[0] == sides[1]
 
 
-def _joined(recorded: Recorded, place: tuple[str, str], record: Record) -> Tensor | None:
+def _kept_tensor(
+    recorded: Recorded, side_and_name: tuple[str, str], record: Record
+) -> Tensor | None:
     """A kept tensor, joined over all runs in order."""
-    parts = [r.kept[place] for r in recorded.recorders if place in r.kept]
+    parts = [r.kept[side_and_name] for r in recorded.recorders if side_and_name in r.kept]
     if not parts or len(parts) == 1:
         return parts[0] if parts else None
-    return torch.cat(parts, getattr(record, place[0])[place[1]].axis)
+    return torch.cat(parts, getattr(record, side_and_name[0])[side_and_name[1]].axis)
 
 
 def _shapes(x: Record, y: Record, per_sequence: bool) -> str:
-    for what in ("inputs", "outputs"):
-        for name, one in getattr(x, what).items():
-            other = getattr(y, what).get(name)
-            if other is None:
+    for side_of_call in ("inputs", "outputs"):
+        for name, a_entry in getattr(x, side_of_call).items():
+            b_entry = getattr(y, side_of_call).get(name)
+            if b_entry is None:
                 continue
-            if one.dtype != other.dtype or (one.shape != other.shape and not per_sequence):
-                text = f"{what.removesuffix('s')} {name}".rstrip()
-                return f"{text} is {one.shape} {one.dtype} in a, {other.shape} {other.dtype} in b"
+            if a_entry.dtype != b_entry.dtype or (
+                a_entry.shape != b_entry.shape and not per_sequence
+            ):
+                text = f"{side_of_call.removesuffix('s')} {name}".rstrip()
+                a, b = (f"{entry.shape} {entry.dtype}" for entry in (a_entry, b_entry))
+                return f"{text} is {a} in a, {b} in b"
     return "shapes or dtypes differ"

@@ -78,8 +78,8 @@ class Digest:
 
 def is_lazy(value: object) -> bool:
     """Whether a value is logits that were not computed; reading their shape computes nothing."""
-    known: Any = sys.modules.get(_LAZY)
-    return known is not None and bool(known.is_lazy(value))
+    lazy_module: Any = sys.modules.get(_LAZY)
+    return lazy_module is not None and bool(lazy_module.is_lazy(value))
 
 
 def computed(value: Any) -> Any:
@@ -139,8 +139,8 @@ def _weights(device: torch.device) -> Pair:
 def _signs(device: torch.device, dtype: torch.dtype) -> Pair:
     """Random signs of the positions in a block, and of blocks."""
     with torch.inference_mode(False):
-        one, other = ((w >> 40) & 1 for w in _weights(device))
-        return (2 * one - 1).to(dtype), (2 * other - 1).to(_wide(device))
+        position_weights, block_weights = ((w >> 40) & 1 for w in _weights(device))
+        return (2 * position_weights - 1).to(dtype), (2 * block_weights - 1).to(_wide(device))
 
 
 def _flat(tensor: Tensor) -> Pair:
@@ -171,12 +171,12 @@ def digest(tensor: Tensor) -> Pair:
     step, first = (1 if device.type == "cpu" else TOGETHER) * BLOCK, 0
     for start in range(0, bits.numel(), step):
         stop = min(start + step, bits.numel())
-        whole = start + (stop - start) // BLOCK * BLOCK
-        for low, high in ((start, whole), (whole, stop)):
-            if low == high:
+        full_end = start + (stop - start) // BLOCK * BLOCK
+        for begin, end in ((start, full_end), (full_end, stop)):
+            if begin == end:
                 continue
-            count = -(-(high - low) // BLOCK)  # blocks; the last of a tensor is shorter
-            b, x = bits[low:high].view(count, -1), values[low:high].view(count, -1)
+            count = -(-(end - begin) // BLOCK)  # blocks; the last of a tensor is shorter
+            b, x = bits[begin:end].view(count, -1), values[begin:end].view(count, -1)
             blocks = slice(first, first + count)
             total = total + ((b * weights[: b.shape[1]]).sum(1) * of_blocks[blocks]).sum()
             x = x * signs[: x.shape[1]]  # exact
@@ -200,27 +200,27 @@ _EXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def on_host(pairs: Iterable[Pair]) -> dict[int, Digest]:
     """The digests of pairs by their identity, fetched with one copy per device."""
     digests = {}
-    for several in grouped((pair[0].device, pair) for pair in pairs).values():
-        hashes = torch.stack([pair[0] for pair in several]).tolist()
-        rows = torch.stack([pair[1] for pair in several]).tolist()
-        for pair, bits, row in zip(several, hashes, rows, strict=True):
+    for device_pairs in grouped((pair[0].device, pair) for pair in pairs).values():
+        hashes = torch.stack([pair[0] for pair in device_pairs]).tolist()
+        rows = torch.stack([pair[1] for pair in device_pairs]).tolist()
+        for pair, bits, row in zip(device_pairs, hashes, rows, strict=True):
             digests[id(pair)] = Digest(bits % _MODULUS, row[0], row[1], tuple(row[2:]))
     return digests
 
 
-def relative(ones: Sequence[Digest], others: Sequence[Digest]) -> float:
+def relative(a_digests: Sequence[Digest], b_digests: Sequence[Digest]) -> float:
     """Estimated norm of the difference of two tensors in parts, relative to the first's norm."""
-    if [d.hash for d in ones] == [d.hash for d in others]:
+    if [d.hash for d in a_digests] == [d.hash for d in b_digests]:
         return 0.0
-    apart = sum(
+    squared_distance = sum(
         (x - y) ** 2
-        for one, other in zip(ones, others, strict=True)
-        for x, y in zip(one.sketch, other.sketch, strict=True)
+        for a, b in zip(a_digests, b_digests, strict=True)
+        for x, y in zip(a.sketch, b.sketch, strict=True)
     )
-    size = sum(one.norm**2 for one in ones)
-    if not (math.isfinite(apart) and math.isfinite(size)):
+    size = sum(a.norm**2 for a in a_digests)
+    if not (math.isfinite(squared_distance) and math.isfinite(size)):
         return math.inf
-    return math.sqrt(apart / size) if size else math.inf
+    return math.sqrt(squared_distance / size) if size else math.inf
 
 
 # --- how far two tensors are apart ---
@@ -262,26 +262,26 @@ def _ordered(bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (bits >> (width - 1)) & 1 == 0, magnitude
 
 
-def distance(name: str, one: Tensor, other: Tensor) -> Distance:
+def distance(name: str, expected: Tensor, actual: Tensor) -> Distance:
     """Compare two plain tensors of one shape and dtype; copies them to the host."""
-    one, other = one.detach().cpu(), other.detach().cpu()
-    shape = one.shape
-    (bits, values), (bits2, values2) = _flat(one), _flat(other)
+    expected, actual = expected.detach().cpu(), actual.detach().cpu()
+    shape = expected.shape
+    (bits, values), (bits2, values2) = _flat(expected), _flat(actual)
     dtype = values.dtype if values is not bits else torch.int64
     differs = bits != bits2
     (plus, size), (plus2, size2) = (_ordered(b.to(torch.int64), dtype) for b in (bits, bits2))
     ulps = torch.where(plus == plus2, (size - size2).abs().double(), size.double() + size2.double())
     x, y = values.double(), values2.double()
     ulps = ulps.masked_fill(differs & (x.isnan() | y.isnan()), math.inf)
-    apart = (x - y).abs()[differs & x.isfinite() & y.isfinite()]
-    per_row = one.is_complex() + 1
+    differences = (x - y).abs()[differs & x.isfinite() & y.isfinite()]
+    per_row = expected.is_complex() + 1
     width = (shape[-1] if len(shape) > 1 else 1) * per_row
     rows = differs.reshape(-1, width).any(1) if differs.numel() else differs
     return Distance(
         name=name,
-        dtype=str(one.dtype).removeprefix("torch."),
+        dtype=str(expected.dtype).removeprefix("torch."),
         ulps=float(ulps[differs].max()) if differs.any() else 0.0,
-        largest=float(apart.max()) if apart.numel() else 0.0,
+        largest=float(differences.max()) if differences.numel() else 0.0,
         elements=int(differs.sum()),
         of_elements=differs.numel(),
         rows=int(rows.sum()),
@@ -365,14 +365,14 @@ def tensors_in(value: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {name: value}
     if isinstance(value, Mapping):
-        items = [(str(key), each) for key, each in value.items()]
+        items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
-        items = [(str(i), each) for i, each in enumerate(value)]
+        items = [(str(i), item) for i, item in enumerate(value)]
     else:
         return {}
     tensors: dict[str, Tensor] = {}
-    for key, each in items:
-        tensors |= tensors_in(each, f"{name}.{key}" if name else key)
+    for key, item in items:
+        tensors |= tensors_in(item, f"{name}.{key}" if name else key)
     return tensors
 
 
@@ -409,10 +409,10 @@ class Recorder:
 
     def begin(self, record_type: str, name: str, direction: str) -> Record:
         """Begin a record, which is not in the list yet."""
-        named = (record_type, name, direction)
-        self._numbers[named] += 1
-        where = self._stack[-1] if self._stack and record_type == OPERATOR else ""
-        return Record(Key(*named, self._numbers[named]), where)
+        call = (record_type, name, direction)
+        self._numbers[call] += 1
+        module = self._stack[-1] if self._stack and record_type == OPERATOR else ""
+        return Record(Key(*call, self._numbers[call]), module)
 
     def add(
         self,
@@ -436,11 +436,11 @@ class Recorder:
                 axis = 0
                 if record.prim is not None:
                     axis = record.prim.op.bitwise.axis(name) or 0
-                records[name] = taken = Taken(tuple(tensor.shape), tensor.dtype, axis)
+                records[name] = entry = Taken(tuple(tensor.shape), tensor.dtype, axis)
                 plain = readable(tensor)
                 if plain is None:
                     continue
-                taken.pairs = [digest(plain), *self._parts(plain, axis)]
+                entry.pairs = [digest(plain), *self._parts(plain, axis)]
                 if record.key == self.keep:
                     self.kept[side, name] = plain.clone()
         return records
@@ -495,8 +495,8 @@ class Recorder:
             _one_at_a_time.release()
 
     def _operator(self, call: Any, prim: Primitive, args: tuple[Any, ...]) -> Any:
-        again = prim.direction == FORWARD and self.phase == BACKWARD
-        direction = RECOMPUTE if again else prim.direction
+        is_recompute = prim.direction == FORWARD and self.phase == BACKWARD
+        direction = RECOMPUTE if is_recompute else prim.direction
         record = self.begin(OPERATOR, prim.op.name, direction)
         record.prim, record.mode = prim, mode_of(current())
         record.backend = backend_of(prim, args)
@@ -527,13 +527,13 @@ class Recorder:
         outputs = tensors_in(result)
         record.outputs = self.take(record, "outputs", outputs)
         self.records.append(record)
-        for place, tensor in outputs.items():
+        for output_name, tensor in outputs.items():
             if tensor.requires_grad and torch.is_grad_enabled() and not is_lazy(tensor):
-                self._watch(name, place, tensor)
+                self._watch(name, output_name, tensor)
         return result
 
-    def _watch(self, module: str, place: str, tensor: Tensor) -> None:
-        name = f"{module}.{place}" if place else module
+    def _watch(self, module: str, output_name: str, tensor: Tensor) -> None:
+        name = f"{module}.{output_name}" if output_name else module
 
         def arrived(grad: Tensor) -> None:
             if not self.paused:
@@ -543,19 +543,19 @@ class Recorder:
 
     def fetch(self) -> None:
         """Get all digests from the device."""
-        every = [
-            taken
+        entries = [
+            entry
             for record in self.records
             for side in (record.inputs, record.outputs)
-            for taken in side.values()
+            for entry in side.values()
         ]
-        digest_by_pair = on_host(pair for taken in every for pair in taken.pairs)
-        for taken in every:
-            digests = [digest_by_pair[id(pair)] for pair in taken.pairs]
+        digest_by_pair = on_host(pair for entry in entries for pair in entry.pairs)
+        for entry in entries:
+            digests = [digest_by_pair[id(pair)] for pair in entry.pairs]
             if digests:
-                taken.whole, taken.parts = digests[0], digests[1:]
-        for taken in every:
-            taken.pairs.clear()
+                entry.whole, entry.parts = digests[0], digests[1:]
+        for entry in entries:
+            entry.pairs.clear()
 
 
 @contextlib.contextmanager

@@ -57,8 +57,8 @@ class Side:
     seed: int = 0
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name}={value}" for name, value in self.config.items())
-        return said or "no settings"
+        text = ", ".join(f"{name}={value}" for name, value in self.config.items())
+        return text or "no settings"
 
 
 def side_of(name: str, config: Mapping[str, Any]) -> Side:
@@ -72,12 +72,12 @@ def side_of(name: str, config: Mapping[str, Any]) -> Side:
             f"configuration {name} must be a mapping such as {{'rms_norm': 'reference'}}, "
             f"got {shown(config)}"
         )
-    known = (*SCOPED, *PROCESS, *RUN, *operators())
+    allowed = (*SCOPED, *PROCESS, *RUN, *operators())
     for key in config:
-        if key not in known and not (isinstance(key, str) and set(key) & set("*?[")):
-            every = "liger-multi explain lists operators"
+        if key not in allowed and not (isinstance(key, str) and set(key) & set("*?[")):
+            hint = "liger-multi explain lists operators"
             noun = f"key of configuration {name}"
-            raise ConfigurationError(f"{unknown(noun, key, known)} ({every})")
+            raise ConfigurationError(f"{unknown(noun, key, allowed)} ({hint})")
     choices = {k: v for k, v in config.items() if k not in (*PROCESS, *RUN)}
     process = {k: v for k, v in config.items() if k in PROCESS}
     ops = {k: v for k, v in choices.items() if k not in SCOPED}
@@ -87,7 +87,7 @@ def side_of(name: str, config: Mapping[str, Any]) -> Side:
     )
     compiler = config.get("compile", False)
     if not isinstance(compiler, bool | str):
-        raise _wrong(name, "compile", "true, false or a backend of torch.compile", compiler)
+        raise _invalid(name, "compile", "true, false or a backend of torch.compile", compiler)
     return Side(
         name,
         dict(config),
@@ -101,21 +101,23 @@ def side_of(name: str, config: Mapping[str, Any]) -> Side:
     )
 
 
-def _wrong(side: str, key: str, expected: str, got: object) -> ConfigurationError:
-    return ConfigurationError(f"{key} of configuration {side} must be {expected}, got {shown(got)}")
+def _invalid(side: str, key: str, expected: str, value: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"{key} of configuration {side} must be {expected}, got {shown(value)}"
+    )
 
 
-def _integer(side: str, config: Mapping[str, Any], key: str, least: int) -> int:
+def _integer(side: str, config: Mapping[str, Any], key: str, smallest: int) -> int:
     value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _wrong(side, key, f"an integer of at least {least}", value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise _invalid(side, key, f"an integer of at least {smallest}", value)
     return value
 
 
 def _flag(side: str, config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key, False)
     if not isinstance(value, bool):
-        raise _wrong(side, key, "true or false", value)
+        raise _invalid(side, key, "true or false", value)
     return value
 
 
@@ -132,8 +134,8 @@ class Batch:
     @property
     def rows(self) -> int:
         """Number of sequences: the length of the first tensor's first axis."""
-        every = tensors_in([*self.args, dict(self.kwargs)])
-        return next((t.shape[0] for t in every.values() if t.ndim), 1)
+        tensors = tensors_in([*self.args, dict(self.kwargs)])
+        return next((t.shape[0] for t in tensors.values() if t.ndim), 1)
 
     def piece(self, start: int, stop: int) -> Batch:
         """Some of the sequences, as leaves of a graph of their own."""
@@ -190,8 +192,10 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for device_type in accelerators:
-            several = list(range(torch.get_device_module(device_type).device_count()))
-            stack.enter_context(torch.random.fork_rng(devices=several, device_type=device_type))
+            device_indices = list(range(torch.get_device_module(device_type).device_count()))
+            stack.enter_context(
+                torch.random.fork_rng(devices=device_indices, device_type=device_type)
+            )
         try:
             for p, _ in grads:
                 p.grad = None
@@ -216,16 +220,16 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
 def configured(side: Side) -> Iterator[None]:
     """Apply the choices of a side on top of the caller's configuration."""
     current()  # reads the file of the environment once
-    before = configuration._base
-    assert before is not None
+    base = configuration._base
+    assert base is not None
     if side.process:
         layer = parse(side.process, f"configuration {side.name}")
-        configuration._base = Configuration((layer, *before.base))
+        configuration._base = Configuration((layer, *base.base))
     try:
         with use(**side.choices):
             yield
     finally:
-        configuration._base = before
+        configuration._base = base
 
 
 _CHECKPOINT = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -241,7 +245,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} {'in' if model.training else 'not in'} training mode, with "
             f"{len(layers)} modules that have {_CHECKPOINT[0]}"
         )
-    before = [(m, {n: vars(m)[n] for n in _CHECKPOINT if n in vars(m)}) for m in layers]
+    saved = [(m, {n: vars(m)[n] for n in _CHECKPOINT if n in vars(m)}) for m in layers]
     run = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     try:
         for m in layers:
@@ -249,7 +253,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
             m._gradient_checkpointing_func = run  # type: ignore[assignment]
         yield
     finally:
-        for m, had in before:
+        for m, had in saved:
             for name in _CHECKPOINT:
                 vars(m).pop(name, None)
             vars(m).update(had)
@@ -341,9 +345,9 @@ class Running:
             recorded = Recorded(Recorder(keep=keep), [], Recorder(keep=keep), [])
             self._before(recorded.before)
             losses = []
-            for number, start in enumerate(starts, 1):
+            for index, start in enumerate(starts, 1):
                 stop = min(start + step, self.batch.rows)
-                self.said(f"{self.side.name}: run {number} of {len(starts)} ({self.side})")
+                self.said(f"{self.side.name}: run {index} of {len(starts)} ({self.side})")
                 rows = stop - start if self.per_sequence else 0
                 recorder = Recorder(rows, keep, names)
                 losses.append(self._run(recorder, self.batch.piece(start, stop)))
@@ -362,9 +366,9 @@ class Running:
             recorder.add(recording.WEIGHT, path_of(name), recording.FORWARD, {"": tensor})
 
     def _after(self, recorder: Recorder, losses: list[Tensor | None]) -> None:
-        known = [loss for loss in losses if loss is not None]
-        if known:
-            total = torch.stack(known).sum() if len(known) > 1 else known[0]
+        known_losses = [loss for loss in losses if loss is not None]
+        if known_losses:
+            total = torch.stack(known_losses).sum() if len(known_losses) > 1 else known_losses[0]
             recorder.add(recording.LOSS, "loss", recording.FORWARD, {"": total})
         for name, p in self.model.named_parameters():
             if p.grad is not None:
@@ -376,11 +380,13 @@ class Running:
         with recorder.recording(), torch.set_grad_enabled(self.backward):
             outputs = self._call()(*piece.args, **kwargs)
             recorder.paused = True
-            named = tensors_in(_as_mapping(outputs))
-            for name, tensor in named.items():
+            by_name = tensors_in(_as_mapping(outputs))
+            for name, tensor in by_name.items():
                 if name != "loss":
-                    real = {"": computed(tensor)}
-                    recorder.add(recording.OUTPUT, name or "output", recording.FORWARD, real)
+                    computed_output = {"": computed(tensor)}
+                    recorder.add(
+                        recording.OUTPUT, name or "output", recording.FORWARD, computed_output
+                    )
             recorder.paused = False
             loss, mean = self._loss(outputs, Batch(piece.args, kwargs))
             if loss is not None and mean and share != 1:
@@ -424,11 +430,11 @@ class Running:
         """The loss of a run, and whether it is a mean, which needs a weight before runs add up."""
         if self.loss is not None:
             return self.loss(outputs, piece.kwargs or piece.args), False
-        named = _as_mapping(outputs)
-        loss = named.get("loss")
+        by_name = _as_mapping(outputs)
+        loss = by_name.get("loss")
         if isinstance(loss, Tensor):
             return loss, True
-        floating = [t for t in tensors_in(named).values() if t.is_floating_point()]
+        floating = [t for t in tensors_in(by_name).values() if t.is_floating_point()]
         if not floating or not self.backward:
             return None, False
         first = floating[0]

@@ -51,11 +51,11 @@ def read_expected(file: Path) -> list[Expected]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise pytest.UsageError(f"expected failures cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         test, _, reason = (part.strip() for part in line.partition("#"))
         if test and not reason:
             raise pytest.UsageError(
-                f"{file.name}:{number}: an expected failure needs a reason, as in "
+                f"{file.name}:{line_number}: an expected failure needs a reason, as in "
                 f"'test id  # reason'; got {line!r}"
             )
         if test:
@@ -67,10 +67,10 @@ def mark_expected(items: Sequence[pytest.Item], entries: Iterable[Expected]) -> 
     """Mark every test that an entry means; returns the entries that mean none."""
     unused = []
     for entry in entries:
-        meant = [item for item in items if entry.matches(item)]
-        for item in meant:
+        matching = [item for item in items if entry.matches(item)]
+        for item in matching:
             item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
-        unused += [] if meant else [entry]
+        unused += [] if matching else [entry]
     return unused
 
 

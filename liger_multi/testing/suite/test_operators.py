@@ -20,17 +20,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     backend = metafunc.config.getoption("--backend", default=None)
     if backend is None:
         raise pytest.UsageError("run python -m liger_multi.testing --backend NAME")
-    keep = [n for n in ("op", "backend", "sample", "dtype") if n in metafunc.fixturenames]
-    several = metafunc.function is test_one_output_at_a_time
-    once = metafunc.function is test_forward_and_backward
+    fixtures = [n for n in ("op", "backend", "sample", "dtype") if n in metafunc.fixturenames]
+    per_output = metafunc.function is test_one_output_at_a_time
+    is_main_test = metafunc.function is test_forward_and_backward
     params = []
     for op, sample in _samples(backend):
-        if (several and not checks.has_several_outputs(op)) or not (once or sample.size == "small"):
+        if (per_output and not checks.has_several_outputs(op)) or not (
+            is_main_test or sample.size == "small"
+        ):
             continue
-        for dtype in checks.dtypes_of(sample, backend) if once else checks.DTYPES[:1]:
-            name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * once
-            params.append(pytest.param(*(op, backend, sample, dtype)[: len(keep)], id=name))
-    metafunc.parametrize(keep, params)
+        for dtype in checks.dtypes_of(sample, backend) if is_main_test else checks.DTYPES[:1]:
+            name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * is_main_test
+            params.append(pytest.param(*(op, backend, sample, dtype)[: len(fixtures)], id=name))
+    metafunc.parametrize(fixtures, params)
 
 
 def _samples(backend: str) -> Iterator[tuple[str, Sample]]:

@@ -107,14 +107,14 @@ def cases(target: Target, pattern: str, level: str) -> dict[str, list[Case]]:
     """The cases of a target by operator."""
     return {
         op: list(_of_operator(target, op, level))
-        for op in named(pattern)
+        for op in matching_operators(pattern)
         if checks.implemented(target.backend, op)
     }
 
 
-def groups(several: list[Case]) -> list[list[Case]]:
+def groups(cases: list[Case]) -> list[list[Case]]:
     """The cases of an operator that one process runs in turn: they share what is compiled."""
-    return list(grouped(((c.check == "promises", c.dtype), c) for c in several).values())
+    return list(grouped(((c.check == "promises", c.dtype), c) for c in cases).values())
 
 
 def weight(group: list[Case]) -> tuple[bool, int]:
@@ -128,28 +128,32 @@ def weight(group: list[Case]) -> tuple[bool, int]:
     return first.check == "promises", -len(group) * arguments
 
 
-def named(pattern: str) -> list[str]:
+def matching_operators(pattern: str) -> list[str]:
     """The operators that globs with commas between them name."""
     globs = pattern.split(",")
     return [op for op in operators() if any(fnmatch.fnmatchcase(op, glob) for glob in globs)]
 
 
 def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
-    several = [s for s in samples.of(op) if s.size != "bench"]
-    small = [s for s in several if s.size == "small"]
+    chosen_samples = [s for s in samples.of(op) if s.size != "bench"]
+    small = [s for s in chosen_samples if s.size == "small"]
     filled = [s for s in small if all(math.prod(t.shape) for t in s.tensors.values())] or small
-    first = max(filled, key=functools.partial(_shows, op))
+    first = max(filled, key=functools.partial(_rows_needed, op))
     slow = target.interpreted or IS_SIMULATED
     forms = _first_of_each(filled, _form) if level == "default" else []
     if level == "quick":
-        limits = [] if slow or target.device == "cpu" else [s for s in several if s.size == "thin"]
-        several = _first_of_each([first, *filled], _path) + [s for s in limits if s.path]
+        limits = (
+            []
+            if slow or target.device == "cpu"
+            else [s for s in chosen_samples if s.size == "thin"]
+        )
+        chosen_samples = _first_of_each([first, *filled], _path) + [s for s in limits if s.path]
     elif slow and forms:
-        several = forms
-    every = {s.name for s in forms}
-    for sample in several:
+        chosen_samples = forms
+    form_names = {s.name for s in forms}
+    for sample in chosen_samples:
         dtypes = _dtypes(target, sample, level)
-        if level != "full" and sample.name not in every:
+        if level != "full" and sample.name not in form_names:
             dtypes = dtypes[:2]
         if level == "quick" and sample != first:
             dtypes = dtypes[-1:]
@@ -169,16 +173,18 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
 FEWEST = 3  # rows, of which one may be NaN, in another order, or beside others
 
 
-def _shows(op: str, sample: Sample) -> tuple[int, bool]:
+def _rows_needed(op: str, sample: Sample) -> tuple[int, bool]:
     """How many rows a sample has, up to what checks of promises need, and whether results have."""
     tensors = sample.empty(torch.device("meta"), torch.float32)
     rows = min(FEWEST, RowAxes(OPS[op].bitwise, tensors).count)
     return rows, sample.options.get("reduction") == "none"
 
 
-def _first_of_each(several: Iterable[Sample], key: Callable[[Sample], Any]) -> list[Sample]:
+def _first_of_each(
+    samples_in_order: Iterable[Sample], key: Callable[[Sample], Any]
+) -> list[Sample]:
     chosen: dict[Any, Sample] = {}
-    for sample in several:
+    for sample in samples_in_order:
         chosen.setdefault(key(sample), sample)
     return list(chosen.values())
 
@@ -209,4 +215,4 @@ def entries(device: torch.device, level: str) -> list[tuple[str, int]]:
     """The entries of the device's launch table that a level runs, by key and number."""
     table = table_of(device_info(device))
     keys = [key for key in table if level != "quick" or key in BY_TABLE]
-    return [(key, number) for key in keys for number in range(len(table[key]))]
+    return [(key, index) for key in keys for index in range(len(table[key]))]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from liger_multi.dispatch import launch
-from liger_multi.dispatch.config import Configuration, parse, within
+from liger_multi.dispatch.config import Configuration, parse, using_configuration
 from liger_multi.dispatch.registry import REFERENCE
 from liger_multi.errors import BackendUnavailableError, summary
 from liger_multi.testing import bitwise, checks, samples
@@ -44,24 +44,28 @@ def run(case: Case, device: torch.device) -> dict[str, Any]:
         else:
             if case.check == "float8 head":
                 _needs_8_bits(device)
-            both = [(forward, backward)]
-            pairs = itertools.product(heads.items(), orders.get(case.check, both))
-            for (products, used), (first, second) in pairs:
-                with within(Configuration((parse({"head_gemms": products}, case.name),))):
-                    errors = checks.compare(case.op, sample, dtype, device, first, second, used)
+            own_order = [(forward, backward)]
+            pairs = itertools.product(heads.items(), orders.get(case.check, own_order))
+            for (products, used_outputs), (first, second) in pairs:
+                with using_configuration(
+                    Configuration((parse({"head_gemms": products}, case.name),))
+                ):
+                    errors = checks.compare(
+                        case.op, sample, dtype, device, first, second, used_outputs
+                    )
                 worst = max(worst, *errors.values(), 0.0)
         if case.entry is not None:  # compilers make races for some numbers of warps and stages
             bitwise.check_repeats(case.op, sample, dtype, device, order)
         synchronize(device)
         return {"verdict": "right", "worst": worst}
     except BackendUnavailableError as error:
-        return {"verdict": "refused", "text": _short(error)}
+        return {"verdict": "refused", "text": _shortened(error)}
     except WrongResultError as error:
-        return {"verdict": "wrong", "worst": error.worst, "text": _short(error)}
+        return {"verdict": "wrong", "worst": error.worst, "text": _shortened(error)}
     except AssertionError as error:
-        return {"verdict": "wrong", "text": _short(error)}
+        return {"verdict": "wrong", "text": _shortened(error)}
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return {"verdict": "out of memory", "text": _short(error)}
+        return {"verdict": "out of memory", "text": _shortened(error)}
     except Exception as error:
         return {"verdict": "crashed", "text": summary(error)[:MOST_TEXT]}
 
@@ -73,7 +77,7 @@ def _needs_8_bits(device: torch.device) -> None:
         raise BackendUnavailableError(reason)
 
 
-def _short(error: BaseException) -> str:
+def _shortened(error: BaseException) -> str:
     return str(error)[:MOST_TEXT]
 
 
@@ -83,7 +87,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def works(device: torch.device) -> bool:
+def is_usable(device: torch.device) -> bool:
     """Whether the device still answers; after an illegal access it never does in this process."""
     try:
         return float(torch.ones(1, device=device).sum()) == 1.0
@@ -111,8 +115,8 @@ def answer(case: Case, device: torch.device, compiled: list[float]) -> dict[str,
     compiled.clear()
     with contextlib.ExitStack() as stack:
         if case.entry is not None:
-            key, number = case.entry
-            entry = launch.table_of(launch.device_info(device))[key][number]
+            key, index = case.entry
+            entry = launch.table_of(launch.device_info(device))[key][index]
             stack.enter_context(launch.forced({key: entry["config"]}, launch.variant_of(entry)))
         entries = stack.enter_context(launch.observed())
         result = run(case, device)
@@ -135,14 +139,14 @@ def main() -> None:
         out.flush()
 
     compiled = compilations() if device.type != "cpu" else []
-    write(ready=works(device))  # its context is no time of the first case
+    write(ready=is_usable(device))  # its context is no time of the first case
     for line in sys.stdin:
-        number, data = json.loads(line)
+        request, data = json.loads(line)
         case = Case(**{**data, "entry": tuple(data["entry"]) if data["entry"] else None})
-        write(begin=number)
+        write(begin=request)
         result = answer(case, device, compiled)
-        alive = works(device)
-        write(end=number, alive=alive, **result)
+        alive = is_usable(device)
+        write(end=request, alive=alive, **result)
         if not alive:
             return
 

@@ -19,8 +19,8 @@ import torch
 from liger_multi.dispatch.config import Quarantine, current, parse
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import REFERENCE, chain, module, serving
-from liger_multi.documents import read_yaml, write_whole, yaml_of
 from liger_multi.errors import ConfigurationError, shown_path
+from liger_multi.files.documents import read_yaml, write_whole, yaml_of
 from liger_multi.grouping import grouped
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import FINDINGS, Result, findings
@@ -48,30 +48,34 @@ def failing(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[R
     )
     failed = {}
     for key, group in groups.items():
-        wrong = findings(group)
+        failures = findings(group)
         dtypes = {r.case.dtype for r in group if r.case.check != "promises"}
-        bad = {r.case.dtype for r in wrong}
-        whole = bad >= dtypes or any(r.case.check == "promises" for r in wrong)
-        if wrong:
-            failed[key] = grouped(("" if whole else r.case.dtype, r) for r in wrong)
+        failed_dtypes = {r.case.dtype for r in failures}
+        is_every_dtype = failed_dtypes >= dtypes or any(
+            r.case.check == "promises" for r in failures
+        )
+        if failures:
+            failed[key] = grouped(("" if is_every_dtype else r.case.dtype, r) for r in failures)
     return failed
 
 
 def alternatives(backend: str, op: str, device: torch.device) -> list[str]:
     """Backends that may take an operator over, in order; the reference is the last."""
     parents = [name for name in chain(backend) if name != backend and module(name, op)]
-    own = module(backend, op) is not None
-    others = [r.name for r in serving(device.type) if r.name != backend and module(r.name, op)]
-    return list(dict.fromkeys([*(parents if own else []), *others, REFERENCE]))
+    has_module = module(backend, op) is not None
+    other_backends = [
+        r.name for r in serving(device.type) if r.name != backend and module(r.name, op)
+    ]
+    return list(dict.fromkeys([*(parents if has_module else []), *other_backends, REFERENCE]))
 
 
 def reason_of(results: Sequence[Result]) -> str:
     """Why, in one line of a comment."""
-    first, more = results[0], len(results) - 1
+    first, count = results[0], len(results) - 1
     size = f", {first.worst:.3g} times the tolerance" if first.worst else ""
-    others = f", and {more} others" if more else ""
+    others_text = f", and {count} others" if count else ""
     text = " ".join(first.text.split())[:120]
-    return f"{first.verdict}: {first.case.name}{size}{others}; {text}".rstrip("; ")
+    return f"{first.verdict}: {first.case.name}{size}{others_text}; {text}".rstrip("; ")
 
 
 def stand_ins(cases: Sequence[Case], backend: str) -> list[Case]:
@@ -79,17 +83,17 @@ def stand_ins(cases: Sequence[Case], backend: str) -> list[Case]:
     return [Case(c.op, backend, c.sample, c.dtype, c.check) for c in cases]
 
 
-def kept(path: Path, checked: Iterable[str], device: torch.device) -> Sections:
+def unchecked(path: Path, checked: Iterable[str], device: torch.device) -> Sections:
     """What a file's quarantine holds of operators and devices that this run did not check."""
     old = quarantine_of(path)
     if old is None:
         return {}
     sections: Sections = {}
-    names, mine = set(checked), section_of(device, "")
+    names, device_section = set(checked), section_of(device, "")
     reasons = _reasons(path.read_text(encoding="utf-8-sig"))
-    for section, named in old.ops.items():
-        for op, order in named.items():
-            if op not in names or not _within(section, mine):
+    for section, orders in old.ops.items():
+        for op, order in orders.items():
+            if op not in names or not _is_of_device(section, device_section):
                 reason = reasons.get((section, op), f"since {old.since}")
                 sections.setdefault(section, {})[op] = (
                     order[0] if len(order) == 1 else f"[{', '.join(order)}]",
@@ -101,11 +105,11 @@ def kept(path: Path, checked: Iterable[str], device: torch.device) -> Sections:
 def _reasons(text: str) -> dict[tuple[str, str], str]:
     """The comments of a block that :func:`block` wrote, by section and operator."""
     reasons, section = {}, ""
-    for before, line in itertools.pairwise(["", *text.splitlines()]):
+    for previous, line in itertools.pairwise(["", *text.splitlines()]):
         if match := re.fullmatch(r" {4}(\S+):", line):
             section = match[1]
         elif match := re.match(r" {6}(\w+): ", line):
-            comment = before.strip()
+            comment = previous.strip()
             reasons[section, match[1]] = comment.removeprefix("# ") if comment[:1] == "#" else ""
     return reasons
 
@@ -124,31 +128,40 @@ def replaced(
     """
     sections: Sections = {}
     pending = {
-        (op, dtype): (wrong, alternatives(backend, op, device))
+        (op, dtype): (failures, alternatives(backend, op, device))
         for (backend, op), by_dtype in failing(results).items()
-        for dtype, wrong in by_dtype.items()
+        for dtype, failures in by_dtype.items()
     }
     while pending:
         groups = {
-            key: (Target(others[0], str(device)), stand_ins([r.case for r in wrong], others[0]))
-            for key, (wrong, others) in pending.items()
+            key: (
+                Target(backends[0], str(device)),
+                stand_ins([r.case for r in failures], backends[0]),
+            )
+            for key, (failures, backends) in pending.items()
         }
         right = {r.case for r in run(list(groups.values())) if r.verdict == "right"}
-        for key, (target, again) in groups.items():
-            wrong, (other, *others) = pending.pop(key)
-            is_right = right.issuperset(again)
-            if is_right or not others:
-                reason = reason_of(wrong) + ("" if is_right else f"; {other} did not pass either")
+        for key, (target, names_of_cases) in groups.items():
+            failures, (replacement, *backends) = pending.pop(key)
+            is_right = right.issuperset(names_of_cases)
+            if is_right or not backends:
+                reason = reason_of(failures) + (
+                    "" if is_right else f"; {replacement} did not pass either"
+                )
                 section = section_of(device, key[1])
                 sections.setdefault(section, {})[key[0]] = (target.backend, reason)
             else:
-                pending[key] = (wrong, others)
+                pending[key] = (failures, backends)
     return sections
 
 
-def _within(section: str, mine: str) -> bool:
+def _is_of_device(section: str, device_section: str) -> bool:
     """Whether a section is of this device: of its type, and its architecture if it names one."""
-    return section == mine or section.startswith(f"{mine}/") or mine.startswith(f"{section}/")
+    return (
+        section == device_section
+        or section.startswith(f"{device_section}/")
+        or device_section.startswith(f"{section}/")
+    )
 
 
 def lifted(results: Sequence[Result], device: torch.device) -> list[tuple[str, str, str]]:
@@ -157,15 +170,19 @@ def lifted(results: Sequence[Result], device: torch.device) -> list[tuple[str, s
     failed = failing(results)
     checked = {r.case.op for r in results if not r.target.interpreted}
     for _, quarantine in current().quarantined:
-        for section, named in quarantine.ops.items():
-            if not _within(section, section_of(device, "")):
+        for section, ops in quarantine.ops.items():
+            if not _is_of_device(section, section_of(device, "")):
                 continue
-            for op in named:
-                wrong = [d for (_, name), dtypes in failed.items() if name == op for d in dtypes]
-                stays = any(not d or d == section.split("/")[-1] for d in wrong) or (
-                    wrong and "/" not in section
+            for op in ops:
+                failed_dtypes = [
+                    d for (_, name), dtypes in failed.items() if name == op for d in dtypes
+                ]
+                is_failing = any(not d or d == section.split("/")[-1] for d in failed_dtypes) or (
+                    failed_dtypes and "/" not in section
                 )
-                verdict = "stays: it is still wrong" if stays else "right now: it would be lifted"
+                verdict = (
+                    "stays: it is still wrong" if is_failing else "right now: it would be lifted"
+                )
                 rows.append((section, op, verdict if op in checked else "was not checked"))
     return rows
 
@@ -182,9 +199,9 @@ def block(sections: Sections, since: str, made_with: str) -> str:
         f'  made_with: "{quoted[1]}"',
         "  ops:",
     ]
-    for section, named in sorted(sections.items()):
+    for section, orders in sorted(sections.items()):
         lines.append(f"    {section}:")
-        for op, (backend, reason) in sorted(named.items()):
+        for op, (backend, reason) in sorted(orders.items()):
             lines += [f"      # {' '.join(reason.split())}", f"      {op}: {backend}"]
     return "\n".join(lines) + "\n"
 
@@ -196,8 +213,8 @@ def merged(text: str, new: str, name: str) -> str:
         ConfigurationError: The text is no configuration, or not of a form in which a block can be
             replaced (an anchor in it that other keys refer to, for one).
     """
-    before = yaml_of(text, name)
-    if before is not None and not isinstance(before, Mapping):
+    old_content = yaml_of(text, name)
+    if old_content is not None and not isinstance(old_content, Mapping):
         raise ConfigurationError(f"{shown_path(name)} is no mapping, so that nothing can be added")
     refusal = (
         f"{shown_path(name)} is of a form in which no block can be added without changing the "
@@ -205,13 +222,18 @@ def merged(text: str, new: str, name: str) -> str:
     )
     result = _with_block(text, new)
     try:
-        after = yaml_of(result, name) or {}
+        result_content = yaml_of(result, name) or {}
     except ConfigurationError as error:
         raise ConfigurationError(refusal) from error
-    beside = [{k: v for k, v in content.items() if k != KEY} for content in (before or {}, after)]
-    if beside[0] != beside[1] or after.get(KEY) != (yaml_of(new, name) or {}).get(KEY):
+    other_keys = [
+        {k: v for k, v in content.items() if k != KEY}
+        for content in (old_content or {}, result_content)
+    ]
+    if other_keys[0] != other_keys[1] or result_content.get(KEY) != (yaml_of(new, name) or {}).get(
+        KEY
+    ):
         raise ConfigurationError(refusal)
-    parse(after, name)
+    parse(result_content, name)
     return result
 
 
@@ -219,7 +241,7 @@ def _with_block(text: str, new: str) -> str:
     """The text with the block in place of the old one, or at the end of its document."""
     import yaml
 
-    before, line_end = text, "\r\n" if "\r\n" in text else "\n"
+    original, line_end = text, "\r\n" if "\r\n" in text else "\n"
     if text and text[-1] not in "\r\n":
         text += line_end
     root: Any = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -228,13 +250,13 @@ def _with_block(text: str, new: str) -> str:
     pairs = root.value if root else []
     old = next((pair for pair in pairs if pair[0].value == KEY), None)
     if not new and old is None:
-        return before
+        return original
     if root and root.flow_style:
         return _in_braces(text, new, root, old, line_end)
     lines = text.splitlines(keepends=True)
     indent = " " * root.start_mark.column if root else ""
     if old:
-        start, stop = _place(lines, *old)
+        start, stop = _line_range(lines, *old)
         comments = _owners_comments(lines[start:stop])
         new = new.replace("\n", f"\n{comments}", 1) if new else comments.replace("  #", "#")
     else:
@@ -255,7 +277,7 @@ def _document_end(text: str, count: int) -> int:
     return count
 
 
-def _place(lines: Sequence[str], key: Any, value: Any) -> tuple[int, int]:
+def _line_range(lines: Sequence[str], key: Any, value: Any) -> tuple[int, int]:
     """The lines of a key and its value; comments before the next key are that key's."""
     start: int = key.start_mark.line
     if getattr(value, "flow_style", True):  # in braces, or a scalar: the mark is on its last line
@@ -263,8 +285,10 @@ def _place(lines: Sequence[str], key: Any, value: Any) -> tuple[int, int]:
     stop = max(value.end_mark.line, start + 1)
     column = key.start_mark.column
     while stop > start + 1:
-        rest = lines[stop - 1].lstrip()
-        if rest[:1] not in ("", "#") or (rest and len(lines[stop - 1]) - len(rest) > column):
+        stripped = lines[stop - 1].lstrip()
+        if stripped[:1] not in ("", "#") or (
+            stripped and len(lines[stop - 1]) - len(stripped) > column
+        ):
             break
         stop -= 1
     return start, stop
@@ -272,31 +296,33 @@ def _place(lines: Sequence[str], key: Any, value: Any) -> tuple[int, int]:
 
 def _owners_comments(lines: Sequence[str]) -> str:
     """The comments of a block that :func:`block` did not write, for the beginning of the next."""
-    ours = ("Written by `liger-multi", "since ", *(f"{verdict}: " for verdict in FINDINGS))
+    prefixes = ("Written by `liger-multi", "since ", *(f"{verdict}: " for verdict in FINDINGS))
     comments = [line.strip() for line in lines if line.lstrip().startswith("#")]
-    return "".join(f"  {one}\n" for one in comments if not one.lstrip("# ").startswith(ours))
+    return "".join(
+        f"  {comment}\n" for comment in comments if not comment.lstrip("# ").startswith(prefixes)
+    )
 
 
 def _in_braces(text: str, new: str, root: Any, old: Any, line_end: str) -> str:
     """The same for a mapping in braces, where the block has braces and commas too."""
-    written: list[str] = []
-    around: list[int] = []
+    block_lines: list[str] = []
+    indents: list[int] = []
     for line in new.splitlines():
         indent = len(line) - len(line.lstrip())
-        while around and indent <= around[-1]:
-            written.append(" " * around.pop() + "},")
+        while indents and indent <= indents[-1]:
+            block_lines.append(" " * indents.pop() + "},")
         comment = line.lstrip().startswith("#")
-        around += [indent] if line.endswith(":") and not comment else []
-        written.append(line + ("" if comment else " {" if around[-1:] == [indent] else ","))
-    written += [" " * indent + "}," for indent in reversed(around)]
-    inserted = "".join(line + line_end for line in written)
+        indents += [indent] if line.endswith(":") and not comment else []
+        block_lines.append(line + ("" if comment else " {" if indents[-1:] == [indent] else ","))
+    block_lines += [" " * indent + "}," for indent in reversed(indents)]
+    inserted = "".join(line + line_end for line in block_lines)
     if old is None:
         start = stop = root.end_mark.index - 1
         last = root.value[-1][1].end_mark.index if root.value else None
         comma = "," if last is not None and "," not in text[last:start].split("#")[0] else ""
         return text[:start] + (comma + line_end + inserted if new else "") + text[stop:]
-    start, rest = old[0].start_mark.index, text[old[1].end_mark.index :].removeprefix(",")
-    return text[:start] + inserted.removesuffix(line_end) + rest
+    start, tail = old[0].start_mark.index, text[old[1].end_mark.index :].removeprefix(",")
+    return text[:start] + inserted.removesuffix(line_end) + tail
 
 
 def quarantine_of(path: Path) -> Quarantine | None:

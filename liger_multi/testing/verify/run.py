@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi._version import __version__
+from liger_multi.files.page import Page
 from liger_multi.grouping import grouped
-from liger_multi.page import Page
 from liger_multi.testing.verify.cases import Case, Target
 
 CHILD = ["-m", "liger_multi.testing.verify.child"]
@@ -119,27 +119,27 @@ class Child:
             for _ in range(2):  # that it begins, and what came of it
                 answer = self.lines.get(timeout=limit)
                 if answer is None or "verdict" in answer:
-                    return answer or self._ended()
+                    return answer or self._end_result()
         except queue.Empty:
             self.close()
             return {"verdict": "hung", "text": f"no answer within {limit:g} s", "alive": False}
         except OSError:
             pass
-        return self._ended()
+        return self._end_result()
 
-    def _ended(self) -> dict[str, Any]:
+    def _end_result(self) -> dict[str, Any]:
         code = self.process.wait()
         self.errors.seek(0)
         last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
         if code == -signal.SIGKILL:  # Linux ends a process so where memory ran out
-            verdict, how = "out of memory", "it was killed"
+            verdict, cause = "out of memory", "it was killed"
         elif code < 0:
-            verdict, how = "crashed", signal.Signals(-code).name
+            verdict, cause = "crashed", signal.Signals(-code).name
         else:
-            verdict, how = "crashed", f"exit status {code}"
+            verdict, cause = "crashed", f"exit status {code}"
         return {
             "verdict": verdict,
-            "text": f"the process ended: {how} {last[0]}".strip(),
+            "text": f"the process ended: {cause} {last[0]}".strip(),
             "alive": False,
         }
 
@@ -160,11 +160,11 @@ class Child:
 Groups = Iterable[tuple[Target, list[Case]]]
 
 
-def _taken(waiting: collections.deque[tuple[Target, list[Case]]]) -> Iterator[Any]:
+def _drained(pending: collections.deque[tuple[Target, list[Case]]]) -> Iterator[Any]:
     """What waits, one by one, however many threads take of it."""
     with contextlib.suppress(IndexError):
         while True:
-            yield waiting.popleft()
+            yield pending.popleft()
 
 
 @dataclass
@@ -201,10 +201,10 @@ class Runner:
         for child in self.started:
             child.close()
 
-    def start(self, target: Target, most: int) -> None:
+    def start(self, target: Target, limit: int) -> None:
         """Start children of a target, which import while their cases are looked up."""
         idle = self.idle.setdefault((target.device, target.interpreted), [])
-        for _ in range(min(self.jobs, most)):
+        for _ in range(min(self.jobs, limit)):
             idle.append(self._new(target))  # one by one: those that were started are ended
 
     def run(self, groups: Groups) -> list[Result]:
@@ -213,11 +213,11 @@ class Runner:
         Raises:
             OSError: No child can be started: nothing is known of what it would have run.
         """
-        waiting = collections.deque(groups)
-        done: list[Result] = []
+        pending = collections.deque(groups)
+        results: list[Result] = []
         stop = threading.Event()
-        count = min(self.jobs, len(waiting))
-        args = (waiting, done, stop)
+        count = min(self.jobs, len(pending))
+        args = (pending, results, stop)
         threads = [threading.Thread(target=self._work, args=args) for _ in range(count)]
         for thread in threads:
             thread.start()
@@ -230,35 +230,35 @@ class Runner:
             raise
         if self.errors:
             raise self.errors[0]
-        return done
+        return results
 
     def _work(
         self,
-        waiting: collections.deque[tuple[Target, list[Case]]],
-        done: list[Result],
+        pending: collections.deque[tuple[Target, list[Case]]],
+        results: list[Result],
         stop: threading.Event,
     ) -> None:
         children: dict[tuple[str, bool], Child] = {}
         try:
-            for target, cases in _taken(waiting):
+            for target, cases in _drained(pending):
                 self.begun(f"{cases[0].op} ({target.label})")
                 for case in cases:
                     if stop.is_set():
                         return
-                    result = self._one(children, target, case)
-                    done.append(result)
+                    result = self._run_case(children, target, case)
+                    results.append(result)
                     self.heard(result)
         except BaseException as error:
             self.errors.append(error)
             stop.set()
         finally:
-            for place, child in children.items():
-                self.idle.setdefault(place, []).append(child)
+            for pool_key, child in children.items():
+                self.idle.setdefault(pool_key, []).append(child)
 
-    def _child(self, target: Target, place: tuple[str, bool]) -> Child:
+    def _child(self, target: Target, pool_key: tuple[str, bool]) -> Child:
         """One that waits, or a new one."""
         with contextlib.suppress(KeyError, IndexError):
-            return self.idle[place].pop()
+            return self.idle[pool_key].pop()
         return self._new(target)
 
     def _new(self, target: Target) -> Child:
@@ -267,20 +267,22 @@ class Runner:
         self.started.append(child)
         return child
 
-    def _one(self, children: dict[tuple[str, bool], Child], target: Target, case: Case) -> Result:
+    def _run_case(
+        self, children: dict[tuple[str, bool], Child], target: Target, case: Case
+    ) -> Result:
         key = (target, case.op, case.dtype)
         if self.lost[key] >= MOST_LOST:
             text = f"after {MOST_LOST} cases that took their process with them"
             return Result(case, target, "not run", text=text)
-        place = (target.device, target.interpreted)
-        if place not in children:
-            children[place] = self._child(target, place)
-        child, began = children[place], time.monotonic()
+        pool_key = (target.device, target.interpreted)
+        if pool_key not in children:
+            children[pool_key] = self._child(target, pool_key)
+        child, began = children[pool_key], time.monotonic()
         answer = child.ask(case, self.limit)
         if not answer.pop("alive"):
-            children.pop(place).close()
+            children.pop(pool_key).close()
             self.lost[key] += answer["verdict"] != "right"
-        entries = tuple((key, number) for key, number in answer.pop("entries", ()))
+        entries = tuple((key, index) for key, index in answer.pop("entries", ()))
         fields = {k: v for k, v in answer.items() if k in Result.__dataclass_fields__}
         fields.setdefault("seconds", time.monotonic() - began)
         began = max(began, child.ready)
@@ -293,11 +295,11 @@ FORMAT = 1
 MOST_FINDINGS = 5  # of an operator, in a table
 
 
-def made_with(known: Mapping[str, Any]) -> str:
+def made_with(details: Mapping[str, Any]) -> str:
     """The facts in one line."""
-    named = ("driver", "torch", "triton", "ptxas")
-    versions = [f"{k} {known['versions'][k]}" for k in named if k in known["versions"]]
-    return ", ".join([known["device"]["name"], *versions])
+    names = ("driver", "torch", "triton", "ptxas")
+    versions = [f"{k} {details['versions'][k]}" for k in names if k in details["versions"]]
+    return ", ".join([details["device"]["name"], *versions])
 
 
 def verdict_of(results: Iterable[Result]) -> str:
@@ -317,11 +319,11 @@ def by_operator(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]
 
 def findings(results: Iterable[Result]) -> list[Result]:
     """What is wrong, the worst first."""
-    wrong = [r for r in results if r.verdict in FINDINGS]
-    return sorted(wrong, key=lambda r: (FINDINGS.index(r.verdict), -r.worst, r.case.name))
+    failures = [r for r in results if r.verdict in FINDINGS]
+    return sorted(failures, key=lambda r: (FINDINGS.index(r.verdict), -r.worst, r.case.name))
 
 
-def _number(worst: float) -> float | None:
+def _finite(worst: float) -> float | None:
     """An error as JSON has it: None where it is not finite."""
     return round(worst, 4) if math.isfinite(worst) else None
 
@@ -368,10 +370,10 @@ def timing(results: Iterable[Result]) -> dict[str, Any]:
     }
     slow = {
         name: sorted(
-            ({"what": " ".join(key), **spent(group)} for key, group in named.items()),
+            ({"what": " ".join(key), **spent(group)} for key, group in by_key.items()),
             key=lambda row: -row["seconds"],
         )[:MOST_SLOW]
-        for name, named in groups.items()
+        for name, by_key in groups.items()
     }
     started = [
         {"started": round(c.began - start, 2), "ready": round(c.ready - start, 2), **spent(group)}
@@ -381,7 +383,7 @@ def timing(results: Iterable[Result]) -> dict[str, Any]:
 
 
 def as_data(
-    known: Mapping[str, Any],
+    details: Mapping[str, Any],
     results: Sequence[Result],
     *,
     level: str,
@@ -396,22 +398,22 @@ def as_data(
     for (target, op), group in by_operator(results).items():
         entry: dict[str, Any] = {
             "verdict": verdict_of(group),
-            "worst": _number(max((r.worst for r in group), default=0.0)),
+            "worst": _finite(max((r.worst for r in group), default=0.0)),
         }
         entry |= {v: n for v in VERDICTS if (n := sum(r.verdict == v for r in group))}
-        wrong = findings(group)
-        if wrong:
+        failures = findings(group)
+        if failures:
             entry["findings"] = [
                 {
                     "case": r.case.name,
                     "verdict": r.verdict,
-                    "worst": _number(r.worst),
+                    "worst": _finite(r.worst),
                     "text": _private(r.text),
                 }
-                for r in wrong[:MOST_FINDINGS]
+                for r in failures[:MOST_FINDINGS]
             ]
         operators.setdefault(target, {})[op] = entry
-    data = {"format": FORMAT, "date": date, "by": by, "label": label, "level": level, **known}
+    data = {"format": FORMAT, "date": date, "by": by, "label": label, "level": level, **details}
     return {
         **data,
         "liger_multi": __version__,
@@ -443,8 +445,8 @@ def page(data: Mapping[str, Any]) -> Page:
                 ]
             )
             rows += [
-                [one["verdict"], target, one["case"], one["text"]]
-                for one in entry.get("findings", ())
+                [finding["verdict"], target, finding["case"], finding["text"]]
+                for finding in entry.get("findings", ())
             ]
     nothing = [["", "", "", "every operator that was checked is right on this machine"]]
     result.add("Findings", rows or nothing, ("verdict", "backend", "case", "what"))

@@ -117,9 +117,9 @@ def names_cache(name: str) -> bool:
 def cache_parameter(forward: Callable[..., Any]) -> str | None:
     """The name of a method's argument that takes a cache, by its annotation or its name."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    annotated = [p.name for p in named if _CACHE_CLASS.search(_text(p.annotation))]
-    return next(iter([*annotated, *(p.name for p in named if names_cache(p.name))]), None)
+    candidates = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    annotated = [p.name for p in candidates if _CACHE_CLASS.search(_text(p.annotation))]
+    return next(iter([*annotated, *(p.name for p in candidates if names_cache(p.name))]), None)
 
 
 def _text(annotation: Any) -> str:
@@ -144,8 +144,8 @@ def fills_cache(arguments: Mapping[str, Any]) -> bool:
     Generation of transformers 5.0 hands over no cache for the first tokens. Training does not
     generate, so a call that autograd records is none, whatever its arguments say.
     """
-    places = arguments.get("cache_position")
-    generates = isinstance(places, Tensor) and bool(arguments.get("use_cache"))
+    positions = arguments.get("cache_position")
+    generates = isinstance(positions, Tensor) and bool(arguments.get("use_cache"))
     return generates and not torch.is_grad_enabled()
 
 

@@ -53,7 +53,7 @@ def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
     Raises:
         ConfigurationError: It cannot be read, or is not what this module takes for YAML.
     """
-    return yaml_of(_read(path, what, "YAML", MOST_BYTES), os.fspath(path))
+    return yaml_of(_text_of(path, what, "YAML", MOST_BYTES), os.fspath(path))
 
 
 def yaml_of(text: str, name: str) -> Any:
@@ -73,14 +73,14 @@ def yaml_of(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         message = ", ".join(part for part in (error.problem, error.context) if part)
         mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        wrong = f"{place}{message}"
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = f"{position}{message}"
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        wrong = f"line {line}: it holds the character {chr(error.character)!a}"
+        problem = f"line {line}: it holds the character {chr(error.character)!a}"
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of characters beyond Unicode
-        wrong = f"{type(error).__name__}: {error}"
-    raise ConfigurationError(f"{shown_path(name)} is not YAML: {wrong}")
+        problem = f"{type(error).__name__}: {error}"
+    raise ConfigurationError(f"{shown_path(name)} is not YAML: {problem}")
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:
@@ -89,14 +89,14 @@ def read_json(path: str | os.PathLike[str], what: str) -> Any:
     Raises:
         ConfigurationError: It cannot be read, or is not JSON.
     """
-    text = _read(path, what, "JSON", JSON_BYTES)
+    text = _text_of(path, what, "JSON", JSON_BYTES)
     try:
         return json.loads(text)
     except RecursionError:
-        wrong = "it is nested too deep"
+        problem = "it is nested too deep"
     except ValueError as error:  # wrong syntax, or an integer of thousands of digits
-        wrong = str(error)
-    raise ConfigurationError(f"{shown_path(path)} is not JSON: {wrong}")
+        problem = str(error)
+    raise ConfigurationError(f"{shown_path(path)} is not JSON: {problem}")
 
 
 def plain(value: Any) -> Any:
@@ -112,7 +112,7 @@ def _nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _read(path: str | os.PathLike[str], what: str, form: str, most: int) -> str:
+def _text_of(path: str | os.PathLike[str], what: str, form: str, limit: int) -> str:
     """The text of a regular file; a pipe without a writer is refused, not waited for."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(name, str):
@@ -125,13 +125,13 @@ def _read(path: str | os.PathLike[str], what: str, form: str, most: int) -> str:
             if not stat.S_ISREG(mode):
                 file_type = next((text for test, text in _FILE_TYPES if test(mode)), "a device")
                 raise OSError(f"it is {file_type}, not a file")
-            data = file.read(most + 1)
+            data = file.read(limit + 1)
     except (OSError, ValueError) as error:  # a ValueError of NUL or surrogates in the name
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"cannot read {what} {shown_path(name)}: {reason}") from error
-    if len(data) > most:
+    if len(data) > limit:
         raise ConfigurationError(
-            f"cannot read {what} {shown_path(name)}: it is larger than {most // 2**20} MiB"
+            f"cannot read {what} {shown_path(name)}: it is larger than {limit // 2**20} MiB"
         )
     try:
         return data.decode("utf-8-sig")
@@ -148,23 +148,23 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: It must not be written to, or the disk is full.
     """
-    place = path.resolve()
-    if place.exists() and not os.access(place, os.W_OK):
+    target = path.resolve()
+    if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    if place.exists() and not place.is_file():
-        place.write_bytes(data)
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
         return
-    part = place.with_name(f".{place.name}.part")
+    part = target.with_name(f".{target.name}.part")
     try:
         part.write_bytes(data)
-        if place.exists():
-            part.chmod(place.stat().st_mode & 0o777)
-        os.replace(part, place)
+        if target.exists():
+            part.chmod(target.stat().st_mode & 0o777)
+        os.replace(part, target)
     except OSError as error:
         part.unlink(missing_ok=True)
         if error.errno != errno.EBUSY:  # a file that is mounted by itself stays where it is
             raise
-        place.write_bytes(data)
+        target.write_bytes(data)
 
 
 class _Builder:
@@ -185,9 +185,9 @@ class _Builder:
             return None
         value = self._value(next(self._events), 0)
         next(self._events)
-        after = next(self._events)
-        if not isinstance(after, self._yaml.StreamEndEvent):
-            self._refuse(after, "a second document begins, one is wanted")
+        next_event = next(self._events)
+        if not isinstance(next_event, self._yaml.StreamEndEvent):
+            self._refuse(next_event, "a second document begins, one is wanted")
         return value
 
     def _refuse(self, event: Any, problem: str) -> None:
@@ -240,20 +240,20 @@ class _Builder:
                 problem = f"the key {shown(key)} is given twice, first on line {lines[key]}"
                 self._refuse(event, problem)
             lines[key] = event.start_mark.line + 1
-            after = next(self._events)
-            entries[key] = self._value(after, depth + 1)
+            value_event = next(self._events)
+            entries[key] = self._value(value_event, depth + 1)
             if key == MERGE and event.implicit[0]:
-                merged = self._merged(entries.pop(key), after)
+                merged = self._merged(entries.pop(key), value_event)
         return {**merged, **entries}
 
     def _merged(self, value: Any, event: Any) -> dict[str, Any]:
         """The keys of the mappings of a merge key; of two mappings the first one counts."""
         mappings = value if isinstance(value, list) else [value]
-        if not mappings or not all(isinstance(one, dict) for one in mappings):
+        if not mappings or not all(isinstance(mapping, dict) for mapping in mappings):
             self._refuse(event, f"the merge key << takes mappings, got {shown(value)}")
         entries: dict[str, Any] = {}
-        for one in mappings:
-            entries = {**one, **entries}
+        for mapping in mappings:
+            entries = {**mapping, **entries}
         return entries
 
     def _scalar(self, event: Any) -> Any:

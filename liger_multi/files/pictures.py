@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import write_whole
-from liger_multi.errors import need
+from liger_multi.errors import require_packages
+from liger_multi.files.documents import write_whole
 
 STOCK, LIGER, OURS, ALARM = "#8c959f", "#e69f00", "#0072b2", "#d55e00"
 PARTS = (
@@ -73,7 +73,7 @@ def figure(
     Raises:
         MissingPackageError: No matplotlib.
     """
-    need("a picture", ["matplotlib"], "cli")
+    require_packages("a picture", ["matplotlib"], "cli")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -88,11 +88,11 @@ def figure(
     text = PngImagePlugin.PngInfo()
     if plotted:
         text.add_text("Plotted", plotted)
-    few = (
+    quantized = (
         Image.open(raw)
         .convert("RGB")
         .quantize(SHADES, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     )
     small = io.BytesIO()
-    few.save(small, format="png", optimize=True, pnginfo=text)
+    quantized.save(small, format="png", optimize=True, pnginfo=text)
     write_whole(path, small.getvalue())

@@ -5,7 +5,6 @@ The page is made of the results of the suite that the repository keeps.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +15,15 @@ import yaml
 
 from benchmarks.tables import table
 from ci import results
+from ci.docs import ROOT
+from ci.docs.api import backends
 from ci.results import Result
+from liger_multi.dispatch import registry
 from liger_multi.grouping import grouped
 from liger_multi.testing.verify.run import FINDINGS
 
 # --- the page ---
 
-ROOT = Path(__file__).parent.parent
 NOT_RUN = "**not run on hardware**"
 HEAD = """\
 # Verification
@@ -45,23 +46,18 @@ COLUMNS = ("backend", "on its device", "operators", "launch tables", "next in it
 def page() -> str:
     """The page."""
     kept = results.kept()
-    contents = [(n, ran(n, record, kept), *_own(n)) for n, record in _records().items()]
+    lines = [(name, ran(name, record, kept), *_own(name)) for name, record in backends().items()]
     notes = [f"- {o.part}, {o.date[:10]}: {o.note.rstrip('.')}." for o in kept if o.note]
     for one in kept:
         notes += [f"- {one.part}, {one.date[:10]}, {k}: {v}." for k, v in one.settings.items()]
     text = HEAD + results.table(kept) + "\n" + "\n".join([*failed(kept), "", *notes])
-    return text + "\n" + PARTS + _table((*COLUMNS, "known failures"), contents)
+    return "\n".join([text, PARTS, *table((*COLUMNS, "known failures"), lines), ""])
 
 
 def ran(name: str, record: Any, kept: Iterable[Result]) -> str:
     """The device of the newest run of a backend, or that there is none; "-" without a device."""
     devices = [one.device.get("name", "") for one in kept if one.ran and one.part == name]
     return next(iter(devices), NOT_RUN) if record.device_type not in (None, "cpu") else "-"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def failed(results: Sequence[Result]) -> list[str]:
@@ -81,13 +77,6 @@ def failed(results: Sequence[Result]) -> list[str]:
                 raise ValueError(f"the run of {one.part} on {one.date} does not say what failed")
             lines.append(f"- {one.part}, {one.date[:10]}, {one.commit[:7]}: {said.rstrip('.')}.")
     return ["", "## What failed", "", *lines, ""] if lines else []
-
-
-def _records() -> dict[str, Any]:
-    names = sorted(p.parent.name for p in (ROOT / "backends").glob("*/__init__.py"))
-    records = {n: importlib.import_module(f"liger_multi.backends.{n}").BACKEND for n in names}
-    first = {"reference": importlib.import_module("liger_multi.reference").BACKEND}
-    return {**first, **dict(sorted(records.items(), key=lambda item: item[1].device_type or ""))}
 
 
 # how entries of launch tables begin whose numbers nobody measured, and what they are
@@ -110,13 +99,12 @@ def _numbers_of(table: Path) -> str:
 def _own(name: str) -> tuple[str, ...]:
     """Operators that a backend implements, launch tables, its chain, and known failures."""
     folder = ROOT / ("reference" if name == "reference" else f"backends/{name}")
-    registry = importlib.import_module("liger_multi.dispatch.registry")
     own = [op for op in registry.operators() if registry.module(name, op) is not None]
     files = sorted((folder / "launch").glob("*.yaml"))
     tables = grouped((_numbers_of(path), path.stem) for path in files)
     said = "; ".join(f"{', '.join(names)} ({origin})" for origin, names in tables.items())
-    record = _records()[name]
-    floor = ["reference"] if record.device_type else []
+    record = backends()[name]
+    floor = [registry.REFERENCE] if record.device_type else []
     xfails = ROOT / "tests" / "xfails" / f"{name}.txt"
     lines = xfails.read_text(encoding="utf-8").splitlines() if xfails.exists() else []
     known = sum(bool(line.partition("#")[0].strip()) for line in lines)

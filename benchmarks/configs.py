@@ -1,0 +1,281 @@
+"""Models that benchmarks train: sizes by name, who patches them, and runs.
+
+A run is written ``MODEL:BATCHxTOKENS[+checkpointing]``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import liger
+from liger_multi.memory.sizes import SIZES
+
+# of the sizes of Qwen3.5
+_QWEN: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "0.8B": {
+        **_QWEN,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "9B": {
+        **_QWEN,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **SIZES,
+    "tiny": (
+        "Llama",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # the layers of Mamba-2 and attention of a Bamba of 24 layers
+    "bamba-24-layers": (
+        "Bamba",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "vocab_size": 128256,
+            "attn_layer_indices": [9, 18],
+            "max_position_embeddings": 262144,
+        },
+    ),
+    "llama-4-layers": ("Llama", {**SIZES["llama-3.2-1b"][1], "num_hidden_layers": 4}),
+    # as google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B (48 layers) and Qwen/Qwen2.5-VL-3B-Instruct (36
+    # layers of text and 32 of vision) on the Hugging Face hub
+    "gemma-3-1b": (
+        "Gemma3",
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "vocab_size": 262144,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b-4-layers": (
+        "Qwen3Moe",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # 4 of the 24 layers of openai/gpt-oss-20b, which alternate windows and all tokens
+    "gpt-oss-20b-4-layers": (
+        "GptOss",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "vocab_size": 201088,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2.5-vl-3b-8-layers": (
+        "Qwen2_5_VL",
+        {
+            "vocab_size": 151936,
+            "image_token_id": 151655,
+            "tie_word_embeddings": True,
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "vocab_size": 151936,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1000000.0,
+                    "mrope_section": [16, 24, 24],
+                },
+            },
+            "vision_config": {
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "depth": 8,
+                "num_heads": 16,
+                "out_hidden_size": 2048,
+                "fullatt_block_indexes": [3, 7],
+            },
+        },
+    ),
+}
+MODELS |= {f"qwen3.5-{name.lower()}": ("Qwen3_5", sizes) for name, sizes in HYBRIDS.items()}
+NAMES = {
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "Qwen2_5_VL": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
+}
+"""Classes of a family that does not name them as most do."""
+ATTENTION = {"GptOss": "eager"}  # SDPA has no sinks
+PATCHES = 32  # of a picture along each side, of which 2 x 2 become a token
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, how many sequences of how many tokens, and whether layers are recomputed."""
+
+    model: str
+    batch: int
+    tokens: int
+    checkpointing: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Run:
+        """From the command line's form."""
+        name, _, size = text.partition(":")
+        size, _, extra = size.partition("+")
+        batch, _, tokens = size.partition("x")
+        if name not in MODELS or not (batch.isdigit() and tokens.isdigit()):
+            raise ValueError(
+                f"a run is MODEL:BATCHxTOKENS[+checkpointing] with a model of "
+                f"{', '.join(MODELS)}; got {text!r}"
+            )
+        if extra not in ("", "checkpointing"):
+            raise ValueError(f"only +checkpointing is known, got {text!r}")
+        return cls(name, int(batch), int(tokens), bool(extra))
+
+    def __str__(self) -> str:
+        extra = "+checkpointing" if self.checkpointing else ""
+        return f"{self.model}:{self.batch}x{self.tokens}{extra}"
+
+
+# --- building ---
+
+
+def build(run: Run, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model with random weights, made on its device."""
+    import transformers
+
+    family, sizes = MODELS[run.model]
+    sizes = dict(sizes)
+    text = sizes.get("text_config")
+    if text is None:
+        sizes = {"max_position_embeddings": max(2048, run.tokens), **sizes}
+    names = NAMES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    config, class_name = (getattr(transformers, name) for name in names)
+    config = config(**sizes)
+    config._attn_implementation = ATTENTION.get(family, "sdpa")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = class_name._from_config(config, dtype=dtype)
+    model.train()
+    model.config.get_text_config().use_cache = False
+    if run.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def pictures(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """A picture in every sequence, whose tokens are the first; nothing for a model of text."""
+    token = getattr(model.config, "image_token_id", None)
+    if token is None:
+        return {}
+    vision = model.config.vision_config
+    count, width = ids.shape[0], 3 * vision.temporal_patch_size * vision.patch_size**2
+    ids.masked_fill_(ids == token, 0)
+    ids[:, : (PATCHES // vision.spatial_merge_size) ** 2] = token
+    return {
+        "pixel_values": torch.randn(
+            count * PATCHES**2, width, device=ids.device, dtype=torch.bfloat16
+        ),
+        "image_grid_thw": torch.tensor([[1, PATCHES, PATCHES]] * count, device=ids.device),
+        "mm_token_type_ids": (ids == token).to(torch.int32),
+        "labels": ids.masked_fill(ids == token, -100),
+    }
+
+
+WARM_STEPS = 3  # of a run, which are not timed
+
+# --- patching ---
+
+
+def _ours(model: Any, **choices: Any) -> Any:
+    import liger_multi
+
+    liger_multi.patch(model, **choices)
+    return model
+
+
+def _with_attention(model: Any) -> Any:
+    from liger_multi.patching import register_attention
+
+    register_attention()
+    model.set_attn_implementation("liger_multi")
+    return _ours(model)
+
+
+def _compiled(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda model: torch.compile(then(model))
+
+
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "stock": lambda model: model,
+    "liger": liger,
+    "ours": _ours,
+    "ours+float8": functools.partial(_ours, linear_float8=True),
+    "stock+compile": _compiled(lambda model: model),
+    "liger+compile": _compiled(liger),
+    "ours+compile": _compiled(_ours),
+    "ours+attention": _with_attention,
+    "ours+attention+compile": _compiled(_with_attention),
+}
