@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness, store
-from liger_multi import pictures
+from liger_multi.files import pictures
 from liger_multi.memory.sizes import SIZES, config_of
 
 # --- the bounds, stated before any run ---

@@ -27,7 +27,7 @@ from ci import results
 from liger_multi.bench import command, report
 from liger_multi.bench.runner import BenchConfig, run_plan
 from liger_multi.dispatch.registry import backends, unavailable
-from liger_multi.documents import plain
+from liger_multi.files.documents import plain
 
 ROOT = Path(__file__).parent.parent
 RED = 3  # exit code of a refusal

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
-from liger_multi import pictures
+from liger_multi.files import pictures
 
 DOCS = store.ROOT / "docs"
 LONG_NAMES = {

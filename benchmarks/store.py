@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ci import results
-from liger_multi.documents import write_whole
+from liger_multi.files.documents import write_whole
 from liger_multi.grouping import grouped
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ a missing symbol. What stands in either does the same by public means, or switch
 symbol serves and says so, once, in the log. ``liger-multi doctor`` lists missing symbols.
 
 Symbols are looked up once, when this module is imported, so that a call costs what it costs
-elsewhere. Those in modules that are expensive to import are looked up by :func:`late`.
+elsewhere. Those in modules that are expensive to import are looked up by :func:`lazy_symbol`.
 
 Attributes of objects that PyTorch hands out (``Tensor._version``, ``Module._parameters``,
 ``OpOverload._schema``, ``UntypedStorage._cdata``) are no symbols of a module and are used where
@@ -73,7 +73,7 @@ SYMBOLS: list[Symbol] = []
 """The table, in the order of this file."""
 
 
-def absent() -> list[Symbol]:
+def missing_symbols() -> list[Symbol]:
     """The symbols that this PyTorch lacks."""
     return [symbol for symbol in SYMBOLS if symbol.absent]
 
@@ -100,7 +100,7 @@ def bind(
         paths: Of the symbol.
         serves: What needs it.
         instead: What stands in. Where ``lost`` is not empty, a function logs it when it is called
-            first; who tests for None calls :func:`say`.
+            first; who tests for None calls :func:`log_missing`.
         lost: See :class:`Symbol`.
         versions: See :class:`Symbol`.
     """
@@ -125,7 +125,7 @@ def _announced(symbol: Symbol, function: Callable[..., Any]) -> Callable[..., An
     return run
 
 
-def late(path: str, serves: str, lost: str = "") -> Callable[[], Any]:
+def lazy_symbol(path: str, serves: str, lost: str = "") -> Callable[[], Any]:
     """A row whose module is imported when the returned function is called; None: it is missing."""
     symbol = Symbol((path,), serves, lost)
     SYMBOLS.append(symbol)
@@ -143,7 +143,7 @@ def late(path: str, serves: str, lost: str = "") -> Callable[[], Any]:
     return look_up
 
 
-def say(*names: str) -> None:
+def log_missing(*names: str) -> None:
     """Log, once, what is switched off without the symbols of these names."""
     for symbol in SYMBOLS:
         if symbol.paths[0].rpartition(".")[2].lstrip("_") in names:
@@ -293,12 +293,12 @@ frame_callback = bind(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     serves="lazy logits, which ask whether a compiler traces their consumer",
 )
-instruction_translator = late(
+instruction_translator = lazy_symbol(
     "torch._dynamo.symbolic_convert.InstructionTranslator",
     serves="lazy logits in a compiled function",
     lost="compiled models compute their logits",
 )
-lookup_backend = late(
+lookup_backend = lazy_symbol(
     "torch._dynamo.lookup_backend",
     serves="bisect with compile=",
     lost="two sides that are compiled alike may share a graph",
@@ -462,7 +462,7 @@ _use_count = bind(
 def reference_counts(tensor: Tensor) -> tuple[int, int] | None:
     """How many hold a tensor and its storage in C++; None where PyTorch does not tell."""
     if _storage_use_count is None or _use_count is None:
-        say("storage_Use_Count", "use_count")
+        log_missing("storage_Use_Count", "use_count")
         return None
     return _use_count(tensor), _storage_use_count(tensor.untyped_storage()._cdata)
 
@@ -489,7 +489,7 @@ _tls: tuple[Any, ...] = (
 if None in _tls:
 
     def _stash(key: str, value: Any) -> None:
-        say("stash_obj_in_tls", "is_key_in_tls", "get_obj_in_tls")
+        log_missing("stash_obj_in_tls", "is_key_in_tls", "get_obj_in_tls")
         _own_thread.put(key, value)
 
     _tls = (
@@ -559,7 +559,9 @@ def lazy_logits_work() -> bool:
     """Whether a tensor without memory can stand for logits; the log says why it cannot."""
     if None not in (throw_on_mutable_data_ptr, make_wrapper_subclass, DisableTorchFunctionSubclass):
         return True
-    say("set_throw_on_mutable_data_ptr", "make_wrapper_subclass", "DisableTorchFunctionSubclass")
+    log_missing(
+        "set_throw_on_mutable_data_ptr", "make_wrapper_subclass", "DisableTorchFunctionSubclass"
+    )
     return False
 
 
@@ -569,7 +571,7 @@ is_wrapper_subclass = bind(
     serves="bisect, which reads plain tensors",
     instead=lambda value: hasattr(value, "__tensor_flatten__"),
 )
-fake_tensor = late(
+fake_tensor = lazy_symbol(
     "torch._subclasses.FakeTensor",
     serves="bisect, which skips tensors without numbers",
     lost="bisect cannot look at models of fake tensors",
@@ -625,7 +627,7 @@ tree_leaves = bind(
 tree_map_only = bind(
     "torch.utils._pytree.tree_map_only", serves="arguments that hold tensors", instead=_map_only
 )
-tensor_constructors = late(
+tensor_constructors = lazy_symbol(
     "torch.utils._device._device_constructors",
     serves="the operator suite, which fills uninitialized memory",
 )
@@ -674,7 +676,7 @@ module_call = bind(
 def replace_module_call(function: Any) -> Any:
     """Have every module called by ``function``, and give what called them before."""
     if module_call is None:
-        say("call_impl")
+        log_missing("call_impl")
         return None
     original = nn.Module._call_impl
     nn.Module._call_impl = function  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ _VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
 _MOST = 1024  # bounded, for programs that draw options anew at every call
 
 
-def remembered(check: Callable[Parameters, Checked]) -> Callable[Parameters, Checked]:
+def cached_check(check: Callable[Parameters, Checked]) -> Callable[Parameters, Checked]:
     """Cache the results of a check of values, not of tensors.
 
     Types are part of the key, because Python takes 1 for True and for 1.0. Refusals are not cached,

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi._torch_private import outside_of_graphs
-from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
-from liger_multi.around import Around, is_compiled
 from liger_multi.errors import PackingError, PatchError
+from liger_multi.modules.arguments import by_name, fills_cache, has_cache, parameters_of
+from liger_multi.modules.forward_wrapper import ForwardWrapper, is_compiled
 from liger_multi.patching import register_attention, shards
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.head.protocol import lazy_logits
@@ -134,8 +134,8 @@ def shard_sequence(
     sharded.handles = [
         model.register_forward_pre_hook(pre_hook, with_kwargs=True),
         model.register_forward_hook(post_hook, with_kwargs=True),
-        Around(base, functools.partial(_run_base, sharded, base)),
-        *(Around(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
+        ForwardWrapper(base, functools.partial(_run_base, sharded, base)),
+        *(ForwardWrapper(mixer, functools.partial(_run_mixer, sharded)) for mixer in mixers),
     ]
     torch.compiler.reset()  # no graph knows of ranks
     if check and fixed and not shares and not any(p.is_meta for p in model.parameters()):

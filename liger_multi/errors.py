@@ -137,7 +137,7 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def need(what: str, packages: Iterable[str], extras: str) -> None:
+def require_packages(what: str, packages: Iterable[str], extras: str) -> None:
     """Make sure that packages can be imported.
 
     Args:

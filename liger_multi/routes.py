@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_multi import checks
-from liger_multi.arguments import by_name
 from liger_multi.errors import LigerMultiError
+from liger_multi.modules.arguments import by_name
 from liger_multi.patching import shards
 from liger_multi.patching.packing.samples import rows_of, visible_tokens
 from liger_multi.patching.packing.tree import offered
@@ -219,11 +219,11 @@ class _Pass:
     def _replayed(self, indices: Tensor, today: Tensor) -> Tensor:
         indices, sources = indices[self.first : self.first + len(self.sources)], self.sources
         if self.row is not None:
-            indices, sources = indices[self._own[0]], self._own[1]
+            indices, sources = indices[self._local_rows[0]], self._local_rows[1]
         return today.index_copy(0, sources, indices.to(today))
 
     @functools.cached_property
-    def _own(self) -> tuple[Tensor, Tensor]:
+    def _local_rows(self) -> tuple[Tensor, Tensor]:
         """Which tokens this rank has, and their rows in its routers."""
         row: Any = self.row
         batch, position = self.sources // row.length, self.sources % row.length

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from liger_multi import checks
 from liger_multi.errors import PackingError
 from liger_multi.patching import shards
-from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Offer, Tree, offer, planted
+from liger_multi.patching.packing.tree import (
+    MOST_RANGES,
+    Branch,
+    Node,
+    Offer,
+    Tree,
+    announce_tree,
+    tree_of_roots,
+)
 
 __all__ = ["Batch", "Scores", "from_batch", "log_probs", "pack", "scores", "shared"]
 
@@ -125,29 +133,29 @@ class Batch:
         return padded, mask
 
 
-class _Grown(NamedTuple):
+class _Branch(NamedTuple):
     """A branch as its tokens, what follows, and the row of a batch that ends here, if any."""
 
     tokens: list[int]
-    children: list[_Grown]
+    children: list[_Branch]
     row: int = -1
 
     @property
     def lengths(self) -> Branch:
         return len(self.tokens), [child.lengths for child in self.children]
 
-    def each(self) -> Iterator[_Grown]:
+    def each(self) -> Iterator[_Branch]:
         """The branch and all below it, depth first."""
         yield self
         for child in self.children:
             yield from child.each()
 
 
-def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None) -> Batch:
+def _batch(roots: list[_Branch], pad_to: int | None, device: torch.device | None) -> Batch:
     """The row of some trees."""
     if not roots:
         raise ValueError("trees: a batch needs at least one tree, got none")
-    tree, nodes = planted([root.lengths for root in roots])
+    tree, nodes = tree_of_roots([root.lengths for root in roots])
     count, total = tree.tokens, tree.tokens
     if pad_to is not None:
         total = -(-count // _positive("pad_to", pad_to)) * pad_to
@@ -220,7 +228,7 @@ def _valid_ids(ids: list[int], what: str) -> list[int]:
 MOST_LEVELS = 256
 
 
-def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
+def _grown(answer: object, what: str, depth: int = 0) -> _Branch:
     """An answer and what follows it."""
     if depth > MOST_LEVELS:
         raise ValueError(
@@ -237,7 +245,7 @@ def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
         answer, children = answer
     what_follows = what if what.startswith("an answer") else f"an answer to {what}"
     branches = [_grown(child, what_follows, depth + 1) for child in children]
-    return _Grown(_tokens(answer, what), branches)
+    return _Branch(_tokens(answer, what), branches)
 
 
 @overload
@@ -287,7 +295,7 @@ def pack(
     if max_tokens is None:
         return _batch(grown, pad_to, target_device)
     limit = _positive("max_tokens", max_tokens)
-    parts: list[list[_Grown]] = []
+    parts: list[list[_Branch]] = []
     room = 0
     for index, tree in enumerate(grown):
         tokens = sum(len(part.tokens) for part in tree.each())
@@ -354,7 +362,7 @@ def from_batch(
     numbers = list(range(len(rows)))
     if prompt_lengths is None:
         roots = [
-            node if node.children else _Grown([], [node])
+            node if node.children else _Branch([], [node])
             for node in _merged(rows, numbers, shortest, depth)
         ]
     else:
@@ -369,7 +377,7 @@ def from_batch(
             prompts.setdefault(tuple(rows[index][:n]), []).append(index)
         answers = [row[n:] for row, n in zip(rows, lengths, strict=True)]
         roots = [
-            _Grown(list(prompt), _merged(answers, members, shortest, depth - 1))
+            _Branch(list(prompt), _merged(answers, members, shortest, depth - 1))
             for prompt, members in prompts.items()
         ]
     batch = _batch(roots, pad_to, ids.device)
@@ -387,7 +395,7 @@ def _lengths(values: object) -> list[int]:
         ) from None
 
 
-def _merged(rows: list[list[int]], numbers: list[int], shortest: int, depth: int) -> list[_Grown]:
+def _merged(rows: list[list[int]], numbers: list[int], shortest: int, depth: int) -> list[_Branch]:
     """Branches of some rows, which share what they have in common at their beginning."""
     ordered = sorted(numbers, key=lambda n: rows[n])
     groups: list[list[int]] = []
@@ -400,14 +408,14 @@ def _merged(rows: list[list[int]], numbers: list[int], shortest: int, depth: int
     for group in groups:
         first = rows[group[0]]
         if len(group) == 1:
-            branches.append(_Grown(first, [], group[0]))
+            branches.append(_Branch(first, [], group[0]))
             continue
         length = _common(first, rows[group[-1]])
         suffixes = {n: rows[n][length:] for n in group}
         branches_after = _merged(
             [suffixes.get(n, []) for n in range(len(rows))], group, shortest, depth - 1
         )
-        branches.append(_Grown(first[:length], branches_after))
+        branches.append(_Branch(first[:length], branches_after))
     return branches
 
 
@@ -418,7 +426,7 @@ def _common(ids: list[int], other_ids: list[int]) -> int:
 
 
 def _target_numbers(
-    batch: Batch, roots: list[_Grown], columns: list[list[int]], ids: Tensor
+    batch: Batch, roots: list[_Branch], columns: list[list[int]], ids: Tensor
 ) -> Tensor:
     """The number among the predicted tokens of every token of the rows; -1 where it has none."""
     numbers = torch.full(ids.shape, -1)
@@ -464,7 +472,7 @@ def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
 @contextlib.contextmanager
 def _announced(batch: Batch, router_counts: str, by_rank: bool = False) -> Iterator[Offer]:
     checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
-    with offer(batch.tree, once=router_counts == "once", by_rank=by_rank) as announced:
+    with announce_tree(batch.tree, once=router_counts == "once", by_rank=by_rank) as announced:
         yield announced
     if announced.taken_by is None:
         raise PackingError(

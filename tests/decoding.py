@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_multi import ops
-from liger_multi.arguments import cache_parameter
+from liger_multi.modules.arguments import cache_parameter
 from liger_multi.patching import patch, real_logits, register_attention
 from tests.models import VOCABULARY, build, transformers
 

@@ -9,6 +9,9 @@ kernel, the sample says so (``Sample.path``).
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 import textwrap
 import zlib
 from collections import Counter
@@ -26,6 +29,7 @@ from liger_multi.testing.checks import accelerator, device_of, interpreted, refu
 from liger_multi.testing.suite import plugin
 from tests import processes
 
+ROOT = Path(__file__).parents[1]
 PATIENCE = 1800.0
 """Seconds after which a process of a test hangs; a machine that is only slow has long ended it."""
 
@@ -104,7 +108,40 @@ def assert_last_rows_are_theirs_alone(
     assert not grad.narrow(axis, 0, x.shape[axis] - 3).any()
 
 
+def refuses(table: Any, call: Callable[[Any], Any] = lambda run: run()) -> Any:
+    """A test of each row of a table, or of its values: a call, its error, and what that says."""
+    names, rows = (table, table.values()) if isinstance(table, dict) else (range(len(table)), table)
+
+    @pytest.mark.parametrize(("run", "error", "message"), rows, ids=names)
+    def test(run: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=message):
+            call(run)
+
+    return test
+
+
 # --- processes ---
+
+
+def python(
+    *words: Any, cwd: Path = ROOT, path: Any = (), code: int | None = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds this checkout, and before it what is in other folders.
+
+    It ends with ``code``, or as it likes where that is None; an empty variable is not set.
+    """
+    folders = [*map(str, path), str(ROOT), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **environment}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={name: value for name, value in env.items() if value},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 def in_two_processes(folder: Path, body: str) -> None:
@@ -120,11 +157,14 @@ def kind_of_ranks(config: pytest.Config, count: int) -> str:
     )
 
 
-def in_processes(folder: Path, body: str, count: int, device_type: str = "cpu") -> None:
-    """The same with more ranks, or on devices of another kind."""
+def in_processes(folder: Path, body: str | Path, count: int, device_type: str = "cpu") -> None:
+    """The same with more ranks, or on devices of another type; a file gets both as arguments."""
     script, meeting = folder / "rank.py", folder / "meeting"
-    script.write_text(textwrap.dedent(body))
-    every = [[str(rank), str(meeting)] for rank in range(count)]
+    if isinstance(body, Path):
+        script = body
+    else:
+        script.write_text(textwrap.dedent(body))
+    every = [[str(rank), str(meeting), str(count), device_type] for rank in range(count)]
     # gloo: a plan would go to devices
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     forked = accelerator() is None

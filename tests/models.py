@@ -16,7 +16,7 @@ from packaging import version
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from liger_multi.arguments import cache_parameter, caches
+from liger_multi.modules.arguments import cache_parameter, caches
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.swap import Patched, swapped
 from tests.comparing import Operations, assert_same_gradients, gradients, resolution

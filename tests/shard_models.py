@@ -87,14 +87,19 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def check(name: str, checkpointing: bool = False) -> None:
-    """Compare a model on all ranks with one process."""
+def spread_pair(name: str, checkpointing: bool = False) -> tuple[Any, Any]:
+    """A model, and its copy whose rows are spread over ranks."""
     one = build(name)
     spread = copy.deepcopy(one)
     if checkpointing:
         spread.gradient_checkpointing_enable()
         spread.train()
-    shard_sequence(spread)
+    return one, shard_sequence(spread)
+
+
+def check(name: str, checkpointing: bool = False) -> None:
+    """Compare a model on all ranks with one process."""
+    one, spread = spread_pair(name, checkpointing)
     for batch in batches(one.config.get_text_config().vocab_size).values():
         compare_steps(step(one, batch), step(spread, batch))
     clone = unshard_sequence(copy.deepcopy(spread))
@@ -167,12 +172,7 @@ def tree_step(model: Any, batch: trees.Batch, call: Any = scored, loss_of: Any =
 
 def forest(name: str, checkpointing: bool = False) -> None:
     """Compare trees on all ranks with one process; every rank has the same number."""
-    one = build(name)
-    spread = copy.deepcopy(one)
-    if checkpointing:
-        spread.gradient_checkpointing_enable()
-        spread.train()
-    shard_sequence(spread)
+    one, spread = spread_pair(name, checkpointing)
     forms = groves(one.config.get_text_config().vocab_size)
     calls = [(scored, policy, form) for form in forms]
     calls += [(scored, preference, "rows"), (shown, LOSSES["of each token"], "nested")]
@@ -190,11 +190,7 @@ def forest(name: str, checkpointing: bool = False) -> None:
 
 def routed(name: str, checkpointing: bool) -> None:
     """Routes are of whole rows: what ranks record is what one process does, and so for replays."""
-    one = build(name)
-    spread = copy.deepcopy(one).train()
-    if checkpointing:
-        spread.gradient_checkpointing_enable()
-    shard_sequence(spread)
+    one, spread = spread_pair(name, checkpointing)
     vocabulary = one.config.get_text_config().vocab_size
     rows, forests = batches(vocabulary), groves(vocabulary)
     for run, batch in [(step, b) for b in rows.values()] + [
@@ -587,37 +583,27 @@ def measured() -> None:
         assert abs(estimated / peak.peak_bytes - 1) < 0.01, (form, estimated, peak)
 
 
-def ended() -> None:
-    """A rank ends in the middle of training: the other one learns it, in time."""
-    model = build("LlamaForCausalLM")
-    shard_sequence(model)
-    batch = batches(model.config.vocab_size)["row"]
-    step(model, batch)
-    if dist.get_rank() == 1:
-        print("done", flush=True)
-        os._exit(0)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="another rank, which has ended"):
-        step(model, batch)
-    assert time.monotonic() - start < SECONDS + 5
-    print("done", flush=True)
-    os._exit(0)  # no group is left to be destroyed
+def ended(cut: bool = False) -> None:
+    """A rank ends in the middle of training, or the cable between two hosts is cut.
 
-
-def parted() -> None:
-    """The cable between two hosts is cut: both learn it, in time."""
-    model = build("LlamaForCausalLM")
-    shard_sequence(model)
+    The others learn it, in time.
+    """
+    model = shard_sequence(build("LlamaForCausalLM"))
     batch = batches(model.config.vocab_size)["row"]
     step(model, batch)
     dist.barrier()
+    if cut:
+        subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
+    elif dist.get_rank() == 1:
+        print("done", flush=True)
+        os._exit(0)
+    said = "is late beyond the time limit" if cut else "another rank, which has ended"
     start = time.monotonic()
-    subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
-    with pytest.raises(RuntimeError, match="is late beyond the time limit"):
+    with pytest.raises(RuntimeError, match=said):
         step(model, batch)
-    assert time.monotonic() - start < 2 * SECONDS + 5
+    assert time.monotonic() - start < (1 + cut) * SECONDS + 5
     print("done", flush=True)
-    os._exit(0)
+    os._exit(0)  # no group is left to be destroyed
 
 
 SECONDS = 20  # the time limit of a group

@@ -10,7 +10,7 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.dispatch.registry import usable_device
-from liger_multi.errors import ConfigurationError, LigerMultiError, check_name, need
+from liger_multi.errors import ConfigurationError, LigerMultiError, check_name, require_packages
 
 if TYPE_CHECKING:
     from liger_multi.bench.runner import BenchConfig
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         LigerMultiError: A name that is not known, or a package that is missing.
     """
-    need("bench", ["rich", *(["matplotlib"] if arguments.output else [])], "cli")
+    require_packages("bench", ["rich", *(["matplotlib"] if arguments.output else [])], "cli")
     from rich.console import Console
 
     from liger_multi.bench import report

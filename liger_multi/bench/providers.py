@@ -293,7 +293,7 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     if isinstance(options, str):
         return options
     inplace = bool(case.sample.options.get("inplace")) and name in PACKAGES
-    return Provider(name, _with(formula, options), overwrites=inplace, floor=name in FLOORS)
+    return Provider(name, _with_options(formula, options), overwrites=inplace, floor=name in FLOORS)
 
 
 def _internal(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
@@ -339,7 +339,7 @@ def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:
     options = _options(provider, case, formula)
     if isinstance(options, str):
         return options
-    return Provider(provider, _with(formula, options), overwrites=True)
+    return Provider(provider, _with_options(formula, options), overwrites=True)
 
 
 def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:
@@ -357,5 +357,5 @@ def _accepting(formula: Formula, accepts: Formula) -> Formula:
     return formula
 
 
-def _with(formula: Formula, options: Mapping[str, Any]) -> Formula:
+def _with_options(formula: Formula, options: Mapping[str, Any]) -> Formula:
     return lambda **tensors: formula(**tensors, **options)

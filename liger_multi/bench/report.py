@@ -18,10 +18,10 @@ from rich.table import Table
 
 from liger_multi._version import __version__
 from liger_multi.dispatch.registry import backends, unavailable
-from liger_multi.documents import plain, write_whole
+from liger_multi.files.documents import plain, write_whole
+from liger_multi.files.pictures import ALARM, INK, OURS, STOCK, figure
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
-from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
 NOISY_PERCENT = 3
 PACKAGES = (

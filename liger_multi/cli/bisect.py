@@ -16,7 +16,7 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.cli.plan import progress
-from liger_multi.errors import LigerMultiError, need, shown, shown_path, summary
+from liger_multi.errors import LigerMultiError, require_packages, shown, shown_path, summary
 from liger_multi.testing import Bisection, bisect
 
 TINY = "tiny-llama"
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what differs; 0 when nothing does, 1 when something does."""
     if arguments.picture:
-        need("bisect --picture", ["matplotlib"], "cli")
+        require_packages("bisect --picture", ["matplotlib"], "cli")
         checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
     settings_of_side = {side: settings(side, getattr(arguments, side)) for side in ("a", "b")}
     if arguments.model != TINY and arguments.device:
@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with contextlib.redirect_stdout(sys.stderr), progress("bisect") as said:
         if arguments.model == TINY:
-            need("bisect", ["transformers"], "transformers")
+            require_packages("bisect", ["transformers"], "transformers")
             settings_of_side = {
                 side: {"patch": True, **chosen} for side, chosen in settings_of_side.items()
             }
-            models, batch = tiny(checking.device("bisect", arguments.device))
+            models, batch = tiny_model(checking.device("bisect", arguments.device))
         else:
             models, batch = _from_file(Path(arguments.model))
         report = _compared(models, batch, settings_of_side, not arguments.forward_only, said)
@@ -130,7 +130,7 @@ def _compared(
 # --- models ---
 
 
-def tiny(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
+def tiny_model(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
     """A Llama of two layers with random weights, and four sequences."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging

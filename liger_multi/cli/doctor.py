@@ -24,9 +24,9 @@ from liger_multi.cli import checking
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current, in_quarantine
 from liger_multi.dispatch.launch import device_info, proved_with
+from liger_multi.files.page import Page
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes
-from liger_multi.page import Page
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 
@@ -229,7 +229,7 @@ def _explained() -> list[dict[str, Any]]:
 
 def _switched_off() -> list[str]:
     """What does not work because this PyTorch lacks a private symbol."""
-    return [str(symbol) for symbol in _torch_private.absent() if symbol.lost]
+    return [str(symbol) for symbol in _torch_private.missing_symbols() if symbol.lost]
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from liger_multi.cli import bisect, checking, doctor, plan, verify
 from liger_multi.demo import command as demo
 from liger_multi.dtypes import long_name
 from liger_multi.errors import LigerMultiError
-from liger_multi.page import Page
+from liger_multi.files.page import Page
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 Declare = Callable[[argparse.ArgumentParser], None]

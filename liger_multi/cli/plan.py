@@ -18,7 +18,7 @@ from typing import Any
 from liger_multi.cli import checking
 from liger_multi.dispatch.config import parse_memory
 from liger_multi.dtypes import long_name, short_name
-from liger_multi.errors import PlanError, need
+from liger_multi.errors import PlanError, require_packages
 from liger_multi.memory import estimate
 from liger_multi.memory.offload import FORMATS as FORMATS_OF_ACTIVATIONS
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
@@ -100,7 +100,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Print an estimate; 1 when a device of the given capacity is too small for it."""
-    need("estimate", ["transformers"], "transformers")
+    require_packages("estimate", ["transformers"], "transformers")
     setup = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
     if setup["capacity"] is not None:
         setup["capacity"] = parse_memory(setup["capacity"], "--capacity")
@@ -197,7 +197,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print a plan; 1 when nothing fits."""
     picture = ["matplotlib"] if arguments.picture else []
-    need("plan", ["transformers", *picture], "transformers,cli" if picture else "transformers")
+    require_packages(
+        "plan", ["transformers", *picture], "transformers,cli" if picture else "transformers"
+    )
     if arguments.write:
         checking.folder("--write", arguments.write, NAMES, arguments.overwrite)
     if arguments.picture:

@@ -19,8 +19,8 @@ from liger_multi.cli import checking, doctor
 from liger_multi.dispatch.config import Quarantine
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import backends, operators, serving
-from liger_multi.documents import write_whole
 from liger_multi.errors import ConfigurationError, LigerMultiError, unknown
+from liger_multi.files.documents import write_whole
 from liger_multi.grouping import grouped
 from liger_multi.testing import samples
 from liger_multi.testing.verify import cases, quarantine, run as verdicts

@@ -68,7 +68,7 @@ def _experts(module: Any) -> bool:
     return True
 
 
-def _settled(module: nn.Module, probe: Any) -> Any:
+def _cached_verdict(module: nn.Module, probe: Any) -> Any:
     """What a probe says of an instance; a compiler that comes first sees the original forward."""
     result = getattr(module, _KEY, _ABSENT)
     if result is _ABSENT:
@@ -95,7 +95,7 @@ class _Layer(nn.Module):
 
 def _normed(module: nn.Module, x: Tensor, *gate: Tensor | None) -> Tensor:
     """The operator, or what the class of a norm does by itself."""
-    settings, gate_tensor = _settled(module, _norm), gate[0] if gate else None
+    settings, gate_tensor = _cached_verdict(module, _norm), gate[0] if gate else None
     operands = norms.operands(module, x, gate_tensor, settings) if settings else None
     if operands is None:
         return type(module).forward(module, x, *gate)  # type: ignore[no-any-return]
@@ -120,7 +120,7 @@ class GatedMLP(_Layer):
     """Gated MLPs; transformers marks none, ``kernels.replace_kernel_forward_from_hub`` does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        settings = _settled(self, _mlp)
+        settings = _cached_verdict(self, _mlp)
         if settings is None or not mlp.serves(self, settings):
             return type(self).forward(self, x)
         return mlp.apply_mlp(self, x, settings)
@@ -132,7 +132,7 @@ class RotaryPosEmb(_Layer):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        rotate = _settled(self, _rotary)
+        rotate = _cached_verdict(self, _rotary)
         if rotate is None:
             rotated: Any = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
         else:
@@ -144,7 +144,7 @@ class MoeMLP(_Layer):
     """Router and experts: the experts are those of the operator from the first call on."""
 
     def forward(self, hidden_states: Tensor) -> Any:
-        _settled(self, _experts)
+        _cached_verdict(self, _experts)
         return type(self).forward(self, hidden_states)
 
 
@@ -196,7 +196,7 @@ def _layer_of(name: str) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The operator, or what the function does by itself."""
-        function = _settled(self, functools.partial(_mixing, name))
+        function = _cached_verdict(self, functools.partial(_mixing, name))
         return (function or functools.partial(type(self).forward, self))(*args, **kwargs)
 
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
@@ -323,10 +323,10 @@ def settle(model: nn.Module) -> None:
     for module in model.modules():
         layer = LAYERS.get(getattr(module, "kernel_layer_name", ""))
         if layer in probes:
-            _settled(module, probes[layer])
+            _cached_verdict(module, probes[layer])
         for function in vars(module).get("_kernel_funcs", {}).values():
             name = getattr(function, "kernel_layer_name", "")
             if name in MIXING:
-                _settled(function, functools.partial(_mixing, name))
+                _cached_verdict(function, functools.partial(_mixing, name))
             elif LAYERS.get(name) is RotaryPosEmb:
-                _settled(function, _rotary)
+                _cached_verdict(function, _rotary)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_multi.cli import checking
-from liger_multi.errors import LigerMultiError, need
+from liger_multi.errors import LigerMultiError, require_packages
+from liger_multi.files.page import Page
 from liger_multi.memory import Profile, compare, profile
 from liger_multi.memory.breakdown import Comparison
 from liger_multi.memory.measure import format_bytes
-from liger_multi.page import Page
 
 if TYPE_CHECKING:
     from liger_multi.demo.display import Display
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 when the curves are equal and memory dropped, else 1."""
-    need("demo", NEEDED, "transformers,cli")
+    require_packages("demo", NEEDED, "transformers,cli")
     # Random weights and local text: nothing may reach for the network, whatever is set outside.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     from liger_multi.demo.display import Display
@@ -236,7 +236,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Profile a step unpatched and patched; 0 when the patched one has the lower peak, else 1."""
-    need("memory-demo", MEMORY_NEEDED, "transformers,cli")
+    require_packages("memory-demo", MEMORY_NEEDED, "transformers,cli")
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     device = checking.device("memory-demo", arguments.device)
     checking.folder("--output", arguments.output, MEMORY_FILES, arguments.overwrite)

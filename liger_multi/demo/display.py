@@ -22,8 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from liger_multi.files.pictures import ALARM, GRID, INK, OURS, PAPER, SOFT, STOCK, figure
 from liger_multi.memory.measure import format_bytes
-from liger_multi.pictures import ALARM, GRID, INK, OURS, PAPER, SOFT, STOCK, figure
 
 if TYPE_CHECKING:
     from liger_multi.demo.training import Corpus, DemoConfig, Run

@@ -52,9 +52,9 @@ import torch
 
 from liger_multi._torch_private import is_stashed, stash_in_thread, stashed
 from liger_multi.dispatch import registry
-from liger_multi.documents import read_yaml
 from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import ConfigurationError, check_name, shown, unknown
+from liger_multi.files.documents import read_yaml
 
 # --- the form of a configuration ---
 
@@ -512,7 +512,7 @@ class _OfThread(threading.local):
 _of_process, _of_thread = _OfProcess(), _OfThread()
 
 
-def stated() -> str | None:
+def deterministic_setting() -> str | None:
     """``deterministic`` of the innermost layer that sets it, from attributes compilers guard on.
 
     Compilers cannot look into context variables. A graph that read these is compiled again where

@@ -19,8 +19,8 @@ import torch
 
 from liger_multi.dispatch import registry
 from liger_multi.dispatch.backend import DeviceInfo
-from liger_multi.documents import yaml_of
 from liger_multi.errors import ConfigurationError, check_name
+from liger_multi.files.documents import yaml_of
 
 __all__ = ["DeviceInfo", "device_info", "launch_config", "simulate", "table"]
 

@@ -21,7 +21,7 @@ from torch.library import infer_schema
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch import bitwise, launch
-from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, stated
+from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, deterministic_setting
 from liger_multi.dispatch.registry import REFERENCE, backends, chain, module, serving, unavailable
 from liger_multi.errors import BackendUnavailableError, ContractError, unknown
 
@@ -255,7 +255,7 @@ def mode_in_force() -> str:
     if not torch.compiler.is_compiling():
         return mode_of(current())
     _read_configuration()
-    mode = stated()
+    mode = deterministic_setting()
     if mode is not None:
         return mode
     return "deterministic" if torch.are_deterministic_algorithms_enabled() else ""

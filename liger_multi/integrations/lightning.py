@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from liger_multi.patching import PatchReport
-from liger_multi.patching.apply import HeldPatch
+from liger_multi.patching.apply import TrainerPatch
 from liger_multi.patching.options import OpChoice
 
 try:
@@ -31,7 +31,7 @@ class LightningCallback(Callback):
     ) -> None:
         super().__init__()
         self.unpatch_at_end = unpatch_at_end
-        self._held = HeldPatch(strict, ops)
+        self._held = TrainerPatch(strict, ops)
 
     @property
     def report(self) -> PatchReport | None:

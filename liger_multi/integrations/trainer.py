@@ -19,7 +19,7 @@ from liger_multi import trees
 from liger_multi.distributed import TAKES_ROWS, shard_sequence, unshard_sequence
 from liger_multi.errors import PatchError
 from liger_multi.patching import PatchReport, patch, real_logits, register_attention, shards
-from liger_multi.patching.apply import HeldPatch
+from liger_multi.patching.apply import TrainerPatch
 from liger_multi.patching.attention.interface import NAME
 from liger_multi.patching.options import OpChoice
 
@@ -405,7 +405,7 @@ class TrainerCallback(transformers.TrainerCallback):
         **ops: OpChoice,
     ) -> None:
         self.unpatch_at_end, self.shared_prefixes = unpatch_at_end, shared_prefixes
-        self._held = HeldPatch(strict, ops)
+        self._held = TrainerPatch(strict, ops)
 
     @property
     def report(self) -> PatchReport | None:

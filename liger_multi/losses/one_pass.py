@@ -101,11 +101,14 @@ def token_sum(
     requested = tuple(dict.fromkeys((*outputs, "log_prob", "lse"))) if "ids" in columns else outputs
     output = tokens(typed_source, target, requested, ignore_index=ignore_index, name=name)
     if "ids" in columns:
-        columns = {**columns, "picked": _picked(name, typed_source, target, output, columns["ids"])}
+        columns = {
+            **columns,
+            "picked": _log_probs_of_classes(name, typed_source, target, output, columns["ids"]),
+        }
     return _masked(formula(output, columns), target, ignore_index).sum(), detached(output)
 
 
-def _picked(
+def _log_probs_of_classes(
     name: str, source: Any, target: Tensor, log_prob_output: LogProbOutput, ids: Tensor
 ) -> Tensor:
     """Log-probabilities of a few classes.

@@ -30,12 +30,12 @@ from liger_multi.losses.shared import (
     Options,
     counting_mask,
     divisor,
-    either,
     lengths,
     masked_mean,
     of_tokens,
     positive,
     reciprocal,
+    select_number,
 )
 from liger_multi.losses.sources import IGNORED, Source, detached, tokens
 from liger_multi.ops import LogProbOutput
@@ -59,7 +59,7 @@ def cispo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
 def sapo(ratio: Tensor, log_prob: Tensor, c: Columns, o: Any) -> Tensor:
     """A soft gate in the place of the clip."""
     a = c["advantage"]
-    t = either(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+    t = select_number(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return -torch.sigmoid(t * (ratio - 1)) * (4 / t) * a
 
 
@@ -477,8 +477,8 @@ def _vespo_weight(log_prob: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) 
         log_w = log_w + torch.where(mask, c["ratios"].log().clamp(lowest, highest), 0).sum(-1)
     log_w = log_w.clamp(lowest, highest).unsqueeze(1)
     is_positive = c["advantage"] >= 0
-    k = either(is_positive, o.vespo_k_pos, o.vespo_k_neg)
-    rate = either(is_positive, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    k = select_number(is_positive, o.vespo_k_pos, o.vespo_k_neg)
+    rate = select_number(is_positive, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 

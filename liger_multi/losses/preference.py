@@ -23,9 +23,9 @@ from liger_multi.losses.shared import (
     SHARE,
     Options,
     counting_mask,
-    either,
     lengths,
     masked_mean,
+    select_number,
 )
 from liger_multi.losses.sources import IGNORED, Source, log_square_sum, tokens
 from liger_multi.ops import LogProbOutput
@@ -781,8 +781,8 @@ def kto_loss(
     sums = statistics.log_prob.sum(-1)
     ratio = sums - reference_of_answers
     zero = torch.as_tensor(0.0 if kl is None else kl, dtype=sums.dtype, device=sums.device).detach()
-    sign = either(is_desirable, 1.0, -1.0)
-    weight = either(is_desirable, o.desirable_weight, o.undesirable_weight)
+    sign = select_number(is_desirable, 1.0, -1.0)
+    weight = select_number(is_desirable, o.desirable_weight, o.undesirable_weight)
     loss = (weight * torch.sigmoid(-o.beta * sign * (ratio - zero))).mean()
     with torch.no_grad():
         up, count = o.beta * ratio.detach(), is_desirable.sum()

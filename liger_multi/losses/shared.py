@@ -138,7 +138,7 @@ def reciprocal(count: Tensor) -> Tensor:
     return count.to(torch.float32).reciprocal()
 
 
-def either(condition: Tensor, yes: float, no: float) -> Tensor:
+def select_number(condition: Tensor, yes: float, no: float) -> Tensor:
     """One of two numbers, in fp32 as well."""
     numbers = torch.full(condition.shape, no, dtype=torch.float32, device=condition.device)
     return numbers.masked_fill(condition, yes)

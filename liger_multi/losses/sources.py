@@ -35,17 +35,17 @@ from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_types, counting_mask, field_types
+from liger_multi.modules.parameters import Job, dtype_of, stored
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, as_output, op, prepared
-from liger_multi.parameters import Job, dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
 
 Loss = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 
-def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
+def call_head(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     """``loss(hidden, weight, bias)`` in a call of ``head``.
 
     Raises:
@@ -56,7 +56,7 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
         disabled = getattr(head, "_disable_adapters", False)
         active = [n for n in getattr(head, "active_adapters", ()) if n in copies]
         chosen = head.original_module if disabled or not active else copies[active[0]]
-        return through(chosen, hidden, loss)  # type: ignore[arg-type]
+        return call_head(chosen, hidden, loss)  # type: ignore[arg-type]
     if hasattr(head, "base_layer"):
         return _adapted(head, hidden, loss)
     reason = _refusal(head)
@@ -114,7 +114,7 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
             f"the adapter {module_class} is disabled but merged into the weight; unmerge it"
         )
     if getattr(head, "disable_adapters", False) or getattr(head, "merged", False):
-        return _called_in_forward(head, hidden, lambda h: through(head.base_layer, h, loss))
+        return _called_in_forward(head, hidden, lambda h: call_head(head.base_layer, h, loss))
     names = [n for n in head.active_adapters if n in getattr(head, "lora_A", {})]
     variants = getattr(head, "lora_variant", {})
     strange = [n for n in names if n in variants] or not isinstance(
@@ -142,7 +142,7 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
             joined_weight = torch.cat((weight, *[up.to(weight.dtype) for _, up in parts]), 1)
             return loss(wide, joined_weight, bias)
 
-        return through(head.base_layer, h, with_adapter if parts else loss)
+        return call_head(head.base_layer, h, with_adapter if parts else loss)
 
     return _called_in_forward(head, hidden, body)
 
@@ -381,7 +381,7 @@ class Head:
         if isinstance(self.weight, nn.Module):
             if self.bias is not None:
                 raise ValueError("Head: a module brings its own bias, got a bias beside it")
-            return through(self.weight, self.hidden, function)
+            return call_head(self.weight, self.hidden, function)
         return function(self.hidden, self.weight, self.bias)
 
 

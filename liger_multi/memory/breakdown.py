@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from liger_multi._torch_private import memory_history
-from liger_multi.documents import read_json
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.files.documents import read_json
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import INK, PARTS, figure
 from liger_multi.grouping import grouped
 from liger_multi.memory.measure import format_bytes, resolve_device
 from liger_multi.memory.recorder import (
@@ -28,8 +30,6 @@ from liger_multi.memory.recorder import (
     Block,
     Recorder,
 )
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import INK, PARTS, figure
 
 # --- data ---
 
@@ -480,7 +480,7 @@ OLDER, HIDDEN = "older than the step", "inside a kernel"
 
 
 @dataclass
-class Joined:
+class JoinedRecord:
     """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` takes them."""
 
     blocks: list[Block] = field(default_factory=list)
@@ -495,7 +495,7 @@ def join(
     phases: Sequence[tuple[float, str]],
     allocated: int,
     reserved: int,
-) -> Joined:
+) -> JoinedRecord:
     """Allocator events with the modules and operators of a recorder.
 
     Args:
@@ -505,7 +505,7 @@ def join(
         allocated: Bytes allocated when the history began.
         reserved: Bytes reserved then.
     """
-    record = Joined()
+    record = JoinedRecord()
     owners = _owners(entries, [b for b in recorded if b.phase])
     at_start: dict[int, int] = {}
     for block in recorded:
@@ -550,7 +550,7 @@ def join(
     return record
 
 
-def _open(record: Joined, block: Block, size: int) -> int:
+def _open(record: JoinedRecord, block: Block, size: int) -> int:
     record.blocks.append(block)
     record.events.append((len(record.blocks) - 1, size))
     return len(record.blocks) - 1

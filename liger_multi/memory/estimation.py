@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from liger_multi.errors import need, shown
+from liger_multi.errors import require_packages, shown
+from liger_multi.files.page import Page, Paged
 from liger_multi.memory.breakdown import Profile, percent, summarize
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.offload import compress_activations, offload_activations
@@ -40,7 +41,6 @@ from liger_multi.memory.setup import (
 from liger_multi.memory.simulation import Simulation, on_meta
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops.dequantize import FORMATS
-from liger_multi.page import Page, Paged
 from liger_multi.patcher import patcher, sharder
 
 if TYPE_CHECKING:
@@ -448,7 +448,7 @@ def adapted_in_four_bits(config: Any, format: str, rank: int = RANK) -> Any:
     """
     if format not in FORMATS:
         raise ValueError(f"weights must be one of {', '.join(FORMATS)}, got {format!r}")
-    need("adapters on weights in 4 bits", ["peft"], "peft")
+    require_packages("adapters on weights in 4 bits", ["peft"], "peft")
     import peft
 
     model = meta_model(config, torch.bfloat16, "sdpa", 0)

@@ -52,7 +52,7 @@ class Storages:
         if previous is None:
             if tensor.device.type != self._device_type:
                 return None
-            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+            self._references[key] = weakref.ref(storage, lambda _: self._on_free(key))
         self.sizes[key] = size
         return key, previous, size
 
@@ -60,7 +60,7 @@ class Storages:
         """Stop watching: the storages outlive the region."""
         self._references.clear()
 
-    def _gone(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         self._references.pop(key, None)
         size = self.sizes.pop(key, None)
         if size is not None:
@@ -272,7 +272,7 @@ class _Watch(StorageMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._width = width
-        self._storages = Storages(device.type, self._gone)
+        self._storages = Storages(device.type, self._on_free)
         self._born: set[int] = set()
         self._start = self._live = self._peak = 0
         self._widest: tuple[int, torch.Size, torch.dtype] | None = None
@@ -310,6 +310,6 @@ class _Watch(StorageMode):
             if self._widest is None or extent > self._widest[0]:
                 self._widest = (extent, tensor.shape, tensor.dtype)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _on_free(self, key: int, size: int) -> None:
         self._live -= size
         self._born.discard(key)

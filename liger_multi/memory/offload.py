@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_multi._torch_private import detached
-from liger_multi.around import Around, is_compiled
 from liger_multi.errors import check_name
 from liger_multi.memory.recompute import decoder_layers, store
+from liger_multi.modules.forward_wrapper import ForwardWrapper, is_compiled
 
 # --- activations in a byte: codes with a scale per row ---
 
@@ -300,7 +300,7 @@ class _Step:
 
     def pack(self, tensor: Tensor, compress: bool = False) -> Any:
         """Park a tensor, unless it is small, a parameter, elsewhere, or has gaps."""
-        if not self._goes(tensor):
+        if not self._is_offloaded(tensor):
             self.kept += tensor.nbytes
             return _Stayed(tensor)
         mark = self._mark(tensor)
@@ -316,7 +316,7 @@ class _Step:
             self.known[key] = weakref.ref(parked)
         return _View(parked, tensor)
 
-    def _goes(self, tensor: Tensor) -> bool:
+    def _is_offloaded(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout == torch.strided
         weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         if not plain or weight or tensor.nbytes < self.min_bytes:
@@ -363,7 +363,7 @@ class _Step:
         _check(parked, packed.size)
         self._fetch(parked)
         if self.copies.asynchronous:
-            self._ahead(parked.number)
+            self._prefetch(parked.number)
         tensors = parked.source
         if tensors is None and parked.flat is None:
             self.copies.wait(parked)
@@ -376,7 +376,7 @@ class _Step:
         if parked.source is None and parked.fetched is None and parked.flat is None:
             parked.fetched = self.copies.back(parked)
 
-    def _ahead(self, index: int) -> None:
+    def _prefetch(self, index: int) -> None:
         """Fetch as many as may be in flight: the rest of the layer, then the layers before it."""
         while self.parked and self.parked[-1]() is None:
             self.parked.pop()
@@ -422,7 +422,7 @@ class Offload:
         self._stays, self._timed = options.get("stays", False), options.get("timed", False)
         self._steps: list[_Step] = []  # of calls that run
         self._streams: _Streams | None = None
-        self._handles: list[Any] = [Around(stack, self._run)]
+        self._handles: list[Any] = [ForwardWrapper(stack, self._run)]
         if self._compress:
             hook = self._pass_on
             self._handles += [layer.register_forward_hook(hook) for _, layer in layers[:-1]]

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 
 from liger_multi import checks
 from liger_multi._torch_private import TorchDispatchMode, detached, tree_map, tree_map_only
-from liger_multi.arguments import parameters_of, without_caches
 from liger_multi.errors import check_name
+from liger_multi.modules.arguments import parameters_of, without_caches
 
 # --- policies ---
 
@@ -132,7 +132,7 @@ def _name(func: Any) -> str:
 
 
 @functools.cache
-def _kept(policy: Policy, func: Any, width: tuple[int, int] | None) -> bool:
+def _keeps_result(policy: Policy, func: Any, width: tuple[int, int] | None) -> bool:
     return policy.keep(_name(func), width)
 
 
@@ -175,10 +175,12 @@ def _width(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
     return (factors[-2].shape[-1], factors[-1].shape[out]) if len(factors) > 1 else None
 
 
-def keeps(policy: Policy, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def keeps_result(
+    policy: Policy, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
     """Whether the result of this call of an operator is kept."""
     width = _width(func, args) if not policy.widening and _is_product(func) else None
-    return _kept(policy, func, width) and not _draws(func, args, kwargs)
+    return _keeps_result(policy, func, width) and not _draws(func, args, kwargs)
 
 
 # Their backward reads nothing: what comes before them at the end of a layer is not needed.
@@ -217,7 +219,7 @@ class Counted:
 
     def keeps(self, again: bool, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether the result of an operator is kept, or was kept if the layer runs again."""
-        if not keeps(self._policy, func, args, kwargs):
+        if not keeps_result(self._policy, func, args, kwargs):
             if not again and not _unread(func):
                 self.last = None
             return False
@@ -236,7 +238,7 @@ def traced(policy: Policy) -> Callable[..., Any]:
     """
 
     def answer(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if keeps(policy, func, args, kwargs):
+        if keeps_result(policy, func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -112,7 +112,7 @@ class Recorder(StorageMode):
         self.moments: list[int] = []
         self.live = 0
         self._addresses = device_type not in ("cpu", "meta")
-        self.storages = Storages(device_type, self._gone)
+        self.storages = Storages(device_type, self._on_free)
         self._model, self._optimizer, self._vocabulary = model, optimizer, vocabulary
         self._index: dict[int, int] = {}
         self._modules = list(model.named_modules()) if model is not None else []
@@ -164,7 +164,7 @@ class Recorder(StorageMode):
 
         def enter() -> Any:
             with self:
-                return self.ours(primitive, args)
+                return self.run_operator(primitive, args)
 
         return self.named(f"{primitive.op.name}.{primitive.direction}", enter)
 
@@ -172,7 +172,7 @@ class Recorder(StorageMode):
         """Run one operator of PyTorch."""
         return func(*args, **kwargs)
 
-    def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
+    def run_operator(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """Run one of our operators."""
         return primitive.call(*args)
 
@@ -208,7 +208,7 @@ class Recorder(StorageMode):
         self.events.append((self._index[key], size))
         self.live += size
 
-    def _gone(self, key: int, size: int) -> None:
+    def _on_free(self, key: int, size: int) -> None:
         index = self._index.pop(key, None)
         if index is not None:
             self.blocks[index].died = self._phase()

@@ -505,7 +505,7 @@ _LEAST: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.bincount.default: _co
 """Operators whose data decide a size: the least one. Routers count the tokens of experts so."""
 
 
-def answered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` of meta tensors; many of their kernels are slow Python.
 
     The results of a call are made again where the same was called with the same shapes, unless a
@@ -687,13 +687,13 @@ class Simulation(Recorder):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of PyTorch, or repeat its earlier result."""
-        return answered(func, args, kwargs)
+        return run_on_meta(func, args, kwargs)
 
     def _valid(self, count: int) -> int:
         """Number of valid targets: the last token of every sequence predicts nothing."""
         return count - count // self._sequence if self._sequence > 1 else count
 
-    def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
+    def run_operator(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """Run the reference where it would run, else its loops around allocating kernels."""
         from liger_multi.reference.common.chunking import assumed_free
         from liger_multi.reference.float8.rows import assumed_gemms

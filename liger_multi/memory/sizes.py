@@ -8,16 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import read_json
 from liger_multi.errors import (
     ConfigurationError,
     first_line,
-    need,
+    require_packages,
     shown,
     shown_path,
     summary,
     unknown,
 )
+from liger_multi.files.documents import read_json
 
 # Of the config.json files of Qwen/Qwen2-0.5B, meta-llama/Llama-3.2-1B, Qwen/Qwen2.5-7B,
 # meta-llama/Meta-Llama-3-8B, Qwen/Qwen2.5-14B and openai/gpt-oss-20b on the Hugging Face hub,
@@ -122,7 +122,7 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
             file that is no configuration of a model in transformers.
         MissingPackageError: Transformers cannot be imported.
     """
-    need("a model's configuration", ["transformers"], "transformers")
+    require_packages("a model's configuration", ["transformers"], "transformers")
     import transformers
 
     if str(model) in SIZES:
@@ -248,8 +248,8 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # of the hub's client, the network, the cache's files
         cached = unknown("model", name, SIZES)
         raise ConfigurationError(
-            f"{cached}; no file or folder has this name, and {_why(error)}. Give the place of a "
-            "config.json, or set HF_HOME to a cache that holds the model"
+            f"{cached}; no file or folder has this name, and {_reason_of(error)}. Give the "
+            "place of a config.json, or set HF_HOME to a cache that holds the model"
         ) from error
 
 
@@ -262,7 +262,7 @@ def _reach(name: str) -> None:
         get_session().head(hf_hub_url(name, "config.json"), timeout=ANSWER)
 
 
-def _why(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     offline = [n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n)]
     if offline:
         return (

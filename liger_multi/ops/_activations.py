@@ -62,7 +62,7 @@ def gate_and_up(name: str, gate: Tensor, up: Tensor) -> None:
         checks.refuse(name, "gate must have at least one axis", gate)
 
 
-def even(name: str, gate_up: Tensor) -> None:
+def check_even_width(name: str, gate_up: Tensor) -> None:
     """Check the input of a packed gated activation."""
     checks.floating(name, gate_up=gate_up)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:

@@ -136,7 +136,7 @@ def run(
     squared = checks.boolean(name, "square_temperature", square_temperature)
     dtype = head.compute_dtype(name, hidden, weight, bias)
     head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
-    _, accumulate = head.lean(chunk, accumulate, hidden, weight, dtype)
+    _, accumulate = head.lean_chunks(chunk, accumulate, hidden, weight, dtype)
     classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
     # a slice of all classes would cost a copy of the gradient
     if classes < weight.shape[0]:

@@ -156,6 +156,8 @@ def coded(y: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, Float8Row
     return y if "y" in outputs else None, rows
 
 
-def either(y: Tensor, quantize: str | None, outputs: tuple[str, ...]) -> Tensor | QuantizedOutput:
+def with_optional_codes(
+    y: Tensor, quantize: str | None, outputs: tuple[str, ...]
+) -> Tensor | QuantizedOutput:
     """A result, or with ``quantize`` also its rows in FP8."""
     return y if quantize is None else QuantizedOutput(*coded(y, outputs))

@@ -84,7 +84,7 @@ def _configured_budget() -> int:
 LEAN_BYTES = 2**27  # of a chunk's logits and gathered hidden states under chunk="lean"
 
 
-def lean(
+def lean_chunks(
     chunk: int | str,
     accumulate: torch.dtype,
     hidden: Tensor,

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi._torch_private import (
+    log_missing,
     make_wrapper_subclass,
-    no_torch_function,
-    say,
     to_copy,
-    tree_map_only,
 )
 from liger_multi.dispatch.config import current
-from liger_multi.dispatch.stored import StoredWeight, assumed_memory
+from liger_multi.dispatch.stored import StoredWeight, assumed_memory, same_strides
 from liger_multi.ops._packing import PACKINGS, as_bytes, part_of, shape_of
 from liger_multi.ops.dequantize import FORMATS, dequantize
 
@@ -99,7 +97,7 @@ class QuantizedWeight(StoredWeight):
         if unknown := more.keys() - set(MORE):
             raise TypeError(f"QuantizedWeight: unknown tensors {sorted(unknown)}, known are {MORE}")
         if make_wrapper_subclass is None:
-            say("make_wrapper_subclass")
+            log_missing("make_wrapper_subclass")
         shape = list(shape_of(codes, packing))
         if transposed:
             shape[-2:] = shape[:-3:-1]
@@ -305,11 +303,13 @@ class QuantizedWeight(StoredWeight):
         del options["more"]
         return cls(inner["codes"], inner["scales"], **options)
 
-    __torch_function__ = no_torch_function
+    def write_error(self, action: object) -> TypeError:
+        """The error of an operation that writes to the weight."""
+        return TypeError(WRITTEN.format(action, self))
 
     def _refuse_write(self, *_: Any) -> Any:
         """Raise here: of an operator's TypeError, ``+=`` would make a sum that nobody keeps."""
-        raise TypeError(WRITTEN.format("an assignment", self))
+        raise self.write_error("an assignment")
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = _refuse_write
 
@@ -321,28 +321,6 @@ class QuantizedWeight(StoredWeight):
     @data.setter
     def data(self, value: Tensor) -> None:
         self._refuse_write(value)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Operations that keep codes, and everything else on numbers.
-
-        Raises:
-            TypeError: The operation writes to the weight.
-        """
-        kwargs = kwargs or {}
-        handler = _KEPT.get(func)
-        if handler is not None and isinstance(args[0], QuantizedWeight):
-            output = handler(*args, **kwargs)
-            if output is not None:
-                return output
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, QuantizedWeight):
-                raise TypeError(WRITTEN.format(func, value))
-        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dequantized, (args, kwargs))
-        return func(*args, **kwargs)
 
 
 @functools.cache
@@ -489,13 +467,6 @@ def _view(weight: QuantizedWeight, size: Any) -> Any:
     return weight.dequantized().reshape(size)
 
 
-def _strided(
-    weight: QuantizedWeight, size: Any, stride: Any, offset: int | None = None
-) -> QuantizedWeight | None:
-    alike = list(size) == list(weight.shape) and list(stride) == list(weight.stride())
-    return _detach(weight) if alike and not offset else None
-
-
 def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> Any:
     """Copy the codes of another weight, or the numbers it already has (DDP's broadcast)."""
     if isinstance(source, QuantizedWeight):
@@ -518,7 +489,7 @@ def _copy(weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -
     return weight if same else None
 
 
-_KEPT: dict[Any, Callable[..., Any]] = {
+QuantizedWeight.handlers = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.clone.default: _clone,
@@ -530,10 +501,9 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.new_zeros.default: _zeros,
     aten.view.default: _view,
-    aten.as_strided.default: _strided,
+    aten.as_strided.default: same_strides,
     aten.copy_.default: _copy,
 }
-"""Operations that have a weight in 4 bits, but where they return None."""
 
 # PyTorch loads checkpoints with classes that it was told of only; distributed ones always
 torch.serialization.add_safe_globals([QuantizedWeight])

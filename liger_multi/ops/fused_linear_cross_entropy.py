@@ -97,7 +97,7 @@ op.backward(
 )
 
 
-@checks.remembered
+@checks.cached_check
 def _options(
     label_smoothing: float,
     z_loss: float,
@@ -289,7 +289,7 @@ def _results(
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
     compute = head.compute_dtype(name, hidden, weight, bias)
-    chunk, accumulate = head.lean(chunk, accumulate, hidden, weight, compute)
+    chunk, accumulate = head.lean_chunks(chunk, accumulate, hidden, weight, compute)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
     if target.ndim != 1:  # a view costs the host a tensor and a node of the graph
         hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)

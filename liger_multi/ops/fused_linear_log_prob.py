@@ -258,7 +258,7 @@ def prepared(
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale)
     compute = head.compute_dtype(name, hidden, weight, bias)
-    chunk, accumulate = head.lean(chunk, accumulate, hidden, weight, compute)
+    chunk, accumulate = head.lean_chunks(chunk, accumulate, hidden, weight, compute)
     return (
         hidden.reshape(target.numel(), hidden.shape[-1]),
         weight,

@@ -15,9 +15,9 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
     quantized_output,
     with_codes,
+    with_optional_codes,
 )
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
@@ -103,7 +103,7 @@ def formula(
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> Tensor | QuantizedOutput:
     """``gelu(gate) * up``."""
-    return either(F.gelu(gate, approximate=approximate) * up, quantize, outputs)
+    return with_optional_codes(F.gelu(gate, approximate=approximate) * up, quantize, outputs)
 
 
 work = elementwise(3, 8)

@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._activations import PACKED_MLPS, even, packed, packed_work
+from liger_multi.ops._activations import PACKED_MLPS, check_even_width, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
 from liger_multi.testing.samples import Sample, Tensor as T
@@ -52,7 +52,7 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``ModernBertMLP``.
     """
-    even("geglu_packed", gate_up)
+    check_even_width("geglu_packed", gate_up)
     checks.one_of("geglu_packed", "approximate", approximate, APPROXIMATIONS)
     result: Tensor = op(gate_up, approximate)
     return result

@@ -13,9 +13,9 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
     quantized_output,
     with_codes,
+    with_optional_codes,
 )
 from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
@@ -125,7 +125,7 @@ def formula(
     centered = wide(x) - wide(x).mean(-1, keepdim=True)
     y = rms_normalized(centered, eps)
     y = y if weight is None else y * weight
-    return either((y if bias is None else y + bias).to(x.dtype), quantize, outputs)
+    return with_optional_codes((y if bias is None else y + bias).to(x.dtype), quantize, outputs)
 
 
 work = elementwise(2, 5)

@@ -13,9 +13,9 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
     quantized_output,
     with_codes,
+    with_optional_codes,
 )
 from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
@@ -135,7 +135,7 @@ def formula(
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> Tensor | QuantizedOutput:
     """``x / sqrt(mean(x^2) + eps) * (weight + offset)``."""
-    return either(weighted_rms_norm(x, weight, eps, offset), quantize, outputs)
+    return with_optional_codes(weighted_rms_norm(x, weight, eps, offset), quantize, outputs)
 
 
 # x read, y written; dy and x read, dx written (statistics and weights are one row)

@@ -13,9 +13,9 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
     quantized_output,
     with_codes,
+    with_optional_codes,
 )
 from liger_multi.ops._formulas import scaled_swiglu
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
@@ -111,7 +111,9 @@ def formula(
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> Tensor | QuantizedOutput:
     """``silu(gate_multiplier * gate) * up * down_multiplier``."""
-    return either(scaled_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs)
+    return with_optional_codes(
+        scaled_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs
+    )
 
 
 # gate and up read, y written; dy, gate and up read, two gradients written

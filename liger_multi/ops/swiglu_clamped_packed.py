@@ -7,7 +7,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._activations import even, packed, packed_work
+from liger_multi.ops._activations import check_even_width, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, formula as swiglu_clamped_formula, numbers
 from liger_multi.testing.samples import Sample, Tensor as T
@@ -62,7 +62,7 @@ def swiglu_clamped_packed(
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``GptOssExperts``.
     """
-    even("swiglu_clamped_packed", gate_up)
+    check_even_width("swiglu_clamped_packed", gate_up)
     if not isinstance(interleaved, bool):
         checks.boolean("swiglu_clamped_packed", "interleaved", interleaved)
     clamps = numbers("swiglu_clamped_packed", limit, alpha, up_offset)

@@ -4,7 +4,14 @@ from torch import Tensor
 
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._activations import BOTH, PACKED_MLPS, even, multipliers, packed, packed_work
+from liger_multi.ops._activations import (
+    BOTH,
+    PACKED_MLPS,
+    check_even_width,
+    multipliers,
+    packed,
+    packed_work,
+)
 from liger_multi.ops._formulas import scaled_swiglu
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.testing.samples import Sample
@@ -51,7 +58,7 @@ def swiglu_packed(
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``Phi3MLP``.
     """
-    even("swiglu_packed", gate_up)
+    check_even_width("swiglu_packed", gate_up)
     factors = multipliers("swiglu_packed", gate_multiplier, down_multiplier)
     result: Tensor = op(gate_up, *factors)
     return result

@@ -2,7 +2,7 @@
 
 A patch call reads the facts of a model once, runs the parts of :data:`PARTS` in order, carries out
 the changes that they yield, and returns a report. This module also patches models of a type when
-they are built (:func:`register_type`), and the models of trainers (:class:`HeldPatch`).
+they are built (:func:`register_type`), and the models of trainers (:class:`TrainerPatch`).
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ def find_absent(report: PatchReport, request: Request, model: ModelFacts) -> Non
 logger = logging.getLogger("liger_multi")
 
 
-class HeldPatch:
+class TrainerPatch:
     """The patch of a trainer's model, one at a time.
 
     Args:
@@ -484,4 +484,4 @@ class HeldPatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start over with the options."""
-        HeldPatch.__init__(self, **state)
+        TrainerPatch.__init__(self, **state)

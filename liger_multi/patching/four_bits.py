@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
+from liger_multi.modules.parameters import stored
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._packing import codes_of_outputs, shape_of
 from liger_multi.ops.dequantize import DTYPES
-from liger_multi.parameters import stored
 from liger_multi.patching.evidence.facts import LINEAR_FORWARDS, ModelFacts
 from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
 from liger_multi.patching.options import FourBitOptions, Request, run_bound
@@ -327,13 +327,13 @@ class CompressedLinear(FourBitLinear):
         return weight
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Put the forward aside that compressed-tensors has written into the instance."""
         if "forward" in vars(module):
             module.__dict__[_ASIDE] = module.__dict__.pop("forward")
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Put it back."""
         if _ASIDE in vars(module):
             module.__dict__["forward"] = module.__dict__.pop(_ASIDE)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_multi import ops
 from liger_multi.dispatch.resolve import by_rows, inside_operator
-from liger_multi.parameters import is_computed, stored
+from liger_multi.modules.parameters import is_computed, stored
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import LINEAR_FORWARDS, ModelFacts, home_of
 from liger_multi.patching.evidence.signature import code_holds

@@ -73,7 +73,7 @@ FORWARDS = {
 
 
 active_group: ContextVar[Any] = ContextVar("liger_multi_together", default=None)
-"""The projections (:class:`Together`) of the running module."""
+"""The projections (:class:`SharedCall`) of the running module."""
 
 
 class Adapter(NamedTuple):
@@ -196,7 +196,7 @@ def projections(module: nn.Module) -> list[Any]:
     return []
 
 
-class Together:
+class SharedCall:
     """The projections in one call of their module, whose outputs are computed at once."""
 
     def __init__(self, layers: Sequence[Any], x: Tensor) -> None:
@@ -245,7 +245,7 @@ def in_one(
         group.outputs = group.x = None  # a traceback may keep this frame alive
 
 
-def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Together | None:
+def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall | None:
     layers = [] if globally_hooked() else projections(module)
     if not layers:
         return None
@@ -254,7 +254,7 @@ def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     # a second input of that shape may be the source of keys and values
     if not inputs or any(t is not inputs[0] and t.ndim == inputs[0].ndim for t in inputs):
         return None
-    return Together(layers, inputs[0])
+    return SharedCall(layers, inputs[0])
 
 
 def _may_be_input(x: Any, width: int) -> bool:

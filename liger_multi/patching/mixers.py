@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from liger_multi import ops
 from liger_multi._torch_private import constant_in_graphs
-from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.errors import PackingError
-from liger_multi.parameters import has
+from liger_multi.modules.arguments import cache_parameter, has_cache, parameters_of
+from liger_multi.modules.parameters import has
 from liger_multi.patching import shards
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.facts import ModelFacts

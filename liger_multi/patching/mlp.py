@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from liger_multi import ops
 from liger_multi.checks import autocast_dtype
+from liger_multi.modules.parameters import dtype_of, has, stored
 from liger_multi.ops.linear import linear_of_mode
-from liger_multi.parameters import dtype_of, has, stored
 from liger_multi.patching import registered
 from liger_multi.patching.evidence.facts import ModelFacts, has_features
 from liger_multi.patching.evidence.probe import (
@@ -165,7 +165,7 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
         else:
             inner = operator(*operands, **options)
     inner = _dropped(module, inner, settings.inner)
-    inner = _for(down, inner) if settings.casts else inner
+    inner = _in_layer_dtype(down, inner) if settings.casts else inner
     return _dropped(module, cast(Tensor, down(inner)), settings.outer)
 
 
@@ -273,7 +273,7 @@ def _silent(module: Any, name: str | None) -> bool:
     return rests and not is_watched(drop)
 
 
-def _for(down: Any, x: Tensor) -> Tensor:
+def _in_layer_dtype(down: Any, x: Tensor) -> Tensor:
     """``x`` in the dtype of a layer, which T5 keeps in fp32."""
     weight, dtype = stored(down), dtype_of(down)
     if weight is not None and type(weight) not in PLAIN:

@@ -405,7 +405,7 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
             )
             try:
                 if _agrees(module, settings, row_of_formula):
-                    return _settled(module, settings, row_of_formula)
+                    return _with_signature(module, settings, row_of_formula)
                 ran = True
             except Exception as raised:  # of any forward, which then is another formula
                 error = error or raised
@@ -538,7 +538,9 @@ def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormS
     return apply_norm(replica, x, gate, tensors, settings)
 
 
-def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> NormSettings | str:
+def _with_signature(
+    module: nn.Module, settings: NormSettings, row: tuple[int, ...]
+) -> NormSettings | str:
     """The settings with a signature, or why the formula is not true in all modes."""
     module_class, watch, parameters = unpatched_class(module), Watch(), module._parameters
     with probe_context() as generator:

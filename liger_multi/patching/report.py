@@ -90,14 +90,14 @@ _ORIGINAL: Any = (module_call, Op.__call__)
 _lock, _records = threading.Lock(), list[Executed]()
 
 
-class _Inside(threading.local):
+class _ActiveModules(threading.local):
     """Identities of the modules that run in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.modules: list[int] = []
 
 
-_active = _Inside()
+_active = _ActiveModules()
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -325,19 +325,19 @@ class Watched:
     @property
     def served(self) -> list[Entry]:
         """Modules that called their operator."""
-        return self._that("called it")
+        return self._in_state("called it")
 
     @property
     def stock(self) -> list[Entry]:
         """Modules that ran without calling their operator."""
-        return self._that("ran without")
+        return self._in_state("ran without")
 
     @property
     def idle(self) -> list[Entry]:
         """Modules that did not run, and that no other module computed."""
-        return self._that("did not run")
+        return self._in_state("did not run")
 
-    def _that(self, state: str) -> list[Entry]:
+    def _in_state(self, state: str) -> list[Entry]:
         return [e for e in self.entries if self._state(e) == state]
 
     def _state(self, entry: Entry) -> str:

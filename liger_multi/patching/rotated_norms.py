@@ -21,8 +21,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import cache_parameter, has_cache
-from liger_multi.parameters import has
+from liger_multi.modules.arguments import cache_parameter, has_cache
+from liger_multi.modules.parameters import has
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.probe import (

@@ -176,7 +176,7 @@ def cut_elsewhere() -> str | None:
 # --- all-to-all ---
 
 
-def _sent(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
+def _received_parts(x: Tensor, ranks: Ranks, axis: int) -> Tensor:
     """The parts that all ranks sent to this one, on the first axis; ``x`` has an axis of parts.
 
     Memory:
@@ -211,7 +211,7 @@ def _to_heads(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T / P, H, ...)`` to ``(B, T, H / P, ...)``."""
     batch, share, heads = x.shape[:3]
     x = x.reshape(batch, share, ranks.size, heads // ranks.size, *x.shape[3:])
-    received = _sent(x, ranks, 2)
+    received = _received_parts(x, ranks, 2)
     return received.movedim(0, 1).reshape(batch, ranks.size * share, *x.shape[3:])
 
 
@@ -219,7 +219,7 @@ def _to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T, H / P, ...)`` to ``(B, T / P, H, ...)``."""
     batch, tokens = x.shape[:2]
     x = x.reshape(batch, ranks.size, tokens // ranks.size, *x.shape[2:])
-    received = _sent(x, ranks, 1).movedim(0, 2)
+    received = _received_parts(x, ranks, 1).movedim(0, 2)
     # a reshape may leave strides with which modeling files cannot call view
     return received.reshape(*received.shape[:2], -1, *received.shape[4:]).contiguous()
 
@@ -291,7 +291,7 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        parts = _sent(dy.unflatten(ctx.axis, (ctx.ranks.size, -1)), ctx.ranks, ctx.axis)
+        parts = _received_parts(dy.unflatten(ctx.axis, (ctx.ranks.size, -1)), ctx.ranks, ctx.axis)
         return (
             parts.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype),
             None,

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_multi._torch_private import DYNAMO, constant_in_graphs
-from liger_multi.around import Around
 from liger_multi.errors import PatchError
+from liger_multi.modules.forward_wrapper import ForwardWrapper
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.reached import Place, reads_values
 from liger_multi.patching.evidence.signature import Signature, code_of
@@ -81,16 +81,16 @@ class Patched(nn.Module):
     _liger_multi_inner: ClassVar[type[nn.Module]]
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Called after a module gets this behavior, or other settings of it."""
 
     @staticmethod
-    def left(module: nn.Module) -> None:
-        """Called after a module loses this behavior; undoes ``entered``."""
+    def on_leave(module: nn.Module) -> None:
+        """Called after a module loses this behavior; undoes ``on_enter``."""
 
     @staticmethod
     def fixed(module: nn.Module) -> str | None:
-        """Why ``entered`` cannot be undone now, or None."""
+        """Why ``on_enter`` cannot be undone now, or None."""
         return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -239,12 +239,12 @@ def apply(module: nn.Module, swap: Swap) -> str:
     _drop_own_forward(module)
     _note_code(patched_class(swap), swap)  # as just probed
     if previous == swap:
-        swap.behavior.entered(module, swap.settings)  # weights may have been replaced
+        swap.behavior.on_enter(module, swap.settings)  # weights may have been replaced
         return "already patched"
     module.__class__ = patched_class(swap)
     if previous and previous.behavior is not swap.behavior:
-        previous.behavior.left(module)
-    swap.behavior.entered(module, swap.settings)
+        previous.behavior.on_leave(module)
+    swap.behavior.on_enter(module, swap.settings)
     return "options changed" if previous else "patched"
 
 
@@ -254,7 +254,7 @@ def restore(module: nn.Module) -> Swap | None:
     if swap:
         _drop_own_forward(module)
         module.__class__ = swap.stock
-        swap.behavior.left(module)
+        swap.behavior.on_leave(module)
     return swap
 
 
@@ -347,7 +347,7 @@ def conflict_of(module: nn.Module) -> str | None:
     """Why a module is not patched: other code has replaced its forward or its class; else None."""
     module_class = stock_class(module)
     own_forward = vars(module).get("forward")
-    while isinstance(own_forward, Around):  # it calls the forward of the class
+    while isinstance(own_forward, ForwardWrapper):  # it calls the forward of the class
         own_forward = own_forward.before
     if own_forward is not None and not has_own_forward(module):
         return f"{library_of(own_forward) or 'somebody else'} replaced its forward"

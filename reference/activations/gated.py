@@ -15,7 +15,7 @@ from liger_multi.reference.common.chunking import (
     row_blocks,
     statistics_dtype,
 )
-from liger_multi.reference.common.clamp import above
+from liger_multi.reference.common.clamp import blocks_gradient
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # keys are values of the argument ``approximate``
 APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
@@ -166,9 +166,9 @@ def _clamped_gradients(
     g, d = gate.to(acc_dtype).clamp(max=limit), dy.to(acc_dtype)
     p = torch.sigmoid(g * alpha)
     u = up.to(acc_dtype).clamp(-limit, limit) + offset
-    dgate = torch.where(above(gate, limit), none, d * u * (p + alpha * g * p * (1 - p)))
+    dgate = torch.where(blocks_gradient(gate, limit), none, d * u * (p + alpha * g * p * (1 - p)))
     act = _clamped_activation(gate.clamp(max=limit), alpha)
-    dup = torch.where(above(up, limit) | above(-up, limit), none, d * act)
+    dup = torch.where(blocks_gradient(up, limit) | blocks_gradient(-up, limit), none, d * act)
     return dgate.to(gate.dtype), dup.to(up.dtype)
 
 

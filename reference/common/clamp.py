@@ -10,6 +10,6 @@ from torch import Tensor
 PASSES_AT_BOUND: bool = torch.__version__ < "2.14"
 
 
-def above(x: Tensor, bound: float) -> Tensor:
+def blocks_gradient(x: Tensor, bound: float) -> Tensor:
     """Where a clamp to at most ``bound`` passes no gradient; a NaN passes it."""
     return x > bound if PASSES_AT_BOUND else x >= bound

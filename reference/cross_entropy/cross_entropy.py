@@ -13,7 +13,7 @@ from liger_multi.reference.cross_entropy import reduction as reduction_of, rows 
 from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats
 
 
-class GivenRows(Protocol):
+class CallerRows(Protocol):
     """Row kernels of a backend for logits that the caller owns."""
 
     def statistics(
@@ -34,7 +34,7 @@ class GivenRows(Protocol):
         """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
 
 
-def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def implement_cross_entropy(kernels: CallerRows) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
     def forward(
@@ -85,7 +85,7 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
     return forward, backward
 
 
-def overwriting(kernels: GivenRows) -> Callable[..., Any]:
+def overwriting(kernels: CallerRows) -> Callable[..., Any]:
     """Forward of the contract in place; :func:`scale_` is its backward."""
 
     def forward(

@@ -64,7 +64,7 @@ visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
 AHEAD = 8  # the first chunk is at most this part of the rows, or it waits for their number
 
 
-class Places:
+class ValidRows:
     """Places of the rows that are kept, whose number the host reads while the device goes on.
 
     A device that ran ``nonzero``, which waits for its own result, would then wait for the host.
@@ -179,7 +179,7 @@ class Chunks:
             many_chunks = has_static_nonzero(is_valid.device.type) and not self.whole
             fits = many_chunks and AHEAD * self._step_of(count) <= count
             self.ahead = fits and self.float8 is None  # its scale depends on the rows of the chunk
-            self.places = Places(is_valid, self.ahead)
+            self.places = ValidRows(is_valid, self.ahead)
 
     @functools.cached_property
     def index(self) -> Tensor | None:

@@ -20,7 +20,7 @@ def where_true(x: Tensor, mask: Tensor | None) -> Tensor:
 ON_HOST = ("cpu", "meta")  # the meta device stands for a CPU here
 
 
-def sound(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     """Whether all is finite; False on a device, where the answer would need a wait."""
     device_type = x.device.type
     return device_type == "meta" or (device_type == "cpu" and bool(x.sum().isfinite()))
@@ -36,7 +36,7 @@ def spread(pairs: Tensor, rows: Tensor, visible: Tensor) -> Tensor:
         rows: ``(..., j, columns)``.
         visible: Bool, as pairs.
     """
-    if sound(rows):
+    if is_finite(rows):
         return pairs @ rows
     nonfinite = ~rows.isfinite()
     product = pairs @ rows.masked_fill(nonfinite, 0)
@@ -68,7 +68,7 @@ def _finite_part(x: Tensor, bad_rows: Tensor) -> tuple[Tensor, Tensor]:
     return x.masked_fill(nonfinite, 0), bad_rows | nonfinite.any(-1)
 
 
-def _reached(inverse: Tensor, bad_rows: Tensor, visible: Tensor) -> Tensor:
+def _with_nan_rows(inverse: Tensor, bad_rows: Tensor, visible: Tensor) -> Tensor:
     """An inverse with NaN in the rows that see a wrong one."""
     hit = (visible.to(inverse.dtype) @ bad_rows.to(inverse.dtype).unsqueeze(-1)) > 0
     return inverse.masked_fill(hit & visible, math.nan)
@@ -93,7 +93,7 @@ def _doubled(lower: Tensor) -> tuple[Tensor, Tensor]:
 
 def doubled(lower: Tensor, visible: Tensor) -> Tensor:
     """``(I + lower)^-1`` by matmuls alone, of what is 0 on and above the diagonal."""
-    return _reached(*_doubled(lower), visible)
+    return _with_nan_rows(*_doubled(lower), visible)
 
 
 def solved(lower: Tensor, visible: Tensor) -> Tensor:
@@ -106,10 +106,10 @@ def solved(lower: Tensor, visible: Tensor) -> Tensor:
         return doubled(lower, visible)
     eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     inverse: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
-    if sound(inverse):
+    if is_finite(inverse):
         return inverse
     _, bad_rows = _doubled(lower)
     inverse = torch.linalg.solve_triangular(
         where_true(lower, ~bad_rows.unsqueeze(-1)), eye, upper=False, unitriangular=True
     )
-    return _reached(inverse, bad_rows, visible)
+    return _with_nan_rows(inverse, bad_rows, visible)

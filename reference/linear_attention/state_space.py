@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.reference.common.clamp import above
+from liger_multi.reference.common.clamp import blocks_gradient
 
 Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -29,7 +29,7 @@ class StepSizes(NamedTuple):
     def gradient(self, dsteps: Tensor, raw: Tensor) -> Tensor:
         """Gradient of ``raw``."""
         steps = self.unclamped(raw)
-        clamped = above(steps, self.high) | above(-steps, -self.low)
+        clamped = blocks_gradient(steps, self.high) | blocks_gradient(-steps, -self.low)
         dsteps = dsteps.masked_fill(clamped, 0)
         return dsteps * torch.sigmoid(raw) if self.softplus else dsteps
 

@@ -76,16 +76,6 @@ def test_pytorch_s_own_switch_is_followed(torch_strict):
     assert mode_in_force() == "rows"
 
 
-def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
-    note = lambda prim, args: (prim.direction, mode_in_force())  # noqa: E731
-    observed = recorded(monkeypatch, liger_multi.dispatch.torch_ops, "resolve", note)
-    x = torch.randn(3, 8, requires_grad=True)
-    with liger_multi.use(deterministic="rows"):
-        y = ops.rms_norm(x, torch.ones(8))
-    y.sum().backward()
-    assert observed == [("forward", "rows"), ("backward", "rows")]
-
-
 # --- what it refuses ---
 
 
@@ -404,6 +394,17 @@ SWIGLU = torch.ops.liger_multi.swiglu.default
 WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
+def _compiled_swiglu():
+    """The graphs of a compiled function that was called, itself and its input."""
+    graphs, backend = _counted()
+    compiled, x = (
+        torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True),
+        torch.randn(4, 16),
+    )
+    compiled(x)
+    return graphs, compiled, x
+
+
 @pytest.mark.parametrize("settings", ["use", "configure", "file"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, settings):
@@ -450,10 +451,7 @@ def _rows_said(how, monkeypatch, tmp_path):
 
 def test_the_setting_of_another_thread_recompiles_nothing():
     """Guards read the setting of the calling thread."""
-    graphs, backend = _counted()
-    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
-    x = torch.randn(4, 16)
-    compiled(x)
+    graphs, compiled, x = _compiled_swiglu()
     with _entered_by_a_thread(liger_multi.use(deterministic="rows")):
         compiled(x)
     assert len(graphs) == 1
@@ -461,15 +459,13 @@ def test_the_setting_of_another_thread_recompiles_nothing():
 
 def test_autograd_threads_take_callers_graph():
     """Autograd recomputes checkpointed layers in threads that Python did not start."""
-    graphs, backend = _counted()
-    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
-    x, done = torch.randn(4, 16), threading.Event()
+    graphs, compiled, x = _compiled_swiglu()
+    done = threading.Event()
 
     def again():
         compiled(x)
         done.set()
 
-    compiled(x)
     with liger_multi.use(deterministic="rows"):
         compiled(x)
         _thread.start_new_thread(again, ())
@@ -482,10 +478,7 @@ def _is_traced(graph):
 
 
 def test_pytorch_s_switch_recompiles(torch_strict):
-    graphs, backend = _counted()
-    compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
-    x = torch.randn(4, 16)
-    compiled(x)
+    graphs, compiled, x = _compiled_swiglu()
     with liger_multi.use(deterministic=False):
         compiled(x)
     torch.use_deterministic_algorithms(False)

@@ -294,16 +294,16 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
 
 
 def test_backward_uses_the_configuration_of_its_forward(monkeypatch):
-    source = lambda: current().choice_in("rms_norm", ("cpu", "")).source  # noqa: E731
+    source = lambda: (current().choice_in("rms_norm", ("cpu", "")).source, resolve.mode_in_force())  # noqa: E731
     # of the class: monkeypatch would leave the bound method on an instance, past all recorders
     observed = recorded(
-        monkeypatch, Primitive, "call", lambda prim, *_: (prim.op.name, prim.direction, source())
+        monkeypatch, Primitive, "call", lambda prim, *_: (prim.op.name, prim.direction, *source())
     )
     x = torch.randn(3, 8, requires_grad=True)
-    with liger_multi.use(rms_norm="reference"):
+    with liger_multi.use(rms_norm="reference", deterministic="rows"):
         y = ops.rms_norm(x)
     y.sum().backward()
-    assert observed == [("rms_norm", way, "use()") for way in ("forward", "backward")]
+    assert observed == [("rms_norm", way, "use()", "rows") for way in ("forward", "backward")]
 
 
 class Nested(torch.autograd.Function):
@@ -369,6 +369,9 @@ def test_inplace_refuses_leaves_and_strides():
 def test_functorch_transform_error():
     with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
         torch.func.grad(lambda x: ops.rms_norm(x).sum())(torch.randn(3, 8))
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
+        torch.autograd.grad(ops.rms_norm(x), x, torch.randn(5, 3, 8), is_grads_batched=True)
     with pytest.raises(errors.TransformError, match="vmap"):
         torch.func.vmap(lambda x: ops.rms_norm(x))(torch.randn(3, 2, 8))
 
@@ -432,21 +435,6 @@ def test_generated_source_in_docstring():
     runs = inspect.getsource(OPS["rms_norm"].run)
     parts = [ast.dump(ast.parse(textwrap.dedent(code))) for code in (shown, runs)]
     assert parts[0] == parts[1]
-
-
-def test_gradient_checkpointing_and_saved_tensor_hooks():
-    results = []
-    for way in ("plain", "reentrant", "not reentrant", "hooks"):
-        torch.manual_seed(0)
-        x, w = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-        with torch.autograd.graph.save_on_cpu() if way == "hooks" else contextlib.nullcontext():
-            run = lambda a, w=w: ops.rms_norm(a, w)  # noqa: E731
-            reentrant = way == "reentrant"
-            y = checkpoint(run, x, use_reentrant=reentrant) if "reentrant" in way else run(x)
-        y.pow(2).sum().backward()
-        results.append((x.grad, w.grad))
-    for other in results[1:]:
-        assert all(map(torch.equal, other, results[0]))
 
 
 @pytest.mark.skipif(
@@ -547,17 +535,6 @@ def test_results_pickle_and_copy():
         torch.randn(4, 8), torch.randint(8, (4,)), outputs=("lse",)
     )
     assert torch.equal(pickle.loads(pickle.dumps(out)).lse, copy.deepcopy(out).lse)
-
-
-def test_resolution_is_cached(monkeypatch):
-    x = torch.randn(3, 8)
-    ops.rms_norm(x)
-    monkeypatch.setattr(resolve, "candidates", lambda *a: pytest.fail("resolved again"))
-    ops.rms_norm(x)
-    assert (
-        resolve.resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
-        == "liger_multi.reference.norms.rms_norm"
-    )
 
 
 # --- DTensors ---

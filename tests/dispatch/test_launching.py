@@ -1,11 +1,8 @@
 """Launches past Triton's argument binder, and the tuner of launch numbers."""
 
 import functools
-import os
 import random
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks import models as bench_models, tune
 from liger_multi.backends.triton.common import launching, specialization
+from tests import harness
 
 ROOT = Path(__file__).parents[2]
 
@@ -286,11 +284,7 @@ def test_interpreted_kernel_launch(monkeypatch):
 
 @pytest.mark.slow
 def test_host_time_of_operators():
-    command = [sys.executable, "-m", "benchmarks.host_time"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    output = {"capture_output": True, "text": True, "timeout": 120}  # interpreted: many minutes
-    done = subprocess.run(command, cwd=ROOT, env=environment, **output)
-    assert done.returncode == 0, done.stderr
+    done = harness.python("-m", "benchmarks.host_time", TRITON_INTERPRET="1")
     lines = done.stdout.splitlines()
     for name in ("bare Function", "rms_norm", "swiglu", "rope", "gated_mlp"):
         assert any(re.match(rf"{name} +forward [ \d.]+ backward [ \d.]+ us", x) for x in lines), (

@@ -79,7 +79,7 @@ def pair_inputs(sizes, seed=0, out=2, size=3):
     return scores.to(DEVICE), weight.to(DEVICE)
 
 
-def compare(scores, weight, options):
+def compare(scores, weight, options, dy=None):
     """Forward and backward with the reference's on the same inputs."""
     y, p = kernels.forward(scores, weight, None, *options)
     right_y, right_p = multi_token_attention.forward(scores, weight, None, *options)
@@ -87,7 +87,8 @@ def compare(scores, weight, options):
     torch.testing.assert_close(y, right_y, rtol=1e-5, atol=1e-5)
     assert not y.triu(1).any()
     assert not p.triu(1).any()
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    if dy is None:
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     inputs = dy.clone()
     actual = kernels.backward(dy, weight, None, p, *options, *NEEDS)
     right = multi_token_attention.backward(dy, weight, None, p, *options, *NEEDS)
@@ -167,12 +168,8 @@ def test_nothing_past_the_diagonal_is_used(tiles):
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_an_upstream_gradient_that_is_one_number(tiles):
-    scores, weight = pair_inputs((1, 2, 18, 18))
-    y, p = kernels.forward(scores, weight, None, *shape())
-    ones = torch.ones((), device=DEVICE).expand(y.shape)
-    actual = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
-    right = multi_token_attention.backward(ones, weight, None, p, *shape(), *NEEDS)
-    torch.testing.assert_close([*actual], [*right], rtol=1e-5, atol=1e-5)
+    sizes = (1, 2, 18, 18)
+    compare(*pair_inputs(sizes), shape(), torch.ones((), device=DEVICE).expand(sizes))
 
 
 @pytest.mark.usefixtures("same_convolutions")
@@ -250,6 +247,17 @@ def test_slots_are_sorted_stably(tokens, per, experts):
     assert torch.equal(pairs.inverse_of(order), inverse)
 
 
+def weight_gradients_are_exact(dy, x, gather, groups):
+    """Of every group, and turned."""
+    sides = RowOperand(dy), RowOperand(x, gather)
+    gradient, turned = (grouped.weight_gradient("test", *sides, groups, t) for t in (False, True))
+    written = x[groups.order.long() // 2] if gather else x
+    for e, (start, stop) in enumerate(itertools.pairwise(groups.offsets.tolist())):
+        right = dy[start:stop].double().T @ written[start:stop].double()
+        assert excess(gradient[e], right, torch.bfloat16) <= 1
+        assert torch.equal(turned[e], gradient[e].T)
+
+
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("gather", [False, True])
 def test_products_of_uneven_groups(library, gather):
@@ -264,16 +272,10 @@ def test_products_of_uneven_groups(library, gather):
     written = x[groups.order.long() // 2] if gather else x
     with grouped.products_by(library):
         output = grouped.product("test", RowOperand(x, gather), weight, groups)
-        sides = (RowOperand(other), RowOperand(x, gather))
-        gradient = grouped.weight_gradient("test", *sides, groups, False)
-        turned = grouped.weight_gradient("test", *sides, groups, True)
+        weight_gradients_are_exact(other, x, gather, groups)
     for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):
-        rows = written[start:stop].double()
-        right = rows @ weight[e].double().T
+        right = written[start:stop].double() @ weight[e].double().T
         assert excess(output[start:stop], right, torch.bfloat16) <= 1
-        right = other[start:stop].double().T @ rows
-        assert excess(gradient[e], right, torch.bfloat16) <= 1
-        assert torch.equal(turned[e], gradient[e].T)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.72, 1.0])
@@ -287,15 +289,8 @@ def test_rows_of_some_groups_are_gathered_for_the_library(sizes, share, monkeypa
         torch.randn(rows, cols, generator=generator).to(DEVICE, torch.bfloat16)
         for rows, cols in ((groups.rows // 2, 24), (groups.rows, 40))
     )
-    written, stops = x[groups.order.long() // 2], groups.offsets.tolist()
     with grouped.products_by(True):
-        sides = (RowOperand(other), RowOperand(x, gather=True))
-        gradient = grouped.weight_gradient("test", *sides, groups, False)
-        turned = grouped.weight_gradient("test", *sides, groups, True)
-    for e, (start, stop) in enumerate(itertools.pairwise(stops)):
-        right = other[start:stop].double().T @ written[start:stop].double()
-        assert excess(gradient[e], right, torch.bfloat16) <= 1
-        assert torch.equal(turned[e], gradient[e].T)
+        weight_gradients_are_exact(other, x, True, groups)
 
 
 @pytest.mark.parametrize("step", ["whole", "pieces"])

@@ -369,20 +369,6 @@ def test_orpo_is_trl(beta):
     assert metrics.chosen_log_prob.item() == pytest.approx(log["logps/chosen"], rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
-@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "orpo"])
-def test_no_chunk_and_no_dtype_moves_cpo(loss_type, chunk, dtype):
-    leaves, _, ids, mask = batch(4, 11, dtype=dtype)
-    wide = [None if x is None else x.detach().float().requires_grad_() for x in leaves]
-    head, target = shifted(leaves, ids, mask, chunk)
-    logits = losses.Logits(shifted(wide, ids, mask)[0].hidden @ wide[1].T)
-    expected, _ = losses.cpo_loss(logits, target, loss_type=loss_type)
-    assert_same_loss(
-        losses.cpo_loss(head, target, loss_type=loss_type)[0], expected, leaves, dtype, wide
-    )
-
-
 def test_orpo_of_answers_that_are_sure_is_finite():
     """log(1 - p) of a certain answer, and its gradient."""
     logits = torch.zeros(2, 1, 4, requires_grad=True)
@@ -476,17 +462,3 @@ def test_kto_is_trl(options, labels):
     ):
         assert key not in log or value.item() == pytest.approx(log[key], rel=1e-5)
         assert key in log or value.isnan() or (key[:6] == "logits" and value == 0)
-
-
-@pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
-def test_no_chunk_and_no_dtype_moves_kto(chunk, dtype):
-    leaves, frozen, ids, mask = batch(4, 11, dtype=dtype, ignored_row=True)
-    wide = [None if x is None else x.detach().float().requires_grad_() for x in leaves]
-    desirable = torch.arange(8) % 3 == 0
-    others = (ids.clone(), mask, *[x[0].detach().float() for x in (leaves, frozen)])
-    floats = [None if x is None else x.float() for x in frozen]
-    expected, log = trl_kto(wide, floats, ids, mask, desirable, others)
-    head, target = shifted(leaves, ids, mask, chunk)
-    ours, _ = losses.kto_loss(head, target, desirable, shifted(frozen, ids, mask)[0], log["kl"])
-    assert_same_loss(ours, expected, leaves, dtype, wide)

@@ -112,3 +112,19 @@ def test_command_lines(precision, tmp_path, capsys):
     assert main(["plan", *options, *args, "--no-cache", "--no-limits", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["candidates"]
     assert {plan["settings"]["precision"] for plan in plans} >= {precision}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "fits"),
+    [
+        ("gpt-oss-20b --weights mxfp4 --rank 8 --sequence 2048", True),
+        ("gpt-oss-20b --weights mxfp4 --rank 16 --sequence 2048", False),
+        ("llama-3-8b --weights nf4 --rank 16 --sequence 16384", True),
+    ],
+)
+def test_a_card_of_16_gib(command, fits, capsys):
+    """What the page says of it."""
+    args = ["estimate", *command.split(), "--checkpointing", "--patched", "--json"]
+    assert main(args) == 0
+    assert (json.loads(capsys.readouterr().out)["peak_bytes"] < 16 * 2**30) == fits

@@ -632,7 +632,7 @@ def test_page_without_offloading():
 
 def test_picture_labels_fit(tmp_path, monkeypatch):
     """Labels of the longest candidates and of the axis lie within the picture."""
-    pictures = pytest.importorskip("liger_multi.pictures")
+    pictures = pytest.importorskip("liger_multi.files.pictures")
     pytest.importorskip("matplotlib")
     labels = []
 

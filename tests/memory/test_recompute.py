@@ -33,7 +33,7 @@ from liger_multi.memory import (
 )
 from liger_multi.memory.choosing import Cost, Stats
 from liger_multi.memory.offload import Offload, _Plain
-from liger_multi.memory.recompute import ATTENTION, keeps, store
+from liger_multi.memory.recompute import ATTENTION, keeps_result, store
 from liger_multi.memory.recorder import SAVED
 from liger_multi.ops import rms_norm
 
@@ -114,11 +114,11 @@ def test_a_call_that_draws_is_not_kept():
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     q = torch.zeros(1, 1, 2, 4)
     policy = POLICIES["keep_attention"]
-    assert keeps(policy, attend, (q, q, q), {})
-    assert keeps(policy, attend, (q, q, q, 0.0), {})
-    assert not keeps(policy, attend, (q, q, q, 0.1), {})
-    assert not keeps(policy, attend, (q, q, q), {"dropout_p": 0.1})
-    assert not keeps(Policy("all", "", ("*",)), torch.ops.aten.bernoulli.default, (q,), {})
+    assert keeps_result(policy, attend, (q, q, q), {})
+    assert keeps_result(policy, attend, (q, q, q, 0.0), {})
+    assert not keeps_result(policy, attend, (q, q, q, 0.1), {})
+    assert not keeps_result(policy, attend, (q, q, q), {"dropout_p": 0.1})
+    assert not keeps_result(Policy("all", "", ("*",)), torch.ops.aten.bernoulli.default, (q,), {})
 
 
 class Block(nn.Module):
@@ -736,7 +736,7 @@ def test_float8_layers_count_as_gemms(policy, widening, narrowing):
     x = torch.empty(4, 32, device="meta")
     for out, is_kept in ((64, widening), (16, narrowing)):
         args = (x, torch.empty(out, 32, device="meta"), None)
-        assert keeps(POLICIES[policy], op, args, {}) == is_kept
+        assert keeps_result(POLICIES[policy], op, args, {}) == is_kept
 
 
 @pytest.mark.parametrize("policy", ["norms_and_mlp", "narrow", "full"])

@@ -83,6 +83,7 @@ KEPT = {
     "causal_conv1d": None,
     "gated_short_conv": None,
     "rope": ("cos", "sin"),
+    "rope_complex": ("freqs",),
     "embedding": ("index",),
 }
 """What backward reads of the first sample's tensors; convolutions are computed again of all."""

@@ -190,11 +190,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_by_name(name):
-    call, error, text = BAD[name]
-    with pytest.raises(error, match=text):
-        call(torch.randn(4, 32), torch.randn(16, 32))
+test_bad_input_is_refused_by_name = harness.refuses(
+    BAD, lambda run: run(torch.randn(4, 32), torch.randn(16, 32))
+)
 
 
 def test_outliers_of_aligned_gate_and_up_weights():
@@ -350,11 +348,9 @@ BAD_MLP = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_MLP)
-def test_bad_input_of_a_gated_mlp_is_refused_by_name(name):
-    call, error, text = BAD_MLP[name]
-    with pytest.raises(error, match=text):
-        call(*mlp_case())
+test_bad_input_of_a_gated_mlp_is_refused_by_name = harness.refuses(
+    BAD_MLP, lambda run: run(*mlp_case())
+)
 
 
 def test_an_mlp_without_rows_has_empty_and_zero_gradients():

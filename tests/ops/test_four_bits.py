@@ -227,6 +227,34 @@ def test_pieces_are_the_weight(make, turned, monkeypatch):
     assert torch.equal(torch.cat([p.dequantized() for p in parts], -2), weight.dequantized())
 
 
+def test_pieces_by_the_configuration():
+    weight = quantized("nvfp4", 96, 256)
+    liger_multi.configure({"chunk_bytes": weight.numel() * weight.itemsize // 3})
+    parts = weight.pieces()
+    assert [p.shape[0] for p in parts] == [32, 32, 32]
+    assert torch.equal(torch.cat([p.dequantized() for p in parts]), weight.dequantized())
+
+
+@pytest.mark.parametrize("zeros", [None, torch.uint8, torch.int8, torch.float32])
+@pytest.mark.parametrize("group", [2, 6, 32, 64, 128, 252])
+def test_groups_of_int4(group, zeros):
+    """Down to two codes, up to a whole row; rows of a table, and the layer."""
+    columns = 252 if 252 % group == 0 else 256
+    codes, scales = random_codes(12, columns // 2), torch.rand(12, columns // group)
+    own = None if zeros is None else torch.randint(16, scales.shape).to(zeros)
+    weight = QuantizedWeight(codes, scales, format="int4", dtype=torch.float32, zeros=own)
+    middle = 8 if own is None else own.float().repeat_interleave(group, 1)
+    integers = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    numbers = (integers.float() - middle) * scales.repeat_interleave(group, 1)
+    assert same_bits(weight.dequantized(), numbers)
+    index = torch.tensor([3, 0, 3])
+    assert same_bits(weight.numbers_at(index), numbers[index])
+    x = torch.randn(3, columns, requires_grad=True)
+    y = ops.linear(x, weight)
+    torch.testing.assert_close(y, x @ numbers.T)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], numbers.sum(0).expand(3, -1))
+
+
 BY_PIECES = [name for name in CALLS if name != "embedding"]
 
 

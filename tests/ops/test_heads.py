@@ -6,6 +6,7 @@ configuration names it.
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,205 +222,14 @@ def test_asked_for_by_a_wrong_word():
 
 # --- a vocabulary of several processes ---
 
-CASES = """
-import sys, torch, torch.distributed as dist
-import torch.nn.functional as F
-from liger_multi.nn.vocab_parallel import (
-    vocab_parallel_cross_entropy, vocab_parallel_fused_linear_cross_entropy,
-    vocab_parallel_fused_linear_log_prob, vocab_range,
-)
-from liger_multi.testing.tolerance import excess
-
-rank, meeting, count = int(sys.argv[1]), sys.argv[2], COUNT
-device = torch.device("cpu") if KIND == "cpu" else torch.device(KIND, rank)
-if KIND != "cpu":
-    torch.get_device_module(device).set_device(device)
-torch.set_default_device(device)
-group = dist.get_default_backend_for_device(device)
-dist.init_process_group(group, init_method=f"file://{meeting}", rank=rank, world_size=count)
-assert dist.get_backend() == {"cpu": "gloo", "cuda": "nccl"}.get(KIND, group)
-torch.manual_seed(0)
-ROWS, H = 7, 6
-
-
-def whole_loss(z, target, smoothing, style, reduction, cap):
-    V = z.shape[1]
-    z = z if cap is None else cap * torch.tanh(z / cap)
-    share = smoothing * V / (V - 1) if style == "megatron" else smoothing
-    return F.cross_entropy(z, target, label_smoothing=share, reduction=reduction)
-
-
-def near(got, right, dtype):
-    assert excess(got.detach(), right.detach(), dtype) <= 1, (got, right)
-
-
-def near_part(got, whole, part, dtype, dim=0):
-    # a part of a gradient rounds as the whole does: what cancels has the size of its largest entry
-    among = whole.detach().clone()
-    among.movedim(dim, 0)[part] = got.detach().to(whole).movedim(dim, 0)
-    near(among, whole, dtype)
-
-
-def same_everywhere(x):
-    every = [torch.empty_like(x) for _ in range(count)]
-    dist.all_gather(every, x.contiguous())
-    assert all(torch.equal(e, x) for e in every)
-
-
-def inputs(V, dtype, scale=1.0):
-    g = torch.Generator(device).manual_seed(V)
-    target = torch.randint(V, (ROWS,), generator=g)
-    target[2] = -100
-    hidden, weight, bias = (
-        torch.randn(s, generator=g, dtype=torch.float64).to(dtype) * scale
-        for s in ((ROWS, H), (V, H), (V,))
-    )
-    return hidden, weight, bias, target, slice(*vocab_range(V))
-
-
-OPTIONS = [
-    (0.0, "torch", "mean", None), (0.2, "torch", "sum", None), (0.2, "megatron", "mean", None),
-    (0.0, "torch", "none", 5.0), (0.1, "megatron", "none", 5.0),
-]
-for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
-    hidden, weight, bias, target, part = inputs(V, dtype)
-    logits = hidden @ weight.T + bias
-    for smoothing, style, reduction, cap in OPTIONS:
-        whole = logits.double().clone().requires_grad_()
-        right = whole_loss(whole, target, smoothing, style, reduction, cap)
-        up = torch.randn(right.shape, dtype=torch.float64)
-        right.backward(up)
-        mine = logits[:, part].clone().requires_grad_()
-        options = {"label_smoothing": smoothing, "smoothing": style, "reduction": reduction}
-        loss = vocab_parallel_cross_entropy(mine, target, vocabulary=V, softcap=cap, **options)
-        loss.backward(up.to(loss))
-        same_everywhere(loss.detach())
-        near(loss, right, dtype)
-        near_part(mine.grad, whole.grad, part, dtype, dim=1)
-
-        if smoothing and cap is not None:
-            continue
-        wide = [x.double().clone().requires_grad_() for x in (hidden, weight, bias)]
-        right = whole_loss(wide[0] @ wide[1].T + wide[2], target, smoothing, style, reduction, cap)
-        right.backward(up)
-        ours = [x.clone().requires_grad_() for x in (hidden, weight[part], bias[part])]
-        loss = vocab_parallel_fused_linear_cross_entropy(
-            ours[0], ours[1], target, vocabulary=V, bias=ours[2], softcap=cap, **options
-        )
-        loss.backward(up.to(loss))
-        near(loss, right, dtype)
-        same_everywhere(ours[0].grad)
-        near(ours[0].grad, wide[0].grad, dtype)
-        for got, exact in zip(ours[1:], wide[1:]):
-            near_part(got.grad, exact.grad, part, dtype)
-
-    for outputs in (("log_prob",), ("entropy",), ("log_prob", "entropy", "lse")):
-        wide = [x.double().clone().requires_grad_() for x in (hidden, weight)]
-        z = wide[0] @ wide[1].T / 0.7
-        log_p, valid = torch.log_softmax(z, -1), target != -100
-        each = {
-            "log_prob": log_p.gather(1, target.clamp(min=0)[:, None])[:, 0],
-            "entropy": -(log_p.exp() * log_p).sum(-1), "lse": z.logsumexp(-1),
-        }
-        ups = {n: torch.randn(ROWS, dtype=torch.float64) for n in outputs}
-        sum((each[n] * valid * ups[n]).sum() for n in outputs).backward()
-        ours = [x.clone().requires_grad_() for x in (hidden, weight[part])]
-        output = vocab_parallel_fused_linear_log_prob(
-            *ours, target, vocabulary=V, temperature=0.7, outputs=outputs
-        )
-        sum((getattr(output, n) * ups[n].to(dtype)).sum() for n in outputs).backward()
-        for n in outputs:
-            near(getattr(output, n), each[n] * valid, dtype)
-            same_everywhere(getattr(output, n).detach())
-        assert all((getattr(output, n) is None) == (n not in outputs) for n in each)
-        near(ours[0].grad, wide[0].grad, dtype)
-        near_part(ours[1].grad, wide[1].grad, part, dtype)
-
-# a sum that overflows fp16, and statistics of bf16 rows, are fp32
-hidden, weight, bias, target, part = inputs(12, torch.bfloat16, 20.0)
-loss = vocab_parallel_fused_linear_cross_entropy(hidden, weight[part], target, vocabulary=12)
-assert loss.dtype == torch.float32
-right = F.cross_entropy((hidden @ weight.T).float(), target)
-torch.testing.assert_close(loss, right, rtol=2e-3, atol=1e-3)
-ours = hidden.clone().requires_grad_()
-reduced = [hidden.clone().requires_grad_() for _ in range(2)]
-for leaf, whole in zip(reduced, (True, False)):
-    vocab_parallel_fused_linear_cross_entropy(
-        leaf, weight[part], target, vocabulary=12, reduce_hidden=whole
-    ).backward()
-total = reduced[1].grad.float()
-dist.all_reduce(total)
-torch.testing.assert_close(reduced[0].grad, total.bfloat16())
-
-# logits with an offset, and targets that are nearly certain
-for offset in (0.0, 1e6, -1e6):
-    g = torch.Generator(device).manual_seed(3)
-    z, t = torch.randn(8, 12, generator=g), torch.arange(8)
-    z[:4].scatter_add_(1, t[:4, None], torch.tensor([10.0, 20.0, 20.0, 40.0])[:, None])
-    z[4] = 20.0 * F.one_hot(t[4], 12)
-    z += offset
-    below = z.double() - z.double().gather(1, t[:, None])
-    rest = below.exp().scatter(1, t[:, None], 0).sum(-1, keepdim=True)
-    right = (below.exp() / (1 + rest)).scatter(1, t[:, None], -rest / (1 + rest))
-    for run in ("logits", "smoothed", "head"):
-        mine, output = z[:, part].clone().requires_grad_(), None
-        if run == "head":
-            output = vocab_parallel_fused_linear_log_prob(torch.eye(8), mine.T, t, vocabulary=12)
-            loss = -output.log_prob
-        else:
-            loss = vocab_parallel_cross_entropy(
-                mine, t, vocabulary=12, reduction="none", label_smoothing=0.1 * (run == "smoothed")
-            )
-        exact, grads = rest.log1p()[:, 0], right
-        if run == "smoothed":
-            exact = 0.9 * exact - 0.1 * (below - rest.log1p()).mean(-1)
-            grads = 0.9 * grads + 0.1 * (right + F.one_hot(t, 12) - 1 / 12)
-        near_each = {"rtol": 3e-6, "atol": 0.0}
-        torch.testing.assert_close(loss.detach().double(), exact, **near_each)
-        loss.sum().backward()
-        scale = grads.abs().amax(-1, keepdim=True)
-        assert ((mine.grad - grads[:, part]).abs() <= 3e-6 * scale).all(), (offset, run)
-        if output is not None:
-            log_p = below - rest.log1p()
-            torch.testing.assert_close(
-                output.entropy.detach().double(), -(log_p.exp() * log_p).sum(-1), **near_each
-            )
-
-# another split, every row ignored, wrong targets
-edges = [0, 9, 10, 12] if count == 3 else [0, 9, 12]
-mine = torch.randn(ROWS, 12, generator=torch.Generator(device).manual_seed(5))
-target = target.clamp(min=0)
-loss = vocab_parallel_cross_entropy(
-    mine[:, edges[rank] : edges[rank + 1]], target, vocabulary=12, start=edges[rank]
-)
-near(loss, F.cross_entropy(mine, target), torch.float32)
-leaf = mine[:, part].clone().requires_grad_()
-loss = vocab_parallel_cross_entropy(leaf, torch.full_like(target, -100), vocabulary=12)
-loss.backward()
-assert loss.item() == 0 and not leaf.grad.any()
-for wrong in (12, -7) if KIND == "cpu" else ():  # elsewhere asking would wait for the device
-    try:
-        vocab_parallel_cross_entropy(leaf, target * 0 + wrong, vocabulary=12)
-        raise AssertionError("no error")
-    except IndexError as error:
-        assert f"target {wrong} is outside of [0, 12)" in str(error)
-try:
-    vocab_parallel_cross_entropy(mine, target, vocabulary=12)
-    raise AssertionError("no error")
-except ValueError as error:
-    assert "pass start=" in str(error) and "got 12 of them" in str(error)
-dist.destroy_process_group()
-print("done")
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_losses_and_gradients_equal_one_process(tmp_path, count, request):
     """Also where the classes do not divide, and where a process has none (4 classes, 3 of them)."""
     device_type = harness.kind_of_ranks(request.config, count)
-    body = CASES.replace("COUNT", str(count)).replace("KIND", repr(device_type))
-    harness.in_processes(tmp_path, body, count, device_type)
+    script = Path(__file__).with_name("vocab_parallel_ranks.py")
+    harness.in_processes(tmp_path, script, count, device_type)
 
 
 @pytest.fixture
@@ -612,7 +422,7 @@ def test_places_of_a_device_are_those_of_nonzero(share, monkeypatch):
     monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     kept = torch.rand(97, generator=torch.Generator().manual_seed(0)) < share
-    calls = calls_of(lambda: device.log.append(fused_linear.Places(kept)))
+    calls = calls_of(lambda: device.log.append(fused_linear.ValidRows(kept)))
     assert "nonzero_static" in calls
     assert not {"nonzero", "_local_scalar_dense"}.intersection(calls)
     places = device.log.pop()
@@ -627,7 +437,7 @@ def test_an_idle_device_is_asked_at_once(monkeypatch):
     monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     kept = torch.tensor([True, False, True])
-    calls = calls_of(lambda: device.log.append(fused_linear.Places(kept).get()))
+    calls = calls_of(lambda: device.log.append(fused_linear.ValidRows(kept).get()))
     assert not {"nonzero_static", "sum"}.intersection(calls)
     assert torch.equal(device.log.pop(), torch.tensor([0, 2]))
     assert not device.log
@@ -737,7 +547,7 @@ def test_the_table_of_options_does_not_grow(monkeypatch):
     monkeypatch.setattr(checks, "_MOST", 3)
     asked = []
 
-    @checks.remembered
+    @checks.cached_check
     def check(value):
         asked.append(value)
         return (value,)

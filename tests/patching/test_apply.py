@@ -8,9 +8,6 @@ import functools
 import os
 import pickle
 import re
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +46,7 @@ from liger_multi.patching import (
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.testing.bitwise import STEPS, batches, digest, train, train_twice
+from tests import harness
 from tests.models import (
     ARCHITECTURES,
     HEADLESS,
@@ -341,8 +339,7 @@ def test_import_pulls_neither_transformers_nor_rich():
         "heavy |= {'triton', 'torch._dynamo'} & (set(sys.modules) - before)\n"
         "sys.exit(', '.join(heavy) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    harness.python("-c", code)
 
 
 def flux():
@@ -754,12 +751,3 @@ def test_a_frozen_reference_model_of_patched_copies():
     assert abs(divergence.item()) < 1e-4
     divergence.backward()
     assert not expected.requires_grad
-
-
-def test_a_whole_run_makes_no_warning_of_ours(tmp_path):
-    ours = build("llama")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        patch(ours)
-        trainer(ours, tmp_path, max_steps=2).train()
-    assert not [w for w in caught if "liger_multi" in w.filename or "logits" in str(w.message)]

@@ -8,8 +8,6 @@ import inspect
 import json
 import os
 import pickle
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from liger_multi.patching.attention import (
     support as attention_support,
 )
 from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
+from tests import harness
 from tests.comparing import assert_same_gradients, gradients, recorded
 from tests.models import (
     Calls,
@@ -123,8 +122,7 @@ def test_models_equal_eager_or_are_refused(model_type, cls, status):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs in a fork")
 def test_all_model_types_equal_eager_or_are_refused(tmp_path):
     file = tmp_path / "verdicts.json"
-    command = [sys.executable, "-m", "tests.sweep", "--attention", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = harness.python("-m", "tests.sweep", "--attention", "--json", file, code=None)
     assert file.exists(), done.stdout + done.stderr
     actual = [Verdict(**fields) for fields in json.loads(file.read_text())]
     assert not [f"{v.type}/{v.cls}: {v.why}" for v in actual if v.status == "wrong"]

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import liger_multi
-from liger_multi import arguments, losses
+from liger_multi import losses
 from liger_multi.errors import PackingError
 from liger_multi.memory import apply_recompute, estimate
+from liger_multi.modules import arguments
 from liger_multi.patching.rotary import recognized
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import (

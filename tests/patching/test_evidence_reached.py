@@ -3,8 +3,6 @@
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 import functools
-import os
-import subprocess
 import sys
 import types
 
@@ -22,6 +20,7 @@ from transformers.models.llama import modeling_llama
 from liger_multi.patching import patch
 from liger_multi.patching.evidence import reached
 from liger_multi.patching.evidence.reached import Outcomes
+from tests import harness
 from tests.models import Mlp, Norm, assert_same_training, batch, build, pair, variant
 from tests.patching.test_norms import equal
 
@@ -344,14 +343,7 @@ torch.save(model, "model.pt")
 """
     for script, code in ((save, FILE), (LOAD, FILE), (LOAD, FILE.replace(old, new))):
         file.write_text(code)
-        done = subprocess.run(
-            [sys.executable, "-B", "-c", script],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        )
-        assert done.returncode == 0, done.stderr
+        harness.python("-B", "-c", script, cwd=tmp_path, path=[tmp_path])
 
 
 # --- transforms of torch.func ---

@@ -183,10 +183,8 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("way", ["patch", "interface"])
-@pytest.mark.parametrize("change", EXPERTS)
-def test_changed_experts(change, way, request):
-    model_type, act = EXPERTS[change]
+def with_our_experts(model_type, way, request):
+    """A stock model and one with our experts, by a patch or by the interface of transformers."""
     stock, ours = pair(model_type)
     if way == "patch":
         assert patch(ours).count("fused_moe") == 2
@@ -194,8 +192,15 @@ def test_changed_experts(change, way, request):
         request.getfixturevalue("interface")
         stock.set_experts_implementation("grouped_mm")
         ours.set_experts_implementation("liger_multi")
-    for _ in range(2):
-        assert_same_training(stock, ours)
+    assert_same_training(stock, ours)  # the first call of the interface probes the class
+    return stock, ours
+
+
+@pytest.mark.parametrize("way", ["patch", "interface"])
+@pytest.mark.parametrize("change", EXPERTS)
+def test_changed_experts(change, way, request):
+    model_type, act = EXPERTS[change]
+    stock, ours = with_our_experts(model_type, way, request)
     for module in (*experts_of(stock), *experts_of(ours)):
         act(module)
     assert_same_training(stock, ours)
@@ -203,14 +208,10 @@ def test_changed_experts(change, way, request):
 
 @pytest.mark.parametrize("way", ["patch", "interface"])
 def test_a_replaced_gate_of_an_experts_class(way, monkeypatch, request):
-    stock, ours = pair("mixtral", **({"patching": {}} if way == "patch" else {}))
-    if way == "interface":
-        request.getfixturevalue("interface")
-        stock.set_experts_implementation("grouped_mm")
-        ours.set_experts_implementation("liger_multi")
-        assert_same_training(stock, ours)  # the first call probes the class
-    module_class = type(experts_of(stock)[0])
-    monkeypatch.setattr(module_class, "_apply_gate", lambda self, x: x.chunk(2, -1)[1])
+    stock, ours = with_our_experts("mixtral", way, request)
+    monkeypatch.setattr(
+        type(experts_of(stock)[0]), "_apply_gate", lambda self, x: x.chunk(2, -1)[1]
+    )
     assert_same_training(stock, ours)
 
 

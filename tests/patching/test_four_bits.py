@@ -64,11 +64,16 @@ def in_bitsandbytes(layer, **options):
     return made.to("cpu")
 
 
-def in_torchao(layer):
+def in_torchao(layer, format):
     pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
-    coded = NVFP4Tensor.to_nvfp4(layer.weight.detach(), per_tensor_scale=torch.tensor(0.01))
+    weight = layer.weight.detach()
+    if format == "nvfp4":
+        coded = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=torch.tensor(0.01))
+    else:
+        coded = MXTensor.to_mx(weight, format, 32)
     layer.weight = nn.Parameter(coded, requires_grad=False)
     return layer
 
@@ -305,18 +310,28 @@ def test_evaluation_with_another_dtype_is_the_owner_s():
         _ = handle and handle.remove()
 
 
-def test_torchao(called):
-    stock = build("llama", **SIZES)
-    for layer in (stock.model.layers[0].mlp.up_proj, stock.model.layers[1].self_attn.o_proj):
-        in_torchao(layer)
-    stock.model.layers[1].self_attn.o_proj.weight.is_swizzled_scales = True
-    report = patch(stock)
+@pytest.mark.parametrize(
+    ("format", "shown"),
+    [("nvfp4", "nvfp4, 4.5"), (torch.float4_e2m1fn_x2, "mxfp4, 4.25 bits")],
+)
+def test_torchao(format, shown, called):
+    model = build("llama", **SIZES)
+    first, second = model.model.layers
+    layer, wide = first.mlp.up_proj, first.mlp.gate_proj
+    for one in (layer, second.self_attn.o_proj):
+        in_torchao(one, format)
+    in_torchao(wide, torch.float8_e4m3fn)
+    second.self_attn.o_proj.weight.is_swizzled_scales = True
+    report = patch(model)
     assert report.count("four_bits") == 1
-    assert "nvfp4" in str(report)
-    assert any("order of a device" in s.reason for s in report.skipped)
-    layer = stock.model.layers[0].mlp.up_proj
+    assert shown in str(report)
+    reasons = {s.path: s.reason for s in report.skipped if s.op == "four_bits"}
+    assert "order of a device" in reasons["model.layers.1.self_attn.o_proj"]
+    assert "torch.float8_e4m3fn" in reasons["model.layers.0.mlp.gate_proj"]
     x = torch.randn(3, 64, requires_grad=True)
-    torch.testing.assert_close(layer(x), x @ layer.weight.dequantize(torch.float32).T)
+    y, numbers = layer(x), layer.weight.dequantize(torch.float32)
+    torch.testing.assert_close(y, x @ numbers.T)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], numbers.sum(0).expand(3, -1))
     assert called[-1] == ("linear", True)
 
 
@@ -602,6 +617,17 @@ def test_rounding_to_mxfp4():
     assert y.tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 6, -0.5]
     with pytest.raises(ValueError, match="multiple of 32"):
         quantize_mxfp4(torch.zeros(3, 33))
+
+
+def test_experts_of_hub_kernels_are_named():
+    """What transformers has where those kernels are installed, which only infer."""
+    module = pytest.importorskip("transformers.integrations.mxfp4")
+    model = build("gpt_oss", **EXPERT_SIZES)
+    for layer in model.model.layers:
+        layer.mlp.experts = module.Mxfp4GptOssExperts(model.config)
+    reasons = [s.reason for s in patch(model).skipped if s.op == "fused_moe"]
+    assert len(reasons) == 2
+    assert all("load_mxfp4 loads the same codes" in reason for reason in reasons)
 
 
 def test_other_checkpoints_are_refused(folder, tmp_path):

@@ -15,8 +15,8 @@ from packaging import version
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.arguments import cache_parameter, caches
 from liger_multi.errors import PackingError
+from liger_multi.modules.arguments import cache_parameter, caches
 from liger_multi.patching.mixers import (
     SERVED as SERVED_BY,
     STILL,
@@ -35,7 +35,7 @@ from liger_multi.patching.packing.samples import (
     sample_ids,
     visible_tokens,
 )
-from liger_multi.patching.packing.tree import planted
+from liger_multi.patching.packing.tree import tree_of_roots
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import (
     Calls,
@@ -352,7 +352,7 @@ def test_backbone_alone_keeps_samples_apart():
 def test_head_without_keywords_passes_ids():
     """In threads, compiled, and where a forward does more than read its module."""
     stock, model = built_of_functions("mamba2")
-    assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
+    assert any(isinstance(m, hybrids.IdPassingModel) for m in model.modules())
     torch._dynamo.reset()
     assert_kept_apart(model, torch.compile(model, backend="eager", fullgraph=True))
     _, row, hints = packed()
@@ -970,8 +970,8 @@ def assert_paths(tree, leaves, together, alone):
 @pytest.mark.parametrize("padding", [0, 4])
 @pytest.mark.parametrize("recurrence", [delta_rule, heads_scan, limited_scan, channels_scan])
 def test_recurrences(recurrence, roots, padding):
-    count = planted(roots)[0].tokens + padding
-    tree, _ = planted(roots, count)
+    count = tree_of_roots(roots)[0].tokens + padding
+    tree, _ = tree_of_roots(roots, count)
     inputs, fillings, run = recurrence(count)
     tokens = [PerToken(x, filling) for x, filling in zip(inputs, fillings, strict=True)]
     together = scan(tree, tokens, run, equal=recurrence is limited_scan)
@@ -984,8 +984,8 @@ def test_recurrences(recurrence, roots, padding):
 @pytest.mark.parametrize("roots", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_convolutions(roots, width):
-    count = planted(roots)[0].tokens + 3
-    tree, _ = planted(roots, count)
+    count = tree_of_roots(roots)[0].tokens + 3
+    tree, _ = tree_of_roots(roots, count)
     x, weight = draw(1, count, 5, seed=0), draw(5, width, seed=1)
 
     def convolve(rows, ids=None):
@@ -996,7 +996,7 @@ def test_convolutions(roots, width):
 
 
 def test_ranges_of_a_tree():
-    tree, _ = planted(TREES["ragged"])
+    tree, _ = tree_of_roots(TREES["ragged"])
     place = torch.arange(tree.longest)
     window = torch.stack([(place - 4).clamp(min=0), place + 1], -1)
     ranges, positions = tree.ranges(window)[0], tree.positions(place.device)[0]

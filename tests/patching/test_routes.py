@@ -198,12 +198,17 @@ def test_shared_prefixes():
     assert same(again, unshared)
 
 
+def moved_and_recorded(model):
+    """A model with another router, a batch, and the routes of the batch in the first model."""
+    batch = padded()
+    return moved(model), batch, recorded_by(model, batch)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 def test_layers_that_run_again_choose_the_same(reentrant, inside):
     model = model_of("qwen3_moe")
-    other, batch = moved(model), padded()
-    recorded = recorded_by(model, batch)
+    other, batch, recorded = moved_and_recorded(model)
 
     def gradients_of(backward_inside):
         other.zero_grad()
@@ -295,15 +300,20 @@ def test_files_and_indices(tmp_path):
 
 def test_routes_that_do_not_fit():
     model, batch = model_of("mixtral"), padded()
-    recorded = recorded_by(model, batch)
-    short = Routes([x[:-1] for x in recorded.layers])
-    with routes.replay(model, short), pytest.raises(RoutesError, match=r"got 19 .* have 18"):
-        model(**batch)
-    with pytest.raises(RoutesError, match="2 layers with experts, and the routes have 1"):
-        routes.replay(model, Routes(recorded.layers[:1])).__enter__()
-    narrow = Routes([x[:, :1] for x in recorded.layers])
-    with routes.replay(model, narrow), pytest.raises(RoutesError, match=r"chooses 2 .* have 1"):
-        model(**batch)
+    layers = recorded_by(model, batch).layers
+    for known, said in (
+        ([x[:-1] for x in layers], r"got 19 .* have 18"),
+        ([x[:, :1] for x in layers], r"chooses 2 .* have 1"),
+    ):
+        with routes.replay(model, Routes(known)), pytest.raises(RoutesError, match=said):
+            model(**batch)
+    for known, said in (
+        (layers[:1], "2 layers with experts, and the routes have 1"),
+        ([x + 3 for x in layers], "has 4 experts, and the routes of layer 0 name expert 6"),
+        ([layers[0], layers[1][:-1]], "layer 0 has 19 tokens, layer 1 18"),
+    ):
+        with pytest.raises(RoutesError, match=said):
+            routes.replay(model, Routes(known)).__enter__()
     with pytest.raises(RoutesError, match="LlamaForCausalLM has no module with experts"):
         routes.record(build()).__enter__()
     for wrong in (torch.ones(2, 3, 1), torch.ones(2, 3, 1).bool(), [[[0]]], torch.ones(3, 1).int()):
@@ -311,20 +321,12 @@ def test_routes_that_do_not_fit():
             Routes.from_indices(wrong)
     with pytest.raises(RoutesError, match="layer 0 has an expert -1"):
         Routes.from_indices(torch.full((2, 19, 2), -1))
-    unknown = Routes([x + 3 for x in recorded.layers])
-    with pytest.raises(RoutesError, match="has 4 experts, and the routes of layer 0 name expert 6"):
-        routes.replay(model, unknown).__enter__()
-    ragged = Routes([recorded.layers[0], recorded.layers[1][:-1]])
-    with pytest.raises(RoutesError, match="layer 0 has 19 tokens, layer 1 18"):
-        routes.replay(model, ragged).__enter__()
 
 
 @pytest.mark.parametrize("first", ["record", "replay"])
 def test_what_is_recorded_is_what_is_replayed(first):
     """Whichever block begins first."""
-    model = model_of("mixtral")
-    other, batch = moved(model), padded()
-    expected = recorded_by(model, batch)
+    other, batch, expected = moved_and_recorded(model_of("mixtral"))
     with contextlib.ExitStack() as stack:
         if first == "replay":
             stack.enter_context(routes.replay(other, expected))
@@ -346,9 +348,7 @@ def test_a_replay_within_another_is_refused():
 
 def test_a_pass_that_raises_takes_no_routes():
     """The same tokens go through the model again, as after an error of memory."""
-    model = model_of("mixtral")
-    other, batch = moved(model), padded()
-    expected = recorded_by(model, batch)
+    other, batch, expected = moved_and_recorded(model_of("mixtral"))
     with routes.record(other) as again, routes.replay(other, expected):
         hook = other.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -367,9 +367,7 @@ def test_checkpointing_that_is_turned_on_within_stays():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, np.int32], ids=str)
 def test_dtypes_of_indices(dtype, tmp_path):
-    model = model_of("mixtral")
-    other, batch = moved(model), padded()
-    expected = recorded_by(model, batch)
+    other, batch, expected = moved_and_recorded(model_of("mixtral"))
     indices = torch.stack(expected.layers)
     indices = indices.numpy().astype(dtype) if dtype is np.int32 else indices.to(dtype)
     Routes.from_indices(indices).save(tmp_path / "routes")

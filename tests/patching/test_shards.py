@@ -74,8 +74,7 @@ def test_types_as_on_the_page(tmp_path):
         "mamba/MambaForC",
         "llama/LlamaForC",
     ]
-    command = [sys.executable, "-m", "tests.sweep", "--shards", *names, "--json"]
-    subprocess.run([*command, str(tmp_path / "out.json")], check=True, cwd=ROOT)
+    harness.python("-m", "tests.sweep", "--shards", *names, "--json", tmp_path / "out.json")
     actual = json.loads((tmp_path / "out.json").read_text())
     committed = json.loads((ROOT / "tests" / "sweep" / "shards.json").read_text())["pairs"]
     expected = {one["cls"]: one["status"] for one in committed}
@@ -249,7 +248,7 @@ def hosts():
         ("check('LlamaForCausalLM')", 1800),
         ("restart(FOLDER)", 1800),
         ("ended()", shard_models.SECONDS),
-        ("parted()", shard_models.SECONDS),
+        ("ended(cut=True)", shard_models.SECONDS),
     ],
 )
 def test_two_hosts(call, seconds, hosts, tmp_path):

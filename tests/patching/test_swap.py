@@ -36,7 +36,7 @@ from liger_multi.patching import (
     unpatch,
     unregister,
 )
-from liger_multi.patching.apply import HeldPatch
+from liger_multi.patching.apply import TrainerPatch
 from liger_multi.patching.swap import swapped
 from tests.harness import PATIENCE
 from tests.models import (
@@ -489,7 +489,7 @@ def test_blocks_with_exception_or_without_end():
         pass
     assert state(model) == before
     outer = enter(model)
-    forgotten = HeldPatch(False, {"rms_norm": False})
+    forgotten = TrainerPatch(False, {"rms_norm": False})
     forgotten.hold(model)
     del forgotten
     gc.collect()
@@ -501,7 +501,7 @@ def test_callback_releases_in_another_order():
     model = small()
     before = state(model)
     block = enter(model, rms_norm=False)
-    held = HeldPatch(False, {})
+    held = TrainerPatch(False, {})
     held.hold(model)
     newest = state(model)
     leave(block)

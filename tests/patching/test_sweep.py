@@ -4,8 +4,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_multi.patching import patch, register_attention, unregister_attention
 from liger_multi.patching.packing import checked as checked_packing
+from tests import harness
 from tests.sweep import attention, packing, page as coverage
-from tests.sweep.cases import as_lines, build, inputs, registered
-from tests.sweep.multimodal import modalities
-from tests.sweep.run import Outcome, counts, difference, executed, liven
+from tests.sweep.cases import as_lines, registered
+from tests.sweep.run import Outcome, counts, executed
 
 KEPT = json.loads(coverage.RESULTS.read_text(encoding="utf-8"))
 OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
@@ -48,8 +46,7 @@ def check(outcomes):
 def swept(folder, *arguments):
     """In a process of its own, whose forks know nothing of what other tests started."""
     file = folder / "outcomes.json"
-    command = [sys.executable, "-m", "tests.sweep", "--json", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = harness.python("-m", "tests.sweep", "--json", file, *arguments, code=None)
     assert file.exists(), done.stdout + done.stderr
     return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
@@ -147,37 +144,6 @@ def test_the_record_ends_with_its_block():
     assert actual.ran == set()
 
 
-LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration")
-
-
-@pytest.mark.slow
-def test_towers_without_inputs_are_named():
-    model = build(LLAVA)
-    batch, report = inputs(LLAVA, model, text=True), patch(model)
-    with executed(model) as actual:
-        model(**batch)
-    fields = {**counts(report, model, actual, batch), "status": "equal", "inputs": ["text"]}
-    outcome = Outcome(LLAVA.kind, LLAVA.type, LLAVA.cls, gradients=[3, 9], **fields)
-    assert outcome.text_only
-    assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
-    assert "layer_norm" not in outcome.served
-    row = coverage._row(vars(outcome))
-    assert "| equal on **text only** |" in row
-    assert "`model.vision_tower` did not run (no image)" in row
-    assert f"| 5 of {5 + outcome.modules['layer_norm']} |" in row
-
-
-def test_results_of_before_claim_nothing():
-    """Outcomes had modules that were patched and calls, but not which modules called."""
-    new = OUTCOMES["llama", "LlamaForCausalLM"]
-    added = ("ran", "served", "stock", "idle", "text_only", "inputs", "gradients")
-    old = {k: v for k, v in new.items() if k not in added}
-    assert coverage.covers(new) == {"norms", "mlp", "rotary", "head"}
-    assert coverage.covers(old) == set()
-    assert coverage._row(old).count(coverage.NOT_MEASURED) == 6
-    assert "not measured in 1 of the equal pairs" in coverage._summary([old, new])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modalities", "dead"),
@@ -207,26 +173,6 @@ def test_towers_with_inputs_run_and_learn(tmp_path, name, modalities, dead):
     )
 
 
-def test_zero_initialized_matrices_get_numbers():
-    """What is in front of one would have no gradient to compare."""
-    model = nn.Linear(8, 8)
-    nn.init.zeros_(model.weight)
-    liven(model)
-    assert 0.5 < float(model.weight.detach().std()) * 8**0.5 < 0.9
-
-
-def test_the_kinds_of_inputs_of_a_batch():
-    floats = torch.zeros(2)
-    cases = {
-        ("text",): ("input_ids",),
-        ("text", "image"): ("input_ids", "pixel_values"),
-        ("text", "video"): ("input_ids", "pixel_values_videos", "video_grid_thw"),
-        ("audio",): ("input_features",),
-    }
-    for kinds, names in cases.items():
-        assert modalities(dict.fromkeys(names, floats)) == list(kinds)
-
-
 WRONG = """
 from liger_multi.patching import norms
 from liger_multi.reference.norms import rms_norm
@@ -246,22 +192,9 @@ print(outcome.status, outcome.why)
 @pytest.mark.slow
 def test_a_wrong_operator_is_seen():
     """The comparison fails where an operator computes something else."""
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = harness.python("-c", WRONG)
     assert done.stdout.startswith("different"), done.stdout + done.stderr
     assert "stock" in done.stdout or "bound" in done.stdout
-
-
-def test_differences_are_relative_to_each_gradient():
-    expected = {"loss": torch.tensor(2.0), "a": torch.ones(3), "b": torch.ones(3) * 1e-3}
-    assert difference(expected, expected) == ""
-    for name, by in (("a", 1.001), ("b", 1.1), ("loss", 1.0001)):
-        assert difference(expected, {**expected, name: expected[name] * by})
-    assert "other parameters" in difference(
-        expected, {"loss": expected["loss"], "a": expected["a"]}
-    )
-    assert difference(expected, {**expected, "a": torch.full((3,), torch.nan)})
 
 
 def test_results_of_other_generations():

@@ -51,7 +51,6 @@ older_refuse = pytest.mark.skipif(
     reason="what older transformers do not serve is refused, for reasons of their own",
 )
 GROUPS = {"flat": FLAT, "two trees": PAIR, "nested": NESTED, "both": NESTED + PAIR}
-ROUTED = {"output_router_logits": True}
 
 
 def served(model_type="llama", **config):

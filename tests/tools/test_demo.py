@@ -6,8 +6,6 @@ import os
 import random
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,19 +35,9 @@ MODELS = ("qwen2", "llama")
 def demo(tmp_path_factory, request):
     """Output folder and finished process of one quick demo."""
     folder = tmp_path_factory.mktemp("demo")
-    argv = ["-m", "liger_multi", "demo", "--quick", "--device", "cpu", "--output", str(folder)]
-    argv += ["--models", *request.param]
-    environment = {**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "0"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=harness.PATIENCE,
-        env=environment,
-    )
-    return folder, done
+    words = ["demo", "--quick", "--device", "cpu", "--output", folder, "--models", *request.param]
+    environment = {"COLUMNS": "100", "HF_HUB_OFFLINE": "0", "TRITON_INTERPRET": ""}
+    return folder, harness.python("-m", "liger_multi", *words, code=None, **environment)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,6 @@ from tests import harness, models
 V = models.VOCABULARY
 
 
-def patched_pair(**ops_):
-    stock, ours = models.pair(patching=ops_)
-    return stock, ours
-
-
 def next_token_loss(logits, ids, **options):
     return F.cross_entropy(logits[:, :-1].reshape(-1, V), ids[:, 1:].reshape(-1), **options)
 
@@ -58,7 +53,7 @@ def test_logits_outlive_the_patch(how, compiled):
 
 def test_functional_call_logits_are_those_of_the_given_weights():
     """The loss, and its gradient, were silently those of the module's own weights."""
-    stock, ours = patched_pair()
+    stock, ours = models.pair(patching={})
     ids = models.batch()["input_ids"]
     losses, gradients = [], []
     for model in (stock, ours):
@@ -72,7 +67,7 @@ def test_functional_call_logits_are_those_of_the_given_weights():
 
 @pytest.mark.parametrize("how", ["parameter", "data"])
 def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
-    stock, ours = patched_pair()
+    stock, ours = models.pair(patching={})
     ids = models.batch()["input_ids"]
     expected, logits = stock(input_ids=ids).logits, ours(input_ids=ids).logits
     if how == "parameter":
@@ -90,7 +85,7 @@ def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
 @pytest.mark.slow
 def test_logits_of_a_compiled_model():
     """Arithmetic on them, and under autocast the dtype of that."""
-    stock, ours = patched_pair()
+    stock, ours = models.pair(patching={})
     inputs = models.graph_batch(labels=False)
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
     expected = stock(**inputs).logits
@@ -145,42 +140,6 @@ def test_backward_called_under_autocast(reduction):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
-def test_class_weights_that_want_a_gradient_are_refused(name):
-    """PyTorch refuses them; here they got none, silently."""
-    w, t = torch.rand(5, requires_grad=True), torch.tensor([0, 1, 2, 3])
-    z = torch.randn(4, 5, requires_grad=True)
-    run = {
-        "cross_entropy": lambda: ops.cross_entropy(z, t, w),
-        "fused_linear_cross_entropy": lambda: ops.fused_linear_cross_entropy(
-            z, torch.eye(5), t, class_weight=w
-        ),
-    }[name]
-    with pytest.raises((RuntimeError, ValueError), match="weight"):
-        run()
-
-
-@pytest.mark.parametrize("accumulate", [torch.int32, None, "float32"])
-def test_accumulate_must_be_a_floating_dtype(accumulate):
-    """An integer dtype rounded the gradient of every chunk to integers."""
-    h, w = torch.randn(6, 8), torch.randn(11, 8, requires_grad=True)
-    with pytest.raises((TypeError, ValueError), match="accumulate must be"):
-        ops.fused_linear_cross_entropy(h, w, torch.arange(6), accumulate=accumulate)
-
-
-@pytest.mark.parametrize("ignore_index", [0.5, None, "a"])
-def test_ignore_index_must_be_an_integer(ignore_index):
-    with pytest.raises(TypeError, match="ignore_index must be an integer"):
-        ops.cross_entropy(torch.randn(2, 5), torch.tensor([0, 1]), ignore_index=ignore_index)
-
-
-def test_batched_gradients_raise_a_message_of_ours():
-    x = torch.randn(3, 8, requires_grad=True)
-    y = ops.rms_norm(x)
-    with pytest.raises(RuntimeError, match="does not support functorch transforms"):
-        torch.autograd.grad(y, x, torch.randn(5, 3, 8), is_grads_batched=True)
-
-
 # --- configuration ---
 
 
@@ -201,14 +160,6 @@ def test_auto_in_words_is_auto():
     assert automatic("swiglu")
     liger_multi.configure({"default": "auto", "ops": {"swiglu": "auto"}})
     assert automatic("swiglu")
-
-
-def test_configure_inside_of_a_scope_is_seen_below_it():
-    """A scope is a layer; what it does not name is asked of the configuration of that moment."""
-    with liger_multi.use(swiglu="reference"):
-        liger_multi.configure({"ops": {"rms_norm": "cuda"}})
-        with pytest.raises(liger_multi.errors.BackendUnavailableError):
-            ops.rms_norm(torch.randn(2, 4))
 
 
 # --- DTensors ---

@@ -5,7 +5,6 @@ The guide for a new operator (three files and one line) is taken from its page a
 
 import inspect
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from liger_multi import ops
 from liger_multi.bench.peers import EAGER, TABLE
 from liger_multi.dispatch.registry import operators
 from liger_multi.testing import FORMULAS, check_operator, checks, samples
+from tests import harness
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -134,15 +134,7 @@ def test_importing_loads_neither_formulas_nor_pytest():
         "heavy = ('pytest', 'liger_multi.testing.checks')\n"
         "sys.exit(', '.join(n for n in heavy if n in sys.modules) or 0)"
     )
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    harness.python("-c", code)
 
 
 @pytest.mark.slow
@@ -161,14 +153,7 @@ def test_a_wrong_result_is_found_without_assertions():
         "except AssertionError as error:\n"
         "    print(error)\n"
     )
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = harness.python("-O", "-c", code)
     assert "errors in units of the tolerance" in done.stdout, done.stdout + done.stderr
 
 
@@ -204,15 +189,7 @@ def toy(installed, tmp_path):
     (tmp_path / "conftest.py").write_text(clash)  # a vendor's own tests have one
 
     def run(*arguments, module="liger_multi.testing"):
-        path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return harness.python("-m", module, *arguments, cwd=tmp_path, path=[site], code=None)
 
     run.site, run.folder = site, tmp_path
     return run
@@ -340,15 +317,7 @@ def test_the_python_of_the_page_runs(toy):
     ]
     script = toy.folder / "by_hand.py"
     script.write_text(block + "import json, sys\nsys.stdout.write(json.dumps(exact.shape))\n")
-    path = os.pathsep.join([str(toy.site), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = harness.python(script, path=[toy.site])
     compared, shape = done.stdout.strip().splitlines()
     assert int(compared.split()[0]) > 40
     assert json.loads(shape)
@@ -410,25 +379,8 @@ def test_the_suite_runs_the_operator_of_the_guide(extended, backend):
         pytest.importorskip("triton")
     files = ["tests/ops/test_ops.py"] + ["tests/ops/test_contracts.py"] * (backend == "reference")
     kernels = {"TRITON_INTERPRET": "1"} if backend == "triton" else {}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "tanh_glu",
-            "--backend",
-            backend,
-            *files,
-        ],
-        cwd=extended,
-        env={**os.environ, **kernels, "PYTHONPATH": str(extended)},
-        capture_output=True,
-        text=True,
-        check=False,
+    options = ("-q", "-p", "no:cacheprovider", "-k", "tanh_glu", "--backend", backend)
+    done = harness.python(
+        "-m", "pytest", *options, *files, cwd=extended, path=[extended], **kernels
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 14, done.stdout[-500:]

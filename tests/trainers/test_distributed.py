@@ -58,13 +58,13 @@ CASES = {}
 SLOW = []
 
 
-def case(slow=False):
-    """Register a case under its name, with underscores as blanks."""
+def case(table=None, slow=False):
+    """Register a case by its name, with blanks, or each of a table of names and options."""
 
     def add(function):
-        name = function.__name__.replace("_", " ")
-        CASES[name] = function
-        SLOW.extend([name] if slow else [])
+        named = table or {function.__name__.replace("_", " "): {}}
+        CASES.update({n: functools.partial(function, **options) for n, options in named.items()})
+        SLOW.extend(named if slow else ())
         return function
 
     return add
@@ -176,6 +176,17 @@ FEW = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINTED = {"use_reentrant": False}
 
 
+@case(
+    {
+        "ddp": {"wrap": "ddp"},
+        "ddp of adapters": {"wrap": "ddp", "adapters": True},
+        "fsdp2 of the root": {"wrap": "root"},
+        "fsdp2 of layers, before the patch": {"wrap": "layers", "patch_last": True},
+        "fsdp2 with the head by itself": {"wrap": "head"},
+        "fsdp2 of adapters": {"wrap": "layers", "adapters": True},
+        "fsdp2 with checkpointing": {"wrap": "layers", "checkpointed": True},
+    }
+)
 def trained_as_stock(run, wrap, adapters=False, checkpointed=False, patch_last=False):
     """A step of wrapped and patched layers is that of one process."""
     stock = lora(run.build(), FEW) if adapters else run.build()
@@ -188,18 +199,12 @@ def trained_as_stock(run, wrap, adapters=False, checkpointed=False, patch_last=F
     run.same(ours, run.train(wrapped), run.right(stock))
 
 
-TRAINED = {
-    "ddp": {"wrap": "ddp"},
-    "ddp of adapters": {"wrap": "ddp", "adapters": True},
-    "fsdp2 of the root": {"wrap": "root"},
-    "fsdp2 of layers, before the patch": {"wrap": "layers", "patch_last": True},
-    "fsdp2 with the head by itself": {"wrap": "head"},
-    "fsdp2 of adapters": {"wrap": "layers", "adapters": True},
-    "fsdp2 with checkpointing": {"wrap": "layers", "checkpointed": True},
-}
-CASES |= {n: functools.partial(trained_as_stock, **options) for n, options in TRAINED.items()}
-
-
+@case(
+    {
+        "ddp of a base in four bits": {"wrap": "ddp"},
+        "fsdp2 of a base in four bits": {"wrap": "layers"},
+    }
+)
 def in_four_bits(run, wrap):
     """A frozen base in MXFP4 below adapters; FSDP2 gathers its codes."""
     base = run.build(hidden_size=64, intermediate_size=96)
@@ -220,12 +225,6 @@ def in_four_bits(run, wrap):
     ]
     assert codes[1] == codes[0] // (1 if wrap == "ddp" else WORLD) > 0
     run.same(ours, run.train(wrapped), run.right(stock))
-
-
-CASES |= {
-    f"{n} of a base in four bits": functools.partial(in_four_bits, wrap=wrap)
-    for n, wrap in (("ddp", "ddp"), ("fsdp2", "layers"))
-}
 
 
 def in_nf4(run, storage="uint8", nested=False, reentrant=None):
@@ -255,22 +254,19 @@ def keeping_codes(expected):
     assert (ops.QuantizedWeight in kept) == expected
 
 
+@case(
+    {
+        "ddp of a base of bitsandbytes": {"wrap": "ddp"},
+        "fsdp2 of a base of bitsandbytes": {"wrap": "layers"},
+        "fsdp2 in fp32 of a base of bitsandbytes": {"wrap": "layers", "storage": "float32"},
+    }
+)
 def of_bitsandbytes(run, wrap, storage="uint8"):
     expected, ours = in_nf4(run, storage)
     wrapped = WRAPS[wrap](run, ours)
     with keeping_codes(wrap == "ddp"):
         loss = run.train(wrapped)
     run.same(ours, loss, expected)
-
-
-CASES |= {
-    f"{n} of a base of bitsandbytes": functools.partial(of_bitsandbytes, **options)
-    for n, options in (
-        ("ddp", {"wrap": "ddp"}),
-        ("fsdp2", {"wrap": "layers"}),
-        ("fsdp2 in fp32", {"wrap": "layers", "storage": "float32"}),
-    )
-}
 
 
 def of_codes(run, format, seed):
@@ -300,6 +296,7 @@ def of_codes(run, format, seed):
     return model
 
 
+@case({f"fsdp2 checkpoints of {f} codes": {"format": f} for f in ("mxfp4", "nvfp4", "int4", "nf4")})
 def checkpoints_of_codes(run, format):
     """What two ranks save is codes; another model that loads it has the losses of the first.
 
@@ -307,16 +304,15 @@ def checkpoints_of_codes(run, format):
     """
     import torch.distributed.checkpoint as dcp
 
-    folder = [tempfile.mkdtemp() if run.rank == 0 else None]
-    dist.broadcast_object_list(folder)
+    folder = run.folder()
     first, second = (sharded(run, of_codes(run, format, seed)) for seed in (1, 2))
     losses = [run.train(model).detach() for model in (first, second)]
     assert losses[0] != losses[1]
-    dcp.save(get_model_state_dict(first), checkpoint_id=folder[0])
+    dcp.save(get_model_state_dict(first), checkpoint_id=folder)
     state = get_model_state_dict(second)
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(second, state)
-    saved = b"".join(file.read_bytes() for file in pathlib.Path(folder[0]).iterdir())
+    saved = b"".join(file.read_bytes() for file in pathlib.Path(folder).iterdir())
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         one, other = (getattr(t, "_local_tensor", t) for t in (one, other))
         if isinstance(one, ops.QuantizedWeight):
@@ -325,14 +321,8 @@ def checkpoints_of_codes(run, format):
             assert one.codes.cpu().numpy().tobytes() in saved
     assert torch.equal(run.train(second).detach(), losses[0])
     whole = of_codes(run, format, 3)
-    dcp.load(get_model_state_dict(whole), checkpoint_id=folder[0])
+    dcp.load(get_model_state_dict(whole), checkpoint_id=folder)
     torch.testing.assert_close(run.train(whole).detach(), losses[0])
-
-
-CASES |= {
-    f"fsdp2 checkpoints of {format} codes": functools.partial(checkpoints_of_codes, format=format)
-    for format in ("mxfp4", "nvfp4", "int4", "nf4")
-}
 
 
 @case()
@@ -408,11 +398,24 @@ def fsdp2_with_a_loss_outside_of_the_model(run):
 
 ROWS = {  # by the rank that has them, with a prompt of as many tokens: what its tree is
     "trees": (5, [[9, 12, 6], [8, 10]]),
-    "a tree and a path": (5, [[9, 12, 6], [11]]),
+    (PATH := "a tree and a path"): (5, [[9, 12, 6], [11]]),
     "a deep tree and a flat one": (3, [[12, 12, 12, 6], [8, 10]]),
 }
 
 
+@case(
+    {
+        f"shared prefixes, {wrap}, {rows}": {"wrap": wrap, "rows": rows}
+        for wrap, rows in (*itertools.product(("ddp", "layers"), ROWS), ("root", PATH))
+    }
+    | {
+        "shared prefixes, layers, checkpointed": {
+            "wrap": "layers",
+            "rows": PATH,
+            "checkpointed": True,
+        }
+    }
+)
 def shared_prefixes(run, wrap, rows, checkpointed=False):
     """Every rank has a tree of its own; they try the model together."""
     prompt, lengths = ROWS[rows]
@@ -443,17 +446,18 @@ def shared_prefixes(run, wrap, rows, checkpointed=False):
     run.same(ours, run.summed(loss), (expected, gradients(stock)))
 
 
-CASES |= {
-    f"shared prefixes, {wrap}, {rows}": functools.partial(shared_prefixes, wrap=wrap, rows=rows)
-    for wrap, rows in [*itertools.product(("ddp", "layers"), ROWS), ("root", "a tree and a path")]
-}
-CASES["shared prefixes, layers, checkpointed"] = functools.partial(
-    shared_prefixes, wrap="layers", rows="a tree and a path", checkpointed=True
-)
-
 EIGHT = {"smallest": 0}
 
 
+@case(
+    {
+        "ddp in float8": {"wrap": "ddp"},
+        "fsdp2 in float8": {"wrap": "layers"},
+        "fsdp2 in float8 with checkpointing": {"wrap": "layers", "checkpointed": True},
+        "ddp of adapters on a base in float8": {"wrap": "ddp", "adapters": True},
+        "fsdp2 of adapters on a base in float8": {"wrap": "layers", "adapters": True},
+    }
+)
 def in_float8(run, wrap, adapters=False, checkpointed=False):
     """A step of wrapped layers in FP8 is that of one process, and not that of other layers.
 
@@ -485,16 +489,6 @@ def in_float8(run, wrap, adapters=False, checkpointed=False):
         assert (whole - expected[1][name]).norm() < 0.01 * scale, name
         apart.append((other[1][name] - expected[1][name]).norm() > 0.01 * scale)
     assert sum(apart) > len(apart) / 2
-
-
-IN_FLOAT8 = {
-    "ddp in float8": {"wrap": "ddp"},
-    "fsdp2 in float8": {"wrap": "layers"},
-    "fsdp2 in float8 with checkpointing": {"wrap": "layers", "checkpointed": True},
-    "ddp of adapters on a base in float8": {"wrap": "ddp", "adapters": True},
-    "fsdp2 of adapters on a base in float8": {"wrap": "layers", "adapters": True},
-}
-CASES |= {n: functools.partial(in_float8, **options) for n, options in IN_FLOAT8.items()}
 
 
 def forms(run, **sizes):
@@ -629,8 +623,7 @@ def fsdp2_gathers_codes_of_one_rank_and_of_replicas(run):
 @case()
 def fsdp2_gathers_codes_over_micro_batches(run):
     """Gradients are summed before they are reduced, and codes serve both micro-batches."""
-    stock = run.build()
-    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    one, ours = run.pair()
     patch(one, linear_float8=EIGHT)
     changed(run, ours, {"gather": True})
     for last in (False, True):
@@ -650,8 +643,7 @@ def fsdp2_gathers_codes_under_autocast(run):
 @case(slow=True)
 def fsdp2_gathers_codes_of_compiled_layers(run):
     """Blocks are compiled one by one, within what FSDP2 does around them."""
-    stock = run.build()
-    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    one, ours = run.pair()
     patch(one, linear_float8=EIGHT)
     patch(ours, linear_float8={**EIGHT, "gather": True})
     for layer in ours.model.layers:
@@ -1033,6 +1025,16 @@ def alike(run, stock, ours, options):
     return run.fused - fused
 
 
+@case(
+    {
+        "deepspeed zero 1": {"stage": 1},
+        "deepspeed zero 2 offloaded": {"stage": 2, "offload": True},
+        "deepspeed zero 3": {"stage": 3},
+        "deepspeed zero 3 offloaded": {"stage": 3, "offload": True},
+        "deepspeed zero 3 of adapters": {"stage": 3, "adapters": True},
+    },
+    slow=True,
+)
 def zero(run, stage, offload=False, adapters=False):
     stock, ours = run.pair()
     if adapters:
@@ -1084,17 +1086,6 @@ class OnHiddenStates(nn.Module):
         return CausalLMOutput(loss=loss)
 
 
-ZERO = {
-    "deepspeed zero 1": {"stage": 1},
-    "deepspeed zero 2 offloaded": {"stage": 2, "offload": True},
-    "deepspeed zero 3": {"stage": 3},
-    "deepspeed zero 3 offloaded": {"stage": 3, "offload": True},
-    "deepspeed zero 3 of adapters": {"stage": 3, "adapters": True},
-}
-CASES |= {n: functools.partial(zero, **options) for n, options in ZERO.items()}
-SLOW += ZERO
-
-
 @case(slow=True)
 def deepspeed_zero_3_of_hidden_states(run):
     """A loss that reaches the weight through the head's call finds it whole, and trains it."""
@@ -1102,6 +1093,21 @@ def deepspeed_zero_3_of_hidden_states(run):
     alike(run, stock, ours, {"stage": 3})
 
 
+BITSANDBYTES = "deepspeed zero 3 of a base of bitsandbytes"
+
+
+@case(
+    {
+        BITSANDBYTES: {},
+        f"{BITSANDBYTES} nested, in bf16, checkpointed": {
+            "storage": "bfloat16",
+            "nested": True,
+            "reentrant": False,
+        },
+        f"{BITSANDBYTES} checkpointed with reentrance": {"reentrant": True},
+    },
+    slow=True,
+)
 def zero_of_bitsandbytes(run, **options):
     """Layers run their owner's call, for which DeepSpeed gathers their codes."""
     from deepspeed.utils import safe_get_full_grad
@@ -1122,19 +1128,6 @@ def zero_of_bitsandbytes(run, **options):
     assert "DeepSpeed" in reasons.pop()
 
 
-ZERO = {
-    "": {},
-    " nested, in bf16, checkpointed": {"storage": "bfloat16", "nested": True, "reentrant": False},
-    " checkpointed with reentrance": {"reentrant": True},
-}
-ZERO = {
-    f"deepspeed zero 3 of a base of bitsandbytes{n}": functools.partial(zero_of_bitsandbytes, **o)
-    for n, o in ZERO.items()
-}
-CASES |= ZERO
-SLOW += ZERO
-
-
 @case(slow=True)
 def deepspeed_takes_no_codes_without_storage(run):
     """Its engine moves parameters that it has weak references to, which PyTorch refuses."""
@@ -1146,7 +1139,7 @@ def deepspeed_takes_no_codes_without_storage(run):
         in_engine(lora(base, FEW), {"stage": 3})
 
 
-def in_4_bits(run, wrap):
+def experts_in_4_bits(run, wrap):
     """Gradients of adapters on experts in MXFP4, alone and over ranks that see the same batch."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
     model = with_lora_on_experts(in_mxfp4(build("gpt_oss", **sizes)).to(run.device))
@@ -1167,7 +1160,7 @@ def in_4_bits(run, wrap):
 
 @case()
 def ddp_of_adapters_on_experts_in_4_bits(run):
-    in_4_bits(run, nn.parallel.DistributedDataParallel)
+    experts_in_4_bits(run, nn.parallel.DistributedDataParallel)
 
 
 @case()
@@ -1179,7 +1172,7 @@ def fsdp2_of_adapters_on_experts_in_4_bits(run):
             fully_shard(layer)
         return fully_shard(model)
 
-    for stack in in_4_bits(run, wrap):
+    for stack in experts_in_4_bits(run, wrap):
         assert isinstance(stack._local_tensor, ops.QuantizedWeight)
         assert stack._local_tensor.codes.shape == (3 - run.rank, 192, 32)
 

@@ -11,7 +11,7 @@ import yaml
 
 import tests.trainers.runs as table
 from liger_multi import ops
-from tests.trainers.runs import ROOT, Run, Trainer, driver, launch, setting, trainers
+from tests.trainers.runs import ROOT, Run, Trainer, driver, setting, trainers
 
 STOCK = {(1, "loss"): 2.0, (1, "grad_norm"): 5.0, (2, "loss"): 1.0}
 
@@ -85,17 +85,6 @@ def test_launch_serves_names_and_counts_calls(tmp_path):
     assert not (tmp_path / "calls.json").exists()
     subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": path})
     assert json.loads((tmp_path / "calls.json").read_text()) == {"softmax": 1}
-
-
-def test_probe_calls_are_not_counted(monkeypatch):
-    from tests.models import build, loss_of
-
-    calls = launch.Counter()
-    monkeypatch.setattr(ops, "rms_norm", launch.counted(calls, "rms_norm", ops.rms_norm))
-    model = build(patching={})
-    assert calls["rms_norm"] == 0
-    loss_of(model)
-    assert calls["rms_norm"] == 5
 
 
 def test_results_cover_table():

@@ -54,6 +54,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels impor
     _before,
     _begins,
     _causal_product,
+    _columns_of,
     _finite,
     _finite_rows,
     _flag,
@@ -450,18 +451,12 @@ def _kimi_delta_forward_kernel(
     flag if one is not finite.
     """
     tokens, heads = sizes[0:2]
-    GROUP: tl.constexpr = SHAPE[0]
     DIM: tl.constexpr = SHAPE[1]
     SIZE: tl.constexpr = SHAPE[2]
     VALUE: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[4]
     CHUNK: tl.constexpr = SHAPE[5]
-    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
-    pid = tl.program_id(0).to(tl.int64)
-    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
-    _assume_heads(heads, GROUP * VALUE)
-    many = heads * GROUP
-    batch, value_head = stream // many, stream % many
+    column, stream, many, batch, _, value_head = _columns_of(heads, SHAPE)
     v_ptr += batch * v_steps[0] + value_head * v_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     keys_ptr += stream * chunks * CHUNK * DIM
@@ -564,18 +559,12 @@ def _kimi_delta_reverse_kernel(
     state; and a flag if it is not finite.
     """
     tokens, heads, plane = sizes[0:3]
-    GROUP: tl.constexpr = SHAPE[0]
     DIM: tl.constexpr = SHAPE[1]
     SIZE: tl.constexpr = SHAPE[2]
     VALUE: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[4]
     CHUNK: tl.constexpr = SHAPE[5]
-    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
-    pid = tl.program_id(0).to(tl.int64)
-    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
-    _assume_heads(heads, GROUP * VALUE)
-    many = heads * GROUP
-    batch, value_head = stream // many, stream % many
+    column, stream, many, batch, _, value_head = _columns_of(heads, SHAPE)
     dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     queries_ptr += stream * chunks * CHUNK * DIM
@@ -586,7 +575,7 @@ def _kimi_delta_reverse_kernel(
     z_ptr += stream * chunks * SIZE
     dstates_ptr += stream * chunks * DIM * VALUE
     values_ptr += stream * tokens * VALUE
-    dbeta_ptr += (pid % blocks) * plane + stream * chunks * CHUNK
+    dbeta_ptr += (column // BLOCK).to(tl.int64) * plane + stream * chunks * CHUNK
     dv_ptr += (batch * tokens * many + value_head) * VALUE
     if ISOLATED:
         if tl.load(flags_ptr + stream) == 0:
@@ -954,6 +943,25 @@ def _to_later(dsums, first_ptr, start, tokens, dtype: tl.constexpr, CHUNK: tl.co
 
 
 @triton.jit
+def _channels_of(heads, chunks, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a program is that has WIDTH channels of a chunk of one value head.
+
+    Returns the first channel; the chunk among those of all value heads, and of its own; how many
+    value heads a sequence has; and the sequence, its key head and its value head.
+    """
+    GROUP: tl.constexpr = SHAPE[0]
+    steps: tl.constexpr = SHAPE[2] // WIDTH
+    pid = tl.program_id(0).to(tl.int64)
+    channel, whole = (pid % steps).to(tl.int32) * WIDTH, pid // steps
+    DIM: tl.constexpr = SHAPE[1]
+    VALUE: tl.constexpr = SHAPE[3]
+    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
+    many = heads * GROUP
+    batch, value_head = whole // chunks // many, whole // chunks % many
+    return channel, whole, whole % chunks, many, batch, value_head // GROUP, value_head
+
+
+@triton.jit
 def _kimi_delta_queries_kernel(
     dy_ptr,
     q_ptr,
@@ -984,21 +992,14 @@ def _kimi_delta_queries_kernel(
     Reads dy, q, k, S, G, e Q and dP. Writes both in fp32. One of two launches takes a flagged head.
     """
     tokens, chunks, heads, plane, rstd_plane = sizes
-    GROUP: tl.constexpr = SHAPE[0]
     DIM: tl.constexpr = SHAPE[1]
     SIZE: tl.constexpr = SHAPE[2]
     VALUE: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[4]
     CHUNK: tl.constexpr = SHAPE[5]
     NORMED: tl.constexpr = rstd_ptr is not None
-    pid = tl.program_id(0).to(tl.int64)
-    channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
-    chunk, stream = whole % chunks, whole // chunks
-    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
-    many = heads * GROUP
-    batch, value_head = stream // many, stream % many
-    head = value_head // GROUP
-    start = (chunk * CHUNK).to(tl.int32)
+    channel, whole, chunk, _, batch, head, value_head = _channels_of(heads, chunks, SHAPE, WIDTH)
+    stream, start = whole // chunks, (chunk * CHUNK).to(tl.int32)
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
@@ -1092,7 +1093,6 @@ def _kimi_delta_keys_kernel(
     """
     k_steps, beta_steps, first_step = strides[0:3], strides[3:6], strides[6]
     tokens, chunks, heads, plane, rstd_plane = sizes
-    GROUP: tl.constexpr = SHAPE[0]
     DIM: tl.constexpr = SHAPE[1]
     SIZE: tl.constexpr = SHAPE[2]
     VALUE: tl.constexpr = SHAPE[3]
@@ -1100,14 +1100,8 @@ def _kimi_delta_keys_kernel(
     CHUNK: tl.constexpr = SHAPE[5]
     WIDTH: tl.constexpr = TILE[1]
     NORMED: tl.constexpr = rstd_ptr is not None
-    pid = tl.program_id(0).to(tl.int64)
-    channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
-    chunk, stream = whole % chunks, whole // chunks
-    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
-    many = heads * GROUP
-    batch, value_head = stream // many, stream % many
-    head = value_head // GROUP
-    start = (chunk * CHUNK).to(tl.int32)
+    channel, whole, chunk, many, batch, head, value_head = _channels_of(heads, chunks, SHAPE, WIDTH)
+    stream, start = whole // chunks, (chunk * CHUNK).to(tl.int32)
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]

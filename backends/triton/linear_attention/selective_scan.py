@@ -303,7 +303,7 @@ def _call(
     )
 
 
-class Passed(NamedTuple):
+class FirstPass(NamedTuple):
     """What the first pass leaves where there are tensors: of spans, and before chunks."""
 
     ends: Tensor | None = None
@@ -317,7 +317,7 @@ def _first_pass(
     k: ScanConfig,
     parts: Spans,
     pairs: Tensor,
-    out: Passed,
+    out: FirstPass,
     dy: Tensor | None = None,
     states_before: Tensor | None = None,
 ) -> None:
@@ -364,7 +364,7 @@ def _join(
 def _states_before(c: Call, k: ScanConfig, parts: Spans, pairs: Tensor) -> Tensor:
     """The states before spans, (batch, spans, N, channels)."""
     ends, sums = c.states(parts.spans), c.numbers(parts.spans)
-    _first_pass(c, k, parts, pairs, Passed(ends, sums))
+    _first_pass(c, k, parts, pairs, FirstPass(ends, sums))
     return _join(c, parts, ends, sums, c.initial, False)
 
 
@@ -380,10 +380,10 @@ def _starts_of_reverse(
     """What the reverse pass starts from: gradients after spans, and states before chunks."""
     at_chunks = c.tiles(k.block, parts.spans, parts.chunks)
     if parts.spans == 1:
-        _first_pass(c, k, parts, pairs, Passed(states=at_chunks), None, c.initial)
+        _first_pass(c, k, parts, pairs, FirstPass(states=at_chunks), None, c.initial)
         return dfinal, at_chunks
     dstates_after, sums = c.states(parts.spans), c.numbers(parts.spans)
-    _first_pass(c, k, parts, pairs, Passed(None, sums, at_chunks, dstates_after), dy, states)
+    _first_pass(c, k, parts, pairs, FirstPass(None, sums, at_chunks, dstates_after), dy, states)
     return _join(c, parts, dstates_after, sums, dfinal, True), at_chunks
 
 

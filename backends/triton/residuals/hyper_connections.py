@@ -70,17 +70,19 @@ class MixConfig:
 MOST_CHUNKS = 8  # of a row's sum, where their number must not follow the rows
 
 
-def _tall(outputs: int) -> int:
+def _padded_outputs(outputs: int) -> int:
     return max(16, power_of_2(outputs))
 
 
 def _stages(info: DeviceInfo, tile: int, outputs: int, block: int, limit: int) -> int:
     """Steps in flight, of fp32 streams and weights, in half of the on-chip memory."""
-    return max(1, min(limit, info.shared_bytes // 2 // (4 * block * (tile + _tall(outputs)))))
+    return max(
+        1, min(limit, info.shared_bytes // 2 // (4 * block * (tile + _padded_outputs(outputs))))
+    )
 
 
 def _threads(outputs: int) -> int:
-    return 256 if _tall(outputs) > 32 else 128
+    return 256 if _padded_outputs(outputs) > 32 else 128
 
 
 def mix_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) -> MixConfig:
@@ -89,7 +91,7 @@ def mix_config(info: DeviceInfo, rows: int, cols: int, outputs: int, size: int) 
     About eight programs a core, of eight steps at least. A fourth step of fp32 under way would
     spill on cores that have memory for it (ci.static, triton 3.9).
     """
-    tile, wide = 64, _tall(outputs) > 32
+    tile, wide = 64, _padded_outputs(outputs) > 32
     block = 32 if wide else min(power_of_2(checked_cols(cols)), 8192 // (tile * size))
     block, limit = max(32, block), 4 if size == 2 else 3
     stages = _stages(info, tile, outputs, block, limit)
@@ -105,7 +107,7 @@ def mix_gradient_config(
 
     Cores of little memory would keep steps under way in registers, which then spill.
     """
-    tall, large = _tall(outputs), info.shared_bytes > 2**16
+    tall, large = _padded_outputs(outputs), info.shared_bytes > 2**16
     area = 1024 if not large else 2048 if size == 2 else 512
     block = max(32, min(power_of_2(checked_cols(cols)), area // tall))
     chunks = max(1, min(cdiv(rows, 256), 8 * info.cores // max(1, cdiv(cols, block))))
@@ -306,7 +308,7 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.forward", mix_config, rows.device, **shape)
     tiles, cols_per_chunk = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
-    chunks, tall = cdiv(cols, cols_per_chunk), _tall(outputs)
+    chunks, tall = cdiv(cols, cols_per_chunk), _padded_outputs(outputs)
     partial, squares = out.new_empty(chunks, count * outputs), out.new_empty(chunks, count)
     args = (
         rows,
@@ -346,7 +348,15 @@ def mixes_gradients(
     args = (rows, weight, d.contiguous(), row_scale.contiguous(), dx, partial)
     sizes = (rows.stride(0), count, cols, outputs, rows_per_chunk, steps)
     depth = 1 if rows.element_size() == 2 else 2
-    tile = (_digits(rows), _digits(weight), depth, k.rows, _tall(outputs), k.block, k.stages)
+    tile = (
+        _digits(rows),
+        _digits(weight),
+        depth,
+        k.rows,
+        _padded_outputs(outputs),
+        k.block,
+        k.stages,
+    )
     launch(_mixes_backward_kernel, chunks * steps, (*args, *sizes), tile, k.num_warps)
     dweight = weight.new_empty(0)
     if partial is not None:

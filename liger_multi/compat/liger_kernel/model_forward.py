@@ -86,7 +86,7 @@ def answer(
         return extended(stock(*args, **kwargs))
     if labels is None:
         args, kwargs = (), {**arguments, "labels": shifted}  # a model asks for them alone
-    requested = sorted(k for k in OPTIONS & {*kwargs} if not _off(kwargs[k]))
+    requested = sorted(k for k in OPTIONS & {*kwargs} if not _is_off(kwargs[k]))
     if not requested or not (model.training if skip is None else skip):
         return extended(stock(*args, **kwargs))
     outputs: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def answer(
     return extended(output, **{name: outputs.get(name) for name in _BESIDE})
 
 
-def _off(option: Any) -> bool:
+def _is_off(option: Any) -> bool:
     return option is None or option is False
 
 

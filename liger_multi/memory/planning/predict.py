@@ -30,8 +30,8 @@ from liger_multi.memory.planning.traces import (
     Head,
     Part,
     Trace,
+    add_bytes,
     peak_of,
-    plus,
     sequence_of,
     vector,
     work_of,
@@ -152,18 +152,18 @@ class Passes:
 
     def _body(self, settings: Settings, recompute: str) -> Body | None:
         key, micro = _body_key(settings, recompute), settings.micro_batch
-        simulated = self._known(self._bodies, "bodies", key, Body)
+        simulated = self._simulated_pieces(self._bodies, "bodies", key, Body)
         if micro in simulated:
             return simulated[micro]
         if (key, micro) not in self._derived_bodies and self.device != "cpu":
             # small activations are not offloaded, and which ones are small depends on the sequences
             derived = _from_other_batches(simulated, micro, settings.offload_activations)
-            derived = derived or self._across(settings, recompute)
+            derived = derived or self._between_device_counts(settings, recompute)
             if derived is not None:
                 self._derived_bodies[key, micro] = derived
         return self._derived_bodies.get((key, micro))
 
-    def _across(self, settings: Settings, recompute: str) -> Body | None:
+    def _between_device_counts(self, settings: Settings, recompute: str) -> Body | None:
         """Interpolate between the fewest and the most devices: sizes fall as one over them."""
         fewest, most_devices = self.tensors
         if not fewest < settings.tensor < most_devices:
@@ -174,11 +174,11 @@ class Passes:
             body = self._body(end_settings, recompute)
             ends.append(body or self._simulate(end_settings, recompute, self.shapes.depth)[0])
         share = (1 / settings.tensor - 1 / fewest) / (1 / most_devices - 1 / fewest)
-        return ends[0].toward(ends[1], share) if ends[0].alike(ends[1]) else None
+        return ends[0].interpolated(ends[1], share) if ends[0].same_events(ends[1]) else None
 
     def _head(self, settings: Settings) -> Head | None:
         key, micro = _head_key(settings), settings.micro_batch
-        simulated = self._known(self._heads, "heads", key, Head)
+        simulated = self._simulated_pieces(self._heads, "heads", key, Head)
         if micro in simulated:
             return simulated[micro]
         # with several chunks, the bytes moved grow with their number as well
@@ -188,7 +188,7 @@ class Passes:
                 self._derived_heads[key, micro] = derived
         return self._derived_heads.get((key, micro))
 
-    def _known(
+    def _simulated_pieces(
         self, table: dict[Settings, dict[int, Piece]], section: str, key: Settings, cls: type[Piece]
     ) -> dict[int, Piece]:
         """Simulated pieces by the number of sequences."""
@@ -223,10 +223,10 @@ class Passes:
             body = body.shorter(self.shapes.depth)
         if depth != 1 or self.shapes.count == 1:
             key = _body_key(settings, recompute)
-            self._known(self._bodies, "bodies", key, Body)[micro] = body
+            self._simulated_pieces(self._bodies, "bodies", key, Body)[micro] = body
             self._keep("bodies", key, micro, body)
         key = _head_key(settings)
-        self._known(self._heads, "heads", key, Head)[micro] = head
+        self._simulated_pieces(self._heads, "heads", key, Head)[micro] = head
         self._keep("heads", key, micro, head)
         return body, head
 
@@ -349,9 +349,9 @@ def _from_other_batches(
     for smaller, larger in combinations(sorted(pieces), 2):
         if between and not smaller < micro < larger:
             continue
-        if pieces[smaller].alike(pieces[larger]):
+        if pieces[smaller].same_events(pieces[larger]):
             share = (micro - smaller) / (larger - smaller)
-            return pieces[smaller].toward(pieces[larger], share)
+            return pieces[smaller].interpolated(pieces[larger], share)
     return None
 
 
@@ -626,5 +626,5 @@ def _kept_bytes(forward: list[Part]) -> Bytes:
     """Bytes that one micro-batch saves for backward."""
     total = NOTHING
     for segment, times in forward:
-        total = plus(total, segment.left(False), times)
+        total = add_bytes(total, segment.net_bytes(False), times)
     return total

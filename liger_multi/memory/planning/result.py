@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import read_yaml
 from liger_multi.errors import ConfigurationError, check_name, shown, unknown
+from liger_multi.files.documents import read_yaml
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import INK, PAPER, PARTS, figure
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import ATTENTIONS, OPTIMIZERS
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import INK, PAPER, PARTS, figure
 
 # --- what is decided, and what is predicted ---
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi import parameters
 from liger_multi.memory.estimation import blocks_of, meta_model
 from liger_multi.memory.planning.applying import in_float8, layers_of, mlps_of
 from liger_multi.memory.planning.store import Store
@@ -24,6 +23,7 @@ from liger_multi.memory.recorder import stored
 from liger_multi.memory.setup import common_heads
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import positions_of
+from liger_multi.modules import parameters
 from liger_multi.ops import QuantizedWeight
 
 # --- frozen weights of few bits ---

@@ -85,7 +85,7 @@ class Work:
         self.launches += times * other.launches
         self.exchanged += times * other.exchanged
 
-    def toward(self, other: Work, share: float) -> Work:
+    def interpolated(self, other: Work, share: float) -> Work:
         """As of :class:`Segment`."""
         flops = {n: between(a, other.flops[n], share) for n, a in self.flops.items()}
         moved_bytes = between(self.moved, other.moved, share)
@@ -128,14 +128,18 @@ class Segment:
                     total -= added[event] * factors[GRADIENT]
                 if total > best:
                     best, peak_event = total, event
-            self._known[key] = best, self._after(peak_event, added), self.left(accumulating)
+            self._known[key] = (
+                best,
+                self._bytes_after(peak_event, added),
+                self.net_bytes(accumulating),
+            )
         return self._known[key]
 
-    def left(self, accumulating: bool) -> Bytes:
+    def net_bytes(self, accumulating: bool) -> Bytes:
         """Net bytes by category: at its end minus at its beginning."""
-        return self._after(len(self.sizes) - 1, self.added if accumulating else {})
+        return self._bytes_after(len(self.sizes) - 1, self.added if accumulating else {})
 
-    def _after(self, event: int, added: Mapping[int, float]) -> Bytes:
+    def _bytes_after(self, event: int, added: Mapping[int, float]) -> Bytes:
         live = list(NOTHING)
         for category, size in zip(self.categories[: event + 1], self.sizes, strict=False):
             live[category] += size
@@ -146,7 +150,7 @@ class Segment:
         """Whether all events are equal."""
         return self.categories == other.categories and self.sizes == other.sizes
 
-    def alike(self, other: Segment) -> bool:
+    def same_events(self, other: Segment) -> bool:
         """Whether the same events happen in the same order, of any size."""
         return (
             self.categories == other.categories
@@ -155,13 +159,13 @@ class Segment:
             and self.work.flops.keys() == other.work.flops.keys()
         )
 
-    def toward(self, other: Segment, share: float) -> Segment:
-        """Interpolate linearly between this segment (0) and another that is :meth:`alike` (1)."""
+    def interpolated(self, other: Segment, share: float) -> Segment:
+        """Interpolate linearly between this segment (0) and one with :meth:`same_events` (1)."""
         sizes = [between(a, b, share) for a, b in zip(self.sizes, other.sizes, strict=True)]
         added = {
             event: between(size, other.added[event], share) for event, size in self.added.items()
         }
-        return Segment(self.categories, sizes, added, self.work.toward(other.work, share))
+        return Segment(self.categories, sizes, added, self.work.interpolated(other.work, share))
 
     def as_data(self) -> list[Any]:
         """Plain data."""
@@ -214,19 +218,19 @@ class Head:
     backward: Segment
     ends: Ends
 
-    def alike(self, other: Head) -> bool:
+    def same_events(self, other: Head) -> bool:
         """As of :class:`Segment`."""
         return (
-            self.loss.alike(other.loss)
-            and self.backward.alike(other.backward)
+            self.loss.same_events(other.loss)
+            and self.backward.same_events(other.backward)
             and _ends_alike(self.ends, other.ends)
         )
 
-    def toward(self, other: Head, share: float) -> Head:
+    def interpolated(self, other: Head, share: float) -> Head:
         """As of :class:`Segment`."""
         return Head(
-            self.loss.toward(other.loss, share),
-            self.backward.toward(other.backward, share),
+            self.loss.interpolated(other.loss, share),
+            self.backward.interpolated(other.backward, share),
             _ends_toward(self.ends, other.ends, share),
         )
 
@@ -302,22 +306,22 @@ class Body:
         left = self.layers[:1] + self.layers[1 + len(self.layers) - depth :]
         return replace(self, layers=left)
 
-    def alike(self, other: Body) -> bool:
+    def same_events(self, other: Body) -> bool:
         """As of :class:`Segment`."""
         segments, other_segments = self._segments(), other._segments()
         return (
             len(segments) == len(other_segments)
-            and all(a.alike(b) for a, b in zip(segments, other_segments, strict=True))
+            and all(a.same_events(b) for a, b in zip(segments, other_segments, strict=True))
             and _ends_alike(self.ends, other.ends)
         )
 
-    def toward(self, other: Body, share: float) -> Body:
+    def interpolated(self, other: Body, share: float) -> Body:
         """As of :class:`Segment`."""
         pairs = zip(self._segments(), other._segments(), strict=True)
         ends = _ends_toward(self.ends, other.ends, share)
         offloaded = between(self.offloaded, other.offloaded, share)
         offloaded_outside = between(self.offloaded_outside, other.offloaded_outside, share)
-        segments = [a.toward(b, share) for a, b in pairs]
+        segments = [a.interpolated(b, share) for a, b in pairs]
         return self._of(segments, ends, self.buffers, offloaded, offloaded_outside)
 
     def _segments(self) -> list[Segment]:
@@ -442,17 +446,17 @@ def peak_of(
             continue
         highest, segment_bytes, left = segment.highest(factors, accumulating)
         for repeated in (0, times - 1)[:times]:
-            begin = plus(base, left, repeated)
+            begin = add_bytes(base, left, repeated)
             total = _total(begin, factors) + highest
             if total > best:
-                best, at_peak = total, plus(begin, segment_bytes)
-        base = plus(base, left, times)
-    end = plus(base, last)
+                best, at_peak = total, add_bytes(begin, segment_bytes)
+        base = add_bytes(base, left, times)
+    end = add_bytes(base, last)
     total = _total(end, factors)
     return (total, end) if total > best else (best, at_peak)
 
 
-def plus(sizes: Bytes, added: Bytes, times: float = 1) -> Bytes:
+def add_bytes(sizes: Bytes, added: Bytes, times: float = 1) -> Bytes:
     """Add bytes by category ``times`` times."""
     return tuple(a + times * b for a, b in zip(sizes, added, strict=True))
 

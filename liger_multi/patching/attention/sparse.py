@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks, ops
-from liger_multi._torch_private import EnableTorchFunction, say
-from liger_multi.arguments import by_name, cache_parameter, caches
+from liger_multi._torch_private import EnableTorchFunction, log_missing
 from liger_multi.errors import ConfigurationError, PatchError
+from liger_multi.modules.arguments import by_name, cache_parameter, caches
 from liger_multi.patching import shards
 from liger_multi.patching.attention import interface as attention
 from liger_multi.patching.evidence import redirect
@@ -553,7 +553,7 @@ def _set_where_present(config: Any, name: str, value: Any) -> None:
 def _differs(module_class: type[nn.Module], behavior: type[Patched], layer: _Layer) -> str | None:
     """Why a class does not compute what the operators do, or None."""
     if EnableTorchFunction is None:
-        say("EnableTorchFunction")
+        log_missing("EnableTorchFunction")
         return "this PyTorch cannot try it"
     try:
         # recorders of scores are called through __torch_function__
@@ -662,7 +662,7 @@ def find_sparse_attention(model: ModelFacts, request: Request) -> Iterator[Chang
             yield from _without_sparse(path, module)
             continue
         served.add(id(getattr(module, "indexer", None)))
-        beneath = _beneath(module)
+        beneath = _inner_swap(module)
         swap = Swap(SPARSE, unpatched_class(module), behavior, options)
         if beneath is not None:
             swap = replace(beneath, around=behavior, around_settings=options)
@@ -680,7 +680,7 @@ def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
 
 
 def _without_sparse(path: str, module: nn.Module) -> Iterator[Change]:
-    beneath = _beneath(module)
+    beneath = _inner_swap(module)
     if isinstance(module, (SparseAttention, SparseIndexer)):
         if beneath is None:
             yield Restore(path, module)
@@ -694,7 +694,7 @@ _SPARSE: dict[type[Patched], str] = {
 }
 
 
-def _beneath(module: nn.Module) -> Swap | None:
+def _inner_swap(module: nn.Module) -> Swap | None:
     """The swap of a module without sparse attention, or None."""
     current = swapped(module)
     if current is None or current.behavior in _SPARSE:

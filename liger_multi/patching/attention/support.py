@@ -74,7 +74,7 @@ def unsupported(model: type, name: str) -> str | None:
 
     asks = has_attention = masks = parts = False
     eager: list[types.FunctionType] = []
-    for global_name, value in _reached(model):
+    for global_name, value in _globals_reached(model):
         if isinstance(value, dict) and "eager" in value and name not in value:
             return f"it picks attention classes from a table of its own, {global_name}"
         asks |= isinstance(value, AttentionInterface)
@@ -111,7 +111,7 @@ def _is_attention(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _reached(model: type) -> tuple[tuple[str, object], ...]:
+def _globals_reached(model: type) -> tuple[tuple[str, object], ...]:
     """The globals that a class loads, and that loaded classes and functions load in turn."""
     todo: list[Any] = [model]
     visited: set[int] = {id(model)}
@@ -215,7 +215,7 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
         bias = q.new_zeros(1, 1, 5, 5).masked_fill(~visible, torch.finfo(q.dtype).min)
         for groups in (2, 1):  # some repeat the heads of keys, others expect repeated heads
             k, v = (random(generator, 2, 4 // groups, 5, 8) for _ in range(2))
-            module = _Stand(groups, q.shape[-1], sinks)
+            module = _AttentionAttributes(groups, q.shape[-1], sinks)
             try:
                 y = eager(module, q, k, v, bias, scaling=SCALE, dropout=0.0)[0]
             except Exception as error:  # of any code
@@ -231,7 +231,7 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
 SCALE = 8**-0.5
 
 
-class _Stand(nn.Module):
+class _AttentionAttributes(nn.Module):
     """The attributes of an attention module that eager functions read."""
 
     def __init__(self, groups: int, size: int, sinks: Tensor) -> None:

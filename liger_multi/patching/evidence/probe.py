@@ -34,7 +34,7 @@ from liger_multi._torch_private import (
     get_onednn,
     set_onednn,
 )
-from liger_multi.arguments import is_cache
+from liger_multi.modules.arguments import is_cache
 from liger_multi.patching.swap import has_own_forward, unpatched_class
 
 # --- replicas ---

@@ -476,21 +476,21 @@ class Outcomes:
         """
         for code in self.codes:
             for jump in _jumps(code):
-                targets = self._went(code, jump.at)
+                targets = self._targets_of(code, jump.at)
                 if len(targets) != 1 or not jump.reads - _constants(code, argument_count):
                     continue
                 (taken,) = targets
                 not_taken = sum(jump.sides) - taken
-                if not _raises(code, not_taken) and not self._meet(code, taken, not_taken):
+                if not _raises(code, not_taken) and not self._leads_to(code, taken, not_taken):
                     location = f"{code.co_filename}:{jump.line}"
                     return f"it has a branch that depends on its input ({location})"
         return None
 
-    def _went(self, code: CodeType, start: int) -> set[int]:
+    def _targets_of(self, code: CodeType, start: int) -> set[int]:
         """Offsets of the instructions that ran after the one at ``start``."""
         return {_from(code, offset) for offset in self.branches_taken.get((code, start), ())}
 
-    def _meet(self, code: CodeType, offset: int, end: int) -> bool:
+    def _leads_to(self, code: CodeType, offset: int, end: int) -> bool:
         """Whether the instructions from ``offset`` on led to ``end`` through conditions alone."""
         for step in _steps(code):
             if step.offset < offset:
@@ -498,7 +498,9 @@ class Outcomes:
             if step.offset == end or step.opname.startswith(_ENDS):
                 return step.offset == end
             if "JUMP" in step.opname:
-                targets = self._went(code, step.offset) if "_IF_" in step.opname else {step.argval}
+                targets = (
+                    self._targets_of(code, step.offset) if "_IF_" in step.opname else {step.argval}
+                )
                 if len(targets) != 1:
                     return False
                 (offset,) = targets
@@ -518,7 +520,7 @@ class _Jump:
         lines = [line for start, line in dis.findlinestarts(code) if line and start <= self.at]
         self.line = lines[-1] if lines else code.co_firstlineno
         self.reads: set[str] = set()
-        condition = list(self._back(steps, i))
+        condition = list(self._previous_steps(steps, i))
         for step in condition:
             if "LOAD_FAST" in step.opname or step.opname == "LOAD_DEREF":  # one or two at once
                 self.reads |= {step.argval} if isinstance(step.argval, str) else {*step.argval}
@@ -527,7 +529,7 @@ class _Jump:
         if _asks_for_mps(condition) and not torch.backends.mps.is_available():
             self.reads = set()  # this process has no such tensor
 
-    def _back(self, steps: list[dis.Instruction], i: int) -> Iterator[dis.Instruction]:
+    def _previous_steps(self, steps: list[dis.Instruction], i: int) -> Iterator[dis.Instruction]:
         for step in reversed(steps[:i]):
             jumps = "JUMP" in step.opname and step.argval > self.at
             stores_and_loads = step.opname == "STORE_FAST_LOAD_FAST"

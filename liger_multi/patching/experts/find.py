@@ -348,15 +348,19 @@ def _gates(module: nn.Module) -> list[ExpertsKind]:
     return specs
 
 
+_INSTEAD = {
+    "Mxfp4GptOssExperts": "; liger_multi.integrations.load_mxfp4 loads the same codes to be trained"
+}
+
+
 def find_experts(model: ModelFacts, request: Request) -> Iterator[Change]:
     """Stacks of experts."""
     options = request.get("fused_moe")
     for path, module in model.of_class(_may_be_experts):
         if are_other_experts(module) and options is not None:
-            reason_here = (
-                f"{type(module).__name__} does not use the experts interface of transformers"
-            )
-            yield Skipped(path, "fused_moe", reason_here)
+            layer = type(module).__name__
+            other = f"{layer} does not use the experts interface of transformers"
+            yield Skipped(path, "fused_moe", other + _INSTEAD.get(layer, ""))
         if not looks_like_experts(module):
             continue
         if options is None:

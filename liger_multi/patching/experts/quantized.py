@@ -21,9 +21,9 @@ from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.autograd import first_derivatives_only
 from liger_multi.dispatch.config import current
+from liger_multi.modules.parameters import declared
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops._quantized import PIECE_BYTES
-from liger_multi.parameters import declared
 from liger_multi.patching.evidence.signature import is_infrastructure
 
 GROUP_BYTES = PIECE_BYTES

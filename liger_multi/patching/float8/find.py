@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from liger_multi.parameters import stored
+from liger_multi.modules.parameters import stored
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.float8.linear import (
     Float8Linear,

@@ -31,6 +31,7 @@ from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.resolve import automatic
 from liger_multi.errors import PatchError
+from liger_multi.modules.parameters import is_computed
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
     linear_float8,
@@ -38,7 +39,6 @@ from liger_multi.ops.linear_float8 import (
     op,
     rounded_rows,
 )
-from liger_multi.parameters import is_computed
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     code_holds,
@@ -425,7 +425,7 @@ class Float8Linear(Patched):
         return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
         _process["rounds"] = True
         if settings.options.cache:
@@ -436,7 +436,7 @@ class Float8Linear(Patched):
             freeze(module, settings.options.originals)
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Restore the weight."""
         thaw(module)
 
@@ -470,9 +470,9 @@ class GatheringFloat8Linear(Float8Linear):
         super().__setattr__(name, value)
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Prepare a weight that is sharded already."""
-        Float8Linear.entered(module, settings)
+        Float8Linear.on_enter(module, settings)
         weight = module._parameters.get("weight")
         if is_sharded(weight):
             gather_codes(weight)

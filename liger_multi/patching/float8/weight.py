@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import (
     DisableTorchDispatch,
+    log_missing,
     make_subclass,
     make_wrapper_subclass,
     no_torch_function,
     pin_memory,
-    say,
     to_copy,
-    tree_map_only,
 )
+from liger_multi.dispatch.stored import FrozenTensor, same_strides
 from liger_multi.errors import PatchError
 from liger_multi.ops.linear_float8 import rounded_rows
 
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 Outputs = tuple[Tensor, ...]
 
 
-class Float8Weight(Tensor):
+class Float8Weight(FrozenTensor):
     """``codes * scale`` with the shape and dtype of the original weight.
 
     Attributes:
@@ -116,29 +116,12 @@ class Float8Weight(Tensor):
         """A weight from both."""
         return cls(inner["codes"], inner["scale"], *metadata)
 
-    __torch_function__ = no_torch_function
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Operations on codes, ``copy_``, and all others on dequantized values."""
-        kwargs = kwargs or {}
-        handler = _KEPT.get(func)
-        if handler is not None and isinstance(args[0], Float8Weight):
-            output = handler(*args, **kwargs)
-            if output is not None:
-                return output
-        schema = func._schema.arguments
-        for argument, value in zip(schema, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(value, Float8Weight):
-                raise PatchError(
-                    f"{func} writes to a frozen weight that is kept in FP8, a tensor of shape "
-                    f"{tuple(value.shape)}; unpatch the model first, which gives the weight back"
-                )
-        args, kwargs = tree_map_only(Float8Weight, Float8Weight.dequantized, (args, kwargs))
-        return func(*args, **kwargs)
+    def write_error(self, action: object) -> PatchError:
+        """The error of an operation that writes to the weight."""
+        return PatchError(
+            f"{action} writes to a frozen weight that is kept in FP8, a tensor of shape "
+            f"{tuple(self.shape)}; unpatch the model first, which gives the weight back"
+        )
 
 
 def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,14 +278,7 @@ def _view(weight: Float8Weight, size: Sequence[int]) -> Float8Weight | None:
     return _rebuilt(weight, weight.codes.view(-1), weight.scale, None) if flat else None
 
 
-def _strided(
-    weight: Float8Weight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Float8Weight | None:
-    unchanged = list(size) == list(weight.shape) and list(stride) == list(weight.stride())
-    return _detach(weight) if unchanged and not offset else None
-
-
-_KEPT: dict[Any, Callable[..., Any]] = {
+Float8Weight.handlers = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.clone.default: _clone,
@@ -313,11 +289,10 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _zeros,
     aten.empty_like.default: _empty,
     aten.view.default: _view,
-    aten.as_strided.default: _strided,
+    aten.as_strided.default: same_strides,
     pin_memory: lambda weight, device=None: _with_tensors(weight, Tensor.pin_memory),
     aten.is_pinned.default: lambda weight, device=None: weight.codes.is_pinned(),
 }
-"""Operations on codes; where one returns None, values are dequantized."""
 
 
 def float8_weight(layer: nn.Module) -> Float8Weight | None:
@@ -330,7 +305,7 @@ def freeze(layer: nn.Module, keep: bool) -> None:
     """Replace the weight of a layer by one in FP8."""
     weight = layer._parameters["weight"]
     if make_wrapper_subclass is None:
-        say("make_wrapper_subclass")
+        log_missing("make_wrapper_subclass")
     elif weight is not None and not isinstance(weight, Float8Weight):
         codes = Float8Weight.of(weight, keep)
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
@@ -483,7 +458,7 @@ def gather_codes(weight: Any) -> None:
     """Let FSDP2 gather a sharded parameter in FP8."""
     part = local(weight)
     if make_subclass is None or DisableTorchDispatch is None:
-        say("make_subclass", "DisableTorchDispatch")
+        log_missing("make_subclass", "DisableTorchDispatch")
     elif type(part) is Tensor:
         weight._local_tensor = TrainedShard(part, weight.shape[0])
 

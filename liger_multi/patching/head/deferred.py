@@ -37,7 +37,7 @@ from liger_multi._torch_private import (
 from liger_multi.checks import autocast, autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.resolve import mode_in_force
-from liger_multi.parameters import Evaluated, Job
+from liger_multi.modules.parameters import Evaluated, Job
 from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.report import warn_once
@@ -288,7 +288,7 @@ class DeferredLogits:
             self._weights_in(self.head) or _gathered_again(self.head, weight)
         ):
             try:
-                return getattr(self.head, "asked", self.head)(hidden, job)
+                return getattr(self.head, "run_job", self.head)(hidden, job)
             except TypeError:
                 if isinstance(self.head, Patched):
                     raise
@@ -302,11 +302,11 @@ class DeferredLogits:
     def _weights_in(self, head: Any) -> bool:
         """Whether the head has the weight and the active adapters of the forward pass."""
         module_class = type(head)  # once: another thread may give the class back
-        if not hasattr(module_class, "thin") or head.weight is not self.weights[0]:
+        if not hasattr(module_class, "lora_factors") or head.weight is not self.weights[0]:
             return False
         if "forward" in head.__dict__:
             return False  # another forward around ours, such as accelerate's, which has run
-        factors, recorded = module_class.thin(head), self.weights[2:]
+        factors, recorded = module_class.lora_factors(head), self.weights[2:]
         if not factors and not recorded:
             return True
         same_count = len(factors) == len(recorded) and module_class.scales(head) == self.scales
@@ -379,13 +379,13 @@ class DeferredLogits:
         if _tracing(self.guard):
             return traced_autocast(self.guard.device_type, self.guard.autocast_dtype)
         self.guard.check(self.head)
-        return self.guard.entered(self.grad)
+        return self.guard.context(self.grad)
 
     def circumstances(self) -> contextlib.AbstractContextManager[None]:
         """Autocast of the forward pass, for a backward pass that recomputes."""
         if self.guard is None or _tracing(self.guard):
             return contextlib.nullcontext()
-        return self.guard.entered(True)
+        return self.guard.context(True)
 
     @property
     def epilogue(self) -> tuple[float, float | None] | None:
@@ -464,7 +464,7 @@ class _Circumstances:
         self.trained = [(t, t.requires_grad) for t in weights]
         self.required = [required for _, required in self.trained]
 
-    def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
+    def context(self, grad: bool) -> contextlib.AbstractContextManager[None]:
         """A context with these settings, and gradients if ``grad``.
 
         It is empty if nothing has changed, as for a loss right after the head: entering contexts of
@@ -604,7 +604,7 @@ def _parameters(head: Any) -> dict[str, Tensor]:
         storages = {t.untyped_storage()._cdata for t in parameters.values() if t.numel()}
         originals = [p for p in head.layer.parameters() if p.untyped_storage()._cdata in storages]
         return parameters | {f"head's original weights ({i})": p for i, p in enumerate(originals)}
-    factors = getattr(head, "thin", None)  # an adapter's factors
+    factors = getattr(head, "lora_factors", None)  # an adapter's factors
     for i, tensor in enumerate(factors() if factors else ()):
         parameters[f"head's adapters ({i})"] = tensor
     return parameters

@@ -22,7 +22,7 @@ from liger_multi import ops
 from liger_multi._torch_private import DisableTorchFunctionSubclass, disabled, is_tracing
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.evidence.signature import PLAIN
 from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,
@@ -467,15 +467,15 @@ def _head_of(weight: Tensor, bias: Tensor | None) -> Any:
         heads = list(_heads)
     for head in heads:
         head_weight, head_bias = head._parameters.get("weight"), head._parameters.get("bias")
-        if _is(weight, head_weight) and (
-            _is(bias, head_bias) if bias is not None else head_bias is None
+        if _is_parameter_or_view(weight, head_weight) and (
+            _is_parameter_or_view(bias, head_bias) if bias is not None else head_bias is None
         ):
             patched = hasattr(type(head), "stock_forward") and not hasattr(head, "base_layer")
             return head if patched else None
     return None
 
 
-def _is(tensor: Any, parameter: Tensor | None) -> bool:
+def _is_parameter_or_view(tensor: Any, parameter: Tensor | None) -> bool:
     """Whether a tensor is a parameter, or a view of the whole of it."""
     if parameter is None or tensor is parameter:
         return parameter is not None

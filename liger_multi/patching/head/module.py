@@ -25,7 +25,7 @@ from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_wor
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.dispatch.resolve import by_rows
-from liger_multi.parameters import Evaluated, Job, is_computed, stored
+from liger_multi.modules.parameters import Evaluated, Job, is_computed, stored
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.evidence.signature import (
     PLAIN,
@@ -77,12 +77,12 @@ class LazyHead(Patched):
         count_optimizer_steps()
 
     @staticmethod
-    def entered(module: nn.Module, settings: Any) -> None:
+    def on_enter(module: nn.Module, settings: Any) -> None:
         """Let ``F.linear_cross_entropy`` recognize the weight."""
         follow_weight(module, output_dtype)
 
     @staticmethod
-    def left(module: nn.Module) -> None:
+    def on_leave(module: nn.Module) -> None:
         """Undo that."""
         unfollow_weight(module)
 
@@ -99,7 +99,7 @@ class LazyHead(Patched):
             return ops.linear(hidden, self.weight, self.bias)
         return cast(Tensor, forward(self, hidden))
 
-    def thin(self) -> tuple[Tensor, ...]:
+    def lora_factors(self) -> tuple[Tensor, ...]:
         """Both matrices of every LoRA adapter on the head."""
         return ()
 
@@ -153,13 +153,13 @@ class LazyHead(Patched):
         hidden = snapshot(hidden)
         settled = not (hooks and any(is_infrastructure(hook) for hook in hooks))
         guard = Guard(head, hidden, settled)
-        factors, scales = module_class.thin(self), module_class.scales(self)
+        factors, scales = module_class.lora_factors(self), module_class.scales(self)
         deferred = DeferredLogits(
             head, (*weights, *factors), hidden, settings, dtype, grad, guard, scales=scales
         )
         return ReplicaLogits(deferred) if replica else lazy_logits(deferred)
 
-    def asked(self, hidden: Tensor, job: Job) -> Any:
+    def run_job(self, hidden: Tensor, job: Job) -> Any:
         """The result of ``job``; only hooks that gather the weight run."""
         hooks = hooks_of(self)
         if torch.compiler.is_compiling() or (hooks and any(is_infrastructure(h) for h in hooks)):
@@ -170,7 +170,7 @@ class LazyHead(Patched):
 class LazyAdaptedHead(LazyHead):
     """The same for a linear layer with LoRA adapters, which every chunk of logits includes."""
 
-    def thin(self) -> tuple[Tensor, ...]:
+    def lora_factors(self) -> tuple[Tensor, ...]:
         """Both matrices of every active adapter; none if PEFT must run them."""
         low_rank = adapters(self)
         return (
@@ -339,7 +339,7 @@ class ShardedHead(LazyHead):
         weights = (self.weight, self.bias)
         return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
 
-    def asked(self, hidden: Tensor, job: Job) -> Any:
+    def run_job(self, hidden: Tensor, job: Job) -> Any:
         """The result of ``job``."""
         return self(hidden, job)
 

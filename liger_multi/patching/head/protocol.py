@@ -28,7 +28,7 @@ from liger_multi._torch_private import (
     tree_leaves,
     tree_map,
 )
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.evidence.signature import is_infrastructure
 from liger_multi.patching.head.deferred import (
     GRADIENT_BY_LOGITS,

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import first_derivatives_only
-from liger_multi.parameters import Job
+from liger_multi.modules.parameters import Job
 from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step, traced_autocast
 from liger_multi.patching.options import FusedOptions, run_bound
 
@@ -290,7 +290,7 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 
 def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
     """The value at one class per row: a log-probability, or a logit as its sum with ``lse``."""
-    steps, name, factor = _ended(deferred.steps)
+    steps, name, factor = _split_softmax(deferred.steps)
     if name == "p":
         return None
     statistics = _answer(deferred, steps if name else deferred.steps, target)
@@ -307,8 +307,8 @@ def _entropy(deferred: DeferredLogits) -> Tensor | None:
     if not steps or steps[-1][0] != "times":
         return None
     (first_steps, name, first_factor), (second_steps, other_name, second_factor) = (
-        _ended(steps[:-1]),
-        _ended(steps[-1][1]),
+        _split_softmax(steps[:-1]),
+        _split_softmax(steps[-1][1]),
     )
     if first_steps != second_steps or {name, other_name} != {"p", "log p"}:
         return None
@@ -328,7 +328,7 @@ def _factored(steps: Steps) -> tuple[Steps, float]:
     return steps, factor
 
 
-def _ended(steps: Steps) -> tuple[Steps, str, float]:
+def _split_softmax(steps: Steps) -> tuple[Steps, str, float]:
     """The steps before a softmax or log_softmax, "p", "log p" or "", and a factor on that."""
     steps, factor = _factored(steps)
     names = tuple(name for name, _ in steps[-2:])
@@ -365,7 +365,7 @@ class Statistics(NamedTuple):
     lse: Tensor
 
 
-class Known(NamedTuple):
+class CachedStatistics(NamedTuple):
     """The cached statistics of some rows.
 
     Attributes:
@@ -437,7 +437,7 @@ def _answer(
     return Statistics._make(x.detach() for x in statistics)
 
 
-def _cache_of(deferred: DeferredLogits) -> list[Known]:
+def _cache_of(deferred: DeferredLogits) -> list[CachedStatistics]:
     """The statistics that are cached with the logits.
 
     There is no cache under hooks on saved tensors: a checkpointed function must save equally many
@@ -448,7 +448,10 @@ def _cache_of(deferred: DeferredLogits) -> list[Known]:
 
 
 def _cached(
-    cache: list[Known], hidden: Tensor, curve: tuple[float, float | None, float], connected: bool
+    cache: list[CachedStatistics],
+    hidden: Tensor,
+    curve: tuple[float, float | None, float],
+    connected: bool,
 ) -> Statistics | None:
     for entry in cache:
         if entry.curve == curve and (entry.connected or not connected):
@@ -473,7 +476,7 @@ class _Connected(torch.autograd.Function):
 
 
 def _of_tokens(
-    cache: list[Known],
+    cache: list[CachedStatistics],
     hidden: Tensor,
     curve: tuple[float, float | None, float],
     target: Tensor,
@@ -526,7 +529,7 @@ def _call(
     options: FusedOptions,
     curve: tuple[float, float | None, float],
     target: Tensor | None,
-) -> Known:
+) -> CachedStatistics:
     hidden, waits = deferred.hidden, target is None
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -563,4 +566,4 @@ def _call(
     while node is not None and not type(node).__name__.startswith("fused_linear_log_prob"):
         node = next(iter(node.next_functions), (None,))[0]  # views
     row_statistics = Statistics(output.log_prob, output.entropy, output.lse)
-    return Known(hidden, curve, connected, row_statistics, node)
+    return CachedStatistics(hidden, curve, connected, row_statistics, node)

@@ -219,7 +219,9 @@ def with_number(name: str, sign: int = 1) -> Callable[..., DeferredLogits | None
 _multiply, _divide = with_number("mul"), with_number("div")
 
 
-def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., DeferredLogits | None]:
+def elementwise(
+    name: str, function: Callable[[Tensor], Tensor]
+) -> Callable[..., DeferredLogits | None]:
     """A function of every element, without arguments."""
 
     def run(deferred: DeferredLogits, **options: Any) -> DeferredLogits | None:
@@ -328,8 +330,8 @@ RECORDED: dict[Any, Callable[..., DeferredLogits | None]] = {
     **dict.fromkeys(
         (Tensor.neg, Tensor.__neg__, torch.neg), lambda deferred: deferred.step("mul", -1)
     ),
-    **dict.fromkeys((Tensor.exp, torch.exp), simple("exp", torch.exp)),
-    **dict.fromkeys((Tensor.log, torch.log), simple("log", torch.log)),
+    **dict.fromkeys((Tensor.exp, torch.exp), elementwise("exp", torch.exp)),
+    **dict.fromkeys((Tensor.log, torch.log), elementwise("log", torch.log)),
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), with_number("add")),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), with_number("add", -1)),
     Tensor.float: lambda deferred: cast(deferred, torch.float32),

@@ -19,15 +19,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.checks import describe
 from liger_multi.errors import PackingError, summary
+from liger_multi.modules.arguments import by_name, fills_cache, has_cache, parameters_of
 from liger_multi.patching import shards
 from liger_multi.patching.attention.interface import NAME, samples_in_graph, samples_of_call
 from liger_multi.patching.evidence.facts import ClassFacts, ModelFacts
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing import trial as trials
-from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
+from liger_multi.patching.packing.hybrids import IdPassingModel, PackedModel, SeparateModel, packing
 from liger_multi.patching.packing.samples import has_samples, is_numbered, rows_of, sample_ids
 from liger_multi.patching.packing.tree import (
     Branch,
@@ -35,8 +35,8 @@ from liger_multi.patching.packing.tree import (
     Tree,
     check_other_rows,
     offered,
-    planted,
     run,
+    tree_of_roots,
 )
 from liger_multi.patching.packing.trial import (
     SHIFT,
@@ -206,7 +206,7 @@ def trial_of_tree(
 ) -> Verdict:
     """Try a model on a small tree, with arguments of the form of a call; then restore it."""
     row = trials.row_of(model, called_with, rows)
-    tree, _ = planted([EXAMPLE])
+    tree, _ = tree_of_roots([EXAMPLE])
     plain = trials.arguments_of(called_with, row, rows)
     token_arguments = {
         n: v for n, v in plain.items() if isinstance(v, Tensor) and v.shape[:2] == (1, row.tokens)
@@ -256,14 +256,14 @@ class _Trial:
         limit = trials.COARSE if coarse else trials.FINE
         shared, tree = self._shared(()), self.tree
         paths = [tree.path(segment) for segment in range(len(tree.lengths))]
-        changes_alone = [trials.relative(shared[path], self._alone(path)) for path in paths]
+        changes_alone = [trials.relative(shared[path], self._run_path(path)) for path in paths]
         separate = [n for n, runs in enumerate(tree.runs) if runs[-1].start == tree.starts[n]]
         edges = [
             [changes_alone[n][-tree.lengths[n]] for n in separate],
             [branch_changes[-1] for branch_changes in changes_alone],
         ]
         token_sets = [
-            [p for n in tree.below(segment) for p in self._own(n)]
+            [p for n in tree.below(segment) for p in self._tokens_of_segment(n)]
             for segment, parent in enumerate(tree.parents)
             if parent >= 0
         ]
@@ -281,7 +281,7 @@ class _Trial:
             ),
         )
 
-    def _own(self, segment: int) -> range:
+    def _tokens_of_segment(self, segment: int) -> range:
         start = self.tree.starts[segment]
         return range(start, start + self.tree.lengths[segment])
 
@@ -305,7 +305,7 @@ class _Trial:
         with run(self.tree):
             return trials.per_token(self.forward(**arguments), self.tree.tokens)
 
-    def _alone(self, path: list[int]) -> Tensor:
+    def _run_path(self, path: list[int]) -> Tensor:
         torch.manual_seed(0)
         with run(None):
             output = self.forward(**self.plain, **self._tokens(path, set()))
@@ -444,7 +444,7 @@ def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str,
         PackingError: A row has several samples, and they attend to each other.
     """
     rows = rows_of(arguments)
-    if not isinstance(rows, Tensor) or _left(model, rows, arguments):
+    if not isinstance(rows, Tensor) or _is_unchecked(model, rows, arguments):
         return
     with _first_call:
         verdicts = _verdicts.setdefault(model, _Verdicts())
@@ -517,7 +517,7 @@ def forget(model: nn.Module) -> None:
     _numbered.pop(model, None)
 
 
-def _left(model: Any, rows: Tensor, arguments: Mapping[str, Any]) -> bool:
+def _is_unchecked(model: Any, rows: Tensor, arguments: Mapping[str, Any]) -> bool:
     """Whether a call is not checked: in generation, under tracers, with a mask of other axes."""
     mask = arguments.get("attention_mask")
     return (
@@ -616,7 +616,7 @@ def find_packed(model: ModelFacts, request: Request) -> Iterator[Change]:
 
 _PACKED: dict[type[Patched], str] = {
     PackedModel: "ids of samples",
-    TellingModel: "hands ids of samples on",
+    IdPassingModel: "hands ids of samples on",
     SeparateModel: "one sample a row only",
     CheckedModel: "a check that samples of a row are apart",
 }

@@ -5,7 +5,7 @@ compute them from ``position_ids``. A mixer without ids leaks each sample into t
 :func:`packing` takes the facts of a model and returns a swap per module:
 
 * :class:`PackedModel` computes the ids once per forward pass, on the device.
-* :class:`TellingModel` passes them on where a model drops keyword arguments.
+* :class:`IdPassingModel` passes them on where a model drops keyword arguments.
 * :class:`SeparateModel` raises for packed rows if some mixer could not get ids.
 """
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async
-from liger_multi.arguments import parameters_of
 from liger_multi.errors import PackingError
+from liger_multi.modules.arguments import parameters_of
 from liger_multi.patching import shards
 from liger_multi.patching.evidence.facts import ModelFacts
 from liger_multi.patching.mixers import SERVED, WHOLE, FusedMixer, mixer_calls, unserved
@@ -92,7 +92,7 @@ class PackedModel(_Model):
         return kwargs if ids is None else {**kwargs, "seq_idx": ids}
 
 
-class _Telling:
+class _IdPassingProxy:
     """Takes the place of a model in one call, and passes ids of samples to the inner model."""
 
     def __init__(self, model: Any, inner: str, seq_idx: Tensor) -> None:
@@ -103,7 +103,7 @@ class _Telling:
         return getattr(self._liger_multi_model, name)
 
 
-class TellingModel(_Model):
+class IdPassingModel(_Model):
     """A model whose forward drops its keyword arguments, such as Mamba-2's head."""
 
     @staticmethod
@@ -111,10 +111,10 @@ class TellingModel(_Model):
         """The ``self`` of the forward: a proxy that passes ids on, if there are any."""
         ids = _ids_for_mixers(arguments)
         inner = cast(str, swap.settings)
-        return model if ids is None else _Telling(model, inner, ids)
+        return model if ids is None else _IdPassingProxy(model, inner, ids)
 
 
-def tells(forward: Callable[..., Any], inner: str) -> bool:
+def only_reads_self(forward: Callable[..., Any], inner: str) -> bool:
     """Whether a forward only reads attributes of ``self``, so that a proxy may replace it."""
     tree = _tree(forward)
     if tree is None:
@@ -179,7 +179,7 @@ def packing(facts: ModelFacts) -> dict[str, Swap]:
         facts.root,
         facts.of_class(lambda class_facts: mixer_calls(class_facts.module_class)),
     )
-    mixers = {path: _lacking(module) for path, module in calling}
+    mixers = {path: _functions_without_ids(module) for path, module in calling}
     embedding = facts.of_class(lambda class_facts: "inputs_embeds" in class_facts.arguments)
     bases = [path for path, _ in embedding if _contains_any(path, mixers)]
     bases = [p for p in bases if not any(q != p and _contains_any(p, [q]) for q in bases)]
@@ -192,10 +192,10 @@ def packing(facts: ModelFacts) -> dict[str, Swap]:
     lacking |= {name for base in bases for name in _convolutions(model, base)}
     lacking |= {f"the attention of {c.__name__}" for c in _unmasked(model, bases)}
     telling: dict[str, Swap] = {}
-    for path, inner in (entry for base in bases for entry in _deaf(model, base)):
+    for path, inner in (entry for base in bases for entry in _models_that_drop_kwargs(model, base)):
         stock = unpatched_class(model.get_submodule(path))
-        if tells(stock.forward, inner):
-            telling[path] = Swap("packing", stock, TellingModel, inner)
+        if only_reads_self(stock.forward, inner):
+            telling[path] = Swap("packing", stock, IdPassingModel, inner)
         else:
             lacking.add(stock.__name__)
     if lacking:
@@ -218,7 +218,7 @@ def _convolutions(model: nn.Module, base: str) -> set[str]:
     return class_names
 
 
-def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
+def _models_that_drop_kwargs(model: nn.Module, base: str) -> list[tuple[str, str]]:
     """Models that drop keyword arguments: paths, and the name of the model within."""
     names = base.split(".") if base else []
     outer = [(".".join(names[:n]), name) for n, name in enumerate(names)]
@@ -268,7 +268,7 @@ def _masks_by_positions(forward: Callable[..., Any]) -> bool:
     return all(has_positions(call) for call in masks)
 
 
-def _lacking(module: nn.Module) -> list[str]:
+def _functions_without_ids(module: nn.Module) -> list[str]:
     """The functions of a mixer that get no ids."""
     lacking = unserved(unpatched_class(module))
     settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None

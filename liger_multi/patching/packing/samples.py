@@ -170,11 +170,11 @@ def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
         return _ids(_jumps(numbers)) if by_position else numbers
     begins = _begins(numbers, visible, by_position)
     if by_position:
-        begins = _beginning(begins, arguments)
+        begins = _starts_by_mask(begins, arguments)
     return _ids(begins) if numbers.shape[-1] else numbers
 
 
-def _beginning(begins: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def _starts_by_mask(begins: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Starts of samples without the tokens that attend to an earlier one, if the mask tells."""
     continuing = continuing_tokens(arguments.get("attention_mask"), begins.shape[1])
     return begins if continuing is None else begins & ~continuing
@@ -256,7 +256,7 @@ def has_samples(arguments: Mapping[str, Any]) -> bool:
     by_position = _by_position(arguments)
     begins = _begins(numbers, visible, by_position)
     if by_position:
-        begins = _beginning(begins, arguments)
+        begins = _starts_by_mask(begins, arguments)
     if by_position and numbers.ndim == 2:
         begins = begins & _restarts(numbers.expand(len(begins), -1), _Neighbors.of(visible))
     return bool(begins.any())

@@ -2,8 +2,8 @@
 
 A row holds segments depth first: a prompt, its first answer, the continuation of that answer, its
 second answer. A token attends to its own segment up to itself, and to all of its ancestors'
-segments. Positions continue from the end of the parent. :func:`planted` takes nested lengths and
-returns a :class:`Tree`, which has the masks, recurrences and convolutions of the row.
+segments. Positions continue from the end of the parent. :func:`tree_of_roots` takes nested lengths
+and returns a :class:`Tree`, which has the masks, recurrences and convolutions of the row.
 
 Two variables tell which tree is in force. :func:`offered` is the tree that a caller has announced
 for the next call of a model. :func:`running` is the tree of the running forward. Recomputation in
@@ -336,7 +336,7 @@ class Tree:
         for segment, runs in enumerate(self.runs):
             start, length = self.starts[segment], self.lengths[segment]
             is_adjacent = runs[-1].start < start  # the segment follows its parent in the row
-            earlier = [] if is_adjacent else _tail(runs[:-1], before)
+            earlier = [] if is_adjacent else _last_tokens(runs[:-1], before)
             count += len(earlier)
             tokens += [
                 torch.tensor(earlier, dtype=torch.int64),
@@ -355,7 +355,7 @@ class Tree:
         )
 
 
-def _tail(runs: tuple[Run, ...], count: int) -> list[int]:
+def _last_tokens(runs: tuple[Run, ...], count: int) -> list[int]:
     """Indices of the last ``count`` tokens of a path, in order."""
     tail: list[int] = []
     for run in reversed(runs):
@@ -412,7 +412,7 @@ class Node(NamedTuple):
         return self.start + self.length - 1 if self.length else self.before
 
 
-def planted(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, list[Node]]:
+def tree_of_roots(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, list[Node]]:
     """The tree of a row with several roots, and all branches depth first.
 
     An only child is joined with its parent, unless a path ends there: a tree with one path is one
@@ -532,7 +532,7 @@ def check_other_rows(model: nn.Module, rows: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def offer(tree: Tree, *, once: bool = False, by_rank: bool = False) -> Iterator[Offer]:
+def announce_tree(tree: Tree, *, once: bool = False, by_rank: bool = False) -> Iterator[Offer]:
     """Announce a tree for calls of models within a block."""
     announced = Offer(tree, once, by_rank)
     token = _offered.set(announced)
@@ -581,7 +581,7 @@ def _causal_ranges(tree: Tree, device: torch.device) -> Tensor:
     end = torch.arange(1, tree.longest + 1, device=device, dtype=torch.int32)
     by_position = torch.stack([torch.zeros_like(end), end], -1)
     ranges = tree.ranges(by_position)
-    rectangles_of, squares_of = _large(tree)
+    rectangles_of, squares_of = _large_segments(tree)
     if not rectangles_of:
         return ranges
     squares = _squares(tree, squares_of)
@@ -594,7 +594,7 @@ def _causal_ranges(tree: Tree, device: torch.device) -> Tensor:
     return ranges
 
 
-def _large(tree: Tree) -> tuple[list[int], set[int]]:
+def _large_segments(tree: Tree) -> tuple[list[int], set[int]]:
     """Segments with a separate rectangle, and segments with a separate square."""
     pairs = {n: sizes[3] * sizes[4] for n, sizes in _rectangles(tree).items()}
     rectangles = [n for n in sorted(pairs, key=lambda n: -pairs[n]) if pairs[n] >= LEAST_PAIRS]

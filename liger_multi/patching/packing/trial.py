@@ -321,16 +321,16 @@ class Trial:
             for of_both, part, offset in (
                 () if self.noisy else ((plain, part_kept, 0), (changed, other_part, SHIFT))
             ):
-                changes = relative(of_both[part], self._alone(arguments, part, offset))
-                change = max(change, excess(self._most(changes), ALONE * limit))
+                changes = relative(of_both[part], self._run_alone(arguments, part, offset))
+                change = max(change, excess(self._largest_change(changes), ALONE * limit))
         return change
 
     def varies(self, arguments: Arguments, seed: int) -> bool:
         """Whether a second run of the same tokens, with this seed, has other outputs."""
         changes = relative(self._run(arguments), self._run(arguments, seed=seed))
-        return excess(self._most(changes), COARSE if self.coarse else FINE) > 0
+        return excess(self._largest_change(changes), COARSE if self.coarse else FINE) > 0
 
-    def _most(self, changes: Tensor) -> float:
+    def _largest_change(self, changes: Tensor) -> float:
         return float(changes.median() if self.coarse else changes.max())
 
     def _run(
@@ -340,7 +340,7 @@ class Trial:
         torch.manual_seed(seed)
         return per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
-    def _alone(self, arguments: Arguments, part: slice, offset: int) -> Tensor:
+    def _run_alone(self, arguments: Arguments, part: slice, offset: int) -> Tensor:
         """The same for one sample without the other."""
         unchanged = {n: v for n, v in arguments.items() if n not in _NEW} | self._rows(
             offset, offset

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.dispatch.bitwise import MODES, promised
-from liger_multi.documents import plain
 from liger_multi.errors import ConfigurationError, shown
+from liger_multi.files.documents import plain
+from liger_multi.files.page import Page, Paged
+from liger_multi.files.pictures import ALARM, INK, LIGER, OURS, SOFT, STOCK, figure
 from liger_multi.grouping import grouped
-from liger_multi.page import Page, Paged
-from liger_multi.pictures import ALARM, INK, LIGER, OURS, SOFT, STOCK, figure
 from liger_multi.testing.bisection import recorder as recording
 from liger_multi.testing.bisection.recorder import (
     Digest,

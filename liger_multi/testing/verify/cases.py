@@ -138,7 +138,7 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     chosen_samples = [s for s in samples.of(op) if s.size != "bench"]
     small = [s for s in chosen_samples if s.size == "small"]
     filled = [s for s in small if all(math.prod(t.shape) for t in s.tensors.values())] or small
-    first = max(filled, key=functools.partial(_shows, op))
+    first = max(filled, key=functools.partial(_rows_needed, op))
     slow = target.interpreted or IS_SIMULATED
     forms = _first_of_each(filled, _form) if level == "default" else []
     if level == "quick":
@@ -173,7 +173,7 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
 FEWEST = 3  # rows, of which one may be NaN, in another order, or beside others
 
 
-def _shows(op: str, sample: Sample) -> tuple[int, bool]:
+def _rows_needed(op: str, sample: Sample) -> tuple[int, bool]:
     """How many rows a sample has, up to what checks of promises need, and whether results have."""
     tensors = sample.empty(torch.device("meta"), torch.float32)
     rows = min(FEWEST, RowAxes(OPS[op].bitwise, tensors).count)

@@ -19,8 +19,8 @@ import torch
 from liger_multi.dispatch.config import Quarantine, current, parse
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.registry import REFERENCE, chain, module, serving
-from liger_multi.documents import read_yaml, write_whole, yaml_of
 from liger_multi.errors import ConfigurationError, shown_path
+from liger_multi.files.documents import read_yaml, write_whole, yaml_of
 from liger_multi.grouping import grouped
 from liger_multi.testing.verify.cases import Case, Target
 from liger_multi.testing.verify.run import FINDINGS, Result, findings

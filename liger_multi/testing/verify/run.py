@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_multi._version import __version__
+from liger_multi.files.page import Page
 from liger_multi.grouping import grouped
-from liger_multi.page import Page
 from liger_multi.testing.verify.cases import Case, Target
 
 CHILD = ["-m", "liger_multi.testing.verify.child"]
@@ -119,15 +119,15 @@ class Child:
             for _ in range(2):  # that it begins, and what came of it
                 answer = self.lines.get(timeout=limit)
                 if answer is None or "verdict" in answer:
-                    return answer or self._ended()
+                    return answer or self._end_result()
         except queue.Empty:
             self.close()
             return {"verdict": "hung", "text": f"no answer within {limit:g} s", "alive": False}
         except OSError:
             pass
-        return self._ended()
+        return self._end_result()
 
-    def _ended(self) -> dict[str, Any]:
+    def _end_result(self) -> dict[str, Any]:
         code = self.process.wait()
         self.errors.seek(0)
         last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
@@ -245,7 +245,7 @@ class Runner:
                 for case in cases:
                     if stop.is_set():
                         return
-                    result = self._one(children, target, case)
+                    result = self._run_case(children, target, case)
                     results.append(result)
                     self.heard(result)
         except BaseException as error:
@@ -267,7 +267,9 @@ class Runner:
         self.started.append(child)
         return child
 
-    def _one(self, children: dict[tuple[str, bool], Child], target: Target, case: Case) -> Result:
+    def _run_case(
+        self, children: dict[tuple[str, bool], Child], target: Target, case: Case
+    ) -> Result:
         key = (target, case.op, case.dtype)
         if self.lost[key] >= MOST_LOST:
             text = f"after {MOST_LOST} cases that took their process with them"

@@ -1,4 +1,4 @@
-"""Something around a module's forward, which ends however the call ends."""
+"""A wrapper around the forward of a module, whose block ends even if the call raises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from liger_multi._torch_private import frame_callback, outside_of_graphs
 
 
-class Around:
+class ForwardWrapper:
     """What stands in for a module's ``forward``; plain attributes, so that copies copy it.
 
     PyTorch runs no hook after a call that Ctrl-C or another ``BaseException`` ended, so state that
@@ -53,7 +53,7 @@ class Around:
             vars(self.module)["forward"] = self.before
 
 
-outside_of_graphs(Around.__call__, "what stands around a forward runs eagerly")
+outside_of_graphs(ForwardWrapper.__call__, "a wrapper of a forward runs eagerly")
 
 
 def is_compiled() -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_multi.documents import write_whole
-from liger_multi.errors import need
+from liger_multi.errors import require_packages
+from liger_multi.files.documents import write_whole
 
 STOCK, LIGER, OURS, ALARM = "#8c959f", "#e69f00", "#0072b2", "#d55e00"
 PARTS = (
@@ -73,7 +73,7 @@ def figure(
     Raises:
         MissingPackageError: No matplotlib.
     """
-    need("a picture", ["matplotlib"], "cli")
+    require_packages("a picture", ["matplotlib"], "cli")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
