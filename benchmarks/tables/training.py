@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import long_context as long_rows, store
-from benchmarks.tables import table
-from benchmarks.tables.provenance import GIB, gib, measured, provenance
+from benchmarks.tables import GIB, gib, measured, provenance, table
 
 # --- LoRA, and bases in 4 bits ---
 
