@@ -6,7 +6,7 @@ Options are checked when the module is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -402,9 +402,11 @@ class OperatorLoss(nn.Module):
 
     Attributes:
         _names: What ``outputs`` may name.
+        _operator: The name of the operator.
     """
 
     _names: ClassVar[tuple[str, ...]] = ()
+    _operator: ClassVar[str]
 
     def __init__(self, *, optional: str = "", **options: Any) -> None:
         """Check options, and make them attributes; a tensor is a buffer.
@@ -429,6 +431,10 @@ class OperatorLoss(nn.Module):
         """The options as they are now, by the names that the operator has for them."""
         return {name: getattr(self, name) for name in self._option_names}
 
+    def _run(self, *tensors: Tensor | None) -> Tensor:
+        """The operator with the options."""
+        return cast(Tensor, getattr(ops, self._operator)(*tensors, **self._options()))
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -438,28 +444,15 @@ class OperatorLoss(nn.Module):
 
 
 class _RowsLoss(OperatorLoss):
-    """A divergence of rows.
-
-    Attributes:
-        _operator: The name of its operator.
-    """
-
-    _operator: ClassVar[str]
+    """A divergence of rows."""
 
     def forward(self, student: Tensor, teacher: Tensor, target: Tensor | None = None) -> Tensor:
         """The loss of rows of the student against the teacher's."""
-        loss: Tensor = getattr(ops, self._operator)(student, teacher, target, **self._options())
-        return loss
+        return self._run(student, teacher, target)
 
 
 class _HeadsLoss(OperatorLoss):
-    """A divergence of two linear heads.
-
-    Attributes:
-        _operator: The name of its operator.
-    """
-
-    _operator: ClassVar[str]
+    """A divergence of two linear heads."""
 
     def forward(
         self,
@@ -473,8 +466,7 @@ class _HeadsLoss(OperatorLoss):
     ) -> Tensor:
         """The loss of the student's head against the teacher's."""
         heads = (hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias)
-        loss: Tensor = getattr(ops, self._operator)(*heads, **self._options())
-        return loss
+        return self._run(*heads)
 
 
 class KLDivLoss(_RowsLoss):
