@@ -219,8 +219,8 @@ def memory_bytes(runner: Runner, accumulator: int, device: torch.device) -> tupl
     """
     with runner.provider.scope():
         arguments = runner.prepare()
-        known = [*runner.tensors.values(), *runner.douts]
-        with measure(device, known=known) as peak:
+        existing = [*runner.tensors.values(), *runner.douts]
+        with measure(device, known=existing) as peak:
             output = runner.forward(arguments)
             grads = runner.backward(output)
         del output, grads

@@ -53,23 +53,23 @@ class EarlySave:
 
     Args:
         op: The operator whose backward is used.
-        first: Takes the arguments of forward, and returns its outputs, the result as
+        save: Takes the arguments of forward, and returns its outputs, the result as
             :func:`empty_of` gives it, and what the second function needs.
-        compute: Takes what ``first`` left and the arguments of the call; returns the result.
+        finish: Takes what ``save`` left and the arguments of the call; returns the result.
     """
 
     def __init__(
         self,
         op: Op,
-        first: Callable[..., tuple[tuple[Tensor, ...], Any]],
-        compute: Callable[..., Tensor],
+        save: Callable[..., tuple[tuple[Tensor, ...], Any]],
+        finish: Callable[..., Tensor],
     ) -> None:
-        self._op, self._compute, self._handover = op, compute, _Handover()
+        self._op, self._finish, self._handover = op, finish, _Handover()
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
 
         def run(_: Configuration, *args: Any) -> tuple[Tensor, ...]:
-            outputs, self._handover.value = first(*args)
+            outputs, self._handover.value = save(*args)
             return outputs
 
         self._function = make_function(op, run, op.bwd.run_configured)
@@ -89,7 +89,7 @@ class EarlySave:
         finally:
             self._handover.value = None
         empty = outputs[0] if isinstance(outputs, tuple) else outputs
-        return _Result.apply(empty, lambda: self._compute(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
+        return _Result.apply(empty, lambda: self._finish(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -647,9 +647,9 @@ class Simulation(Recorder):
 
     def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As of :class:`StorageMode`, where no storage is resized and results are often seen."""
-        known = self._index
+        index = self._index
         for tensor in tensors_in((args, *kwargs.values())):
-            if tensor.untyped_storage()._cdata not in known:
+            if tensor.untyped_storage()._cdata not in index:
                 self.see(tensor, is_output=False)
         result = self.run(func, args, kwargs)
         if result is not self._named:

@@ -6,7 +6,7 @@ Options are checked when the module is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -392,14 +392,21 @@ CHECKS: dict[str, Callable[[str, str, Any], object]] = {
 }
 
 
+def _options_in(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options among the local variables of a constructor: all of them but the module."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+
+
 class OperatorLoss(nn.Module):
     """A loss whose options are the arguments of its constructor.
 
     Attributes:
         _names: What ``outputs`` may name.
+        _operator: The name of the operator.
     """
 
     _names: ClassVar[tuple[str, ...]] = ()
+    _operator: ClassVar[str]
 
     def __init__(self, *, optional: str = "", **options: Any) -> None:
         """Check options, and make them attributes; a tensor is a buffer.
@@ -424,6 +431,10 @@ class OperatorLoss(nn.Module):
         """The options as they are now, by the names that the operator has for them."""
         return {name: getattr(self, name) for name in self._option_names}
 
+    def _run(self, *tensors: Tensor | None) -> Tensor:
+        """The operator with the options."""
+        return cast(Tensor, getattr(ops, self._operator)(*tensors, **self._options()))
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -432,7 +443,33 @@ class OperatorLoss(nn.Module):
     extra_repr = changed
 
 
-class KLDivLoss(OperatorLoss):
+class _RowsLoss(OperatorLoss):
+    """A divergence of rows."""
+
+    def forward(self, student: Tensor, teacher: Tensor, target: Tensor | None = None) -> Tensor:
+        """The loss of rows of the student against the teacher's."""
+        return self._run(student, teacher, target)
+
+
+class _HeadsLoss(OperatorLoss):
+    """A divergence of two linear heads."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        target: Tensor | None = None,
+        bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of the student's head against the teacher's."""
+        heads = (hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias)
+        return self._run(*heads)
+
+
+class KLDivLoss(_RowsLoss):
     """KL divergence.
 
     Like:
@@ -449,6 +486,8 @@ class KLDivLoss(OperatorLoss):
         reduction: mean (over rows), sum or none (a number per row).
     """
 
+    _operator = "kl_div"
+
     def __init__(
         self,
         *,
@@ -458,25 +497,10 @@ class KLDivLoss(OperatorLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(
-            form=form,
-            teacher_form=teacher_form,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
-
-    def forward(self, student: Tensor, teacher: Tensor, target: Tensor | None = None) -> Tensor:
-        """The loss of rows of the student against the teacher's."""
-        return ops.kl_div(
-            student,
-            teacher,
-            target,
-            **self._options(),
-        )
+        super().__init__(**_options_in(locals()))
 
 
-class JSDLoss(OperatorLoss):
+class JSDLoss(_RowsLoss):
     """Jensen-Shannon divergence, of weight ``beta``.
 
     Like:
@@ -494,6 +518,8 @@ class JSDLoss(OperatorLoss):
         reduction: mean (over rows), sum or none (a number per row).
     """
 
+    _operator = "jsd"
+
     def __init__(
         self,
         beta: float = 0.5,
@@ -504,27 +530,10 @@ class JSDLoss(OperatorLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(
-            beta=beta,
-            form=form,
-            teacher_form=teacher_form,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            optional="teacher_form",
-        )
-
-    def forward(self, student: Tensor, teacher: Tensor, target: Tensor | None = None) -> Tensor:
-        """The loss of rows of the student against the teacher's."""
-        return ops.jsd(
-            student,
-            teacher,
-            target,
-            **self._options(),
-        )
+        super().__init__(**_options_in(locals()), optional="teacher_form")
 
 
-class TVDLoss(OperatorLoss):
+class TVDLoss(_RowsLoss):
     """Total variation distance.
 
     Like:
@@ -541,6 +550,8 @@ class TVDLoss(OperatorLoss):
         reduction: mean (over rows), sum or none (a number per row).
     """
 
+    _operator = "tvd"
+
     def __init__(
         self,
         *,
@@ -550,26 +561,10 @@ class TVDLoss(OperatorLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(
-            form=form,
-            teacher_form=teacher_form,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            optional="teacher_form",
-        )
-
-    def forward(self, student: Tensor, teacher: Tensor, target: Tensor | None = None) -> Tensor:
-        """The loss of rows of the student against the teacher's."""
-        return ops.tvd(
-            student,
-            teacher,
-            target,
-            **self._options(),
-        )
+        super().__init__(**_options_in(locals()), optional="teacher_form")
 
 
-class FusedLinearKLDivLoss(OperatorLoss):
+class FusedLinearKLDivLoss(_HeadsLoss):
     """KL divergence of two linear heads.
 
     Like:
@@ -591,6 +586,8 @@ class FusedLinearKLDivLoss(OperatorLoss):
         compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
 
+    _operator = "fused_linear_kl_div"
+
     def __init__(
         self,
         *,
@@ -603,41 +600,10 @@ class FusedLinearKLDivLoss(OperatorLoss):
         accumulate: torch.dtype = torch.float32,
         compact: bool = True,
     ) -> None:
-        super().__init__(
-            temperature=temperature,
-            square_temperature=square_temperature,
-            vocabulary=vocabulary,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk=chunk,
-            accumulate=accumulate,
-            compact=compact,
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        target: Tensor | None = None,
-        bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of the student's head against the teacher's."""
-        return ops.fused_linear_kl_div(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight,
-            target,
-            bias,
-            teacher_bias,
-            **self._options(),
-        )
+        super().__init__(**_options_in(locals()))
 
 
-class FusedLinearJSDLoss(OperatorLoss):
+class FusedLinearJSDLoss(_HeadsLoss):
     """Jensen-Shannon divergence of two linear heads.
 
     Like:
@@ -660,6 +626,8 @@ class FusedLinearJSDLoss(OperatorLoss):
         compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
 
+    _operator = "fused_linear_jsd"
+
     def __init__(
         self,
         beta: float = 0.5,
@@ -673,42 +641,10 @@ class FusedLinearJSDLoss(OperatorLoss):
         accumulate: torch.dtype = torch.float32,
         compact: bool = True,
     ) -> None:
-        super().__init__(
-            beta=beta,
-            temperature=temperature,
-            square_temperature=square_temperature,
-            vocabulary=vocabulary,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk=chunk,
-            accumulate=accumulate,
-            compact=compact,
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        target: Tensor | None = None,
-        bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of the student's head against the teacher's."""
-        return ops.fused_linear_jsd(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight,
-            target,
-            bias,
-            teacher_bias,
-            **self._options(),
-        )
+        super().__init__(**_options_in(locals()))
 
 
-class FusedLinearTVDLoss(OperatorLoss):
+class FusedLinearTVDLoss(_HeadsLoss):
     """Total variation distance of two linear heads.
 
     Like:
@@ -730,6 +666,8 @@ class FusedLinearTVDLoss(OperatorLoss):
         compact: Drop ignored rows before the products; on a device, of more than 512 rows.
     """
 
+    _operator = "fused_linear_tvd"
+
     def __init__(
         self,
         *,
@@ -742,38 +680,7 @@ class FusedLinearTVDLoss(OperatorLoss):
         accumulate: torch.dtype = torch.float32,
         compact: bool = True,
     ) -> None:
-        super().__init__(
-            temperature=temperature,
-            square_temperature=square_temperature,
-            vocabulary=vocabulary,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk=chunk,
-            accumulate=accumulate,
-            compact=compact,
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        target: Tensor | None = None,
-        bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of the student's head against the teacher's."""
-        return ops.fused_linear_tvd(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight,
-            target,
-            bias,
-            teacher_bias,
-            **self._options(),
-        )
+        super().__init__(**_options_in(locals()))
 
 
 class FusedLinearCrossEntropyLoss(OperatorLoss):
@@ -820,21 +727,7 @@ class FusedLinearCrossEntropyLoss(OperatorLoss):
         validate: bool = False,
         outputs: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            chunk=chunk,
-            accumulate=accumulate,
-            compact=compact,
-            validate=validate,
-            outputs=outputs,
-            optional="class_weight softcap",
-        )
+        super().__init__(**_options_in(locals()), optional="class_weight softcap")
 
     def forward(
         self,
@@ -890,18 +783,7 @@ class FusedLinearLogProb(OperatorLoss):
         validate: bool = False,
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> None:
-        super().__init__(
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            ignore_index=ignore_index,
-            chunk=chunk,
-            accumulate=accumulate,
-            compact=compact,
-            validate=validate,
-            outputs=outputs,
-            optional="softcap",
-        )
+        super().__init__(**_options_in(locals()), optional="softcap")
 
     def forward(
         self,

@@ -254,7 +254,7 @@ def _in_layers(
 
 
 def _layers(x: Tensor, args: Any, slots: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
-    """Some layers of one input, as ``lora_qkv``; ``given`` are the arguments of the operator."""
+    """Some layers of one input, as ``lora_qkv``; ``args`` are the arguments of the operator."""
 
     def part(start: int, step: int = 1, count: int = 1) -> list[Any]:
         tensors = [t for i in slots for t in args[start + step * i : start + step * i + count]]

@@ -36,7 +36,7 @@ class LowRank:
 
     Args:
         split: How a backend makes the parts of a thin matrix.
-        quantizer: How a backend rounds rows to FP8, for wide weights in that format.
+        quantizer: How a backend rounds rows to FP8, for wide weights in FP8.
     """
 
     def __init__(

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.activations.gated_mlp import CodedActivation, ReferenceActivation
+from liger_multi.reference.activations.linear import bias_gradient
 from liger_multi.reference.common.chunking import as_rows
 from liger_multi.reference.float8.frozen import input_rows
 from liger_multi.reference.float8.layers import (
-    bias_gradient,
     input_gradient,
     layer,
     read_weight,

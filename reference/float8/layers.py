@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import as_rows, statistics_dtype
+from liger_multi.reference.common.chunking import as_rows
 from liger_multi.reference.float8.frozen import coded_gradient, coded_linear, coded_weight
 from liger_multi.reference.float8.rows import Float8Rows, Quantizer
 
@@ -54,10 +54,3 @@ def weight_gradient(dy: Tensor, x: Tensor | None, is_needed: bool, dtype: torch.
     if not is_needed or x is None:
         return dy.new_empty(0, dtype=dtype)
     return (dy.t() @ as_rows(x)).to(dtype)
-
-
-def bias_gradient(dy: Tensor, is_needed: bool) -> Tensor:
-    """The sum of rows, or nothing."""
-    if not is_needed:
-        return dy.new_empty(0)
-    return dy.sum(0, dtype=statistics_dtype(dy.dtype)).to(dy.dtype)

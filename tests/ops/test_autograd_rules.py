@@ -491,13 +491,13 @@ def counted(monkeypatch):
 
     def spy(early, *args):
         if not hasattr(early, "counts"):
-            rest = early._rest
+            rest = early._finish
 
             def again(*args):
                 counts["rest"] += 1
                 return rest(*args)
 
-            monkeypatch.setattr(early, "_rest", again)
+            monkeypatch.setattr(early, "_finish", again)
             monkeypatch.setattr(early, "counts", True, raising=False)
         counts["first"] += 1
         return call(early, *args)

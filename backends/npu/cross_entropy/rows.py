@@ -350,12 +350,12 @@ def _finished(
         ce = (1 - eps) * ce + eps / cols * spread
     zl = spec.z_loss_weight * rows.lse.square()
     statistics = (ce, zl, *rows.normalizer, log_prob, rows.entropy)
-    kept = [
+    statistics_of_rows = [
         torch.where(valid, m, 0) if buffer.numel() else buffer
         for m, buffer in zip(statistics, rows)
     ]
     winners = torch.where(valid, argmax.long(), -1) if argmax.numel() else rows.argmax
-    return RowStats._make((*kept, winners))
+    return RowStats._make((*statistics_of_rows, winners))
 
 
 def coefficients(

@@ -92,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def place(config: pytest.Config) -> torch.device:
+def device_under_test(config: pytest.Config) -> torch.device:
     """The device under test.
 
     Raises:
@@ -114,7 +114,7 @@ def place(config: pytest.Config) -> torch.device:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse wrong options before anything is collected, and poison uninitialized memory."""
-    place(config)
+    device_under_test(config)
     poison_empty()
     # PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.
     torch.backends.cudnn.allow_tf32 = False
@@ -123,7 +123,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """What is tested, on which versions."""
     backend = config.getoption("--backend")
-    return f"backend under test: {backend}; device: {place(config)}; torch {torch.__version__}"
+    device = device_under_test(config)
+    return f"backend under test: {backend}; device: {device}; torch {torch.__version__}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -142,4 +143,4 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device under test."""
-    return place(request.config)
+    return device_under_test(request.config)
