@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import is_whole, statistics_dtype, weight_gradient_dtype
+from liger_multi.reference.common.chunking import (
+    fits_one_chunk,
+    statistics_dtype,
+    weight_gradient_dtype,
+)
 from liger_multi.reference.common.stored import opened
 from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy.fused_linear_cross_entropy import backward
@@ -96,7 +100,7 @@ def forward(
     differentiable = [t for t in leaves if t is not None and t.requires_grad]
     grads = list(torch.autograd.grad(total, differentiable)) if differentiable else []
     (rows, width), vocabulary = hidden.shape, weight.shape[0]
-    one_chunk = is_whole(rows, width, vocabulary, hidden.element_size(), chunk, budget)
+    one_chunk = fits_one_chunk(rows, width, vocabulary, hidden.element_size(), chunk, budget)
     of_weight = weight_gradient_dtype(hidden.dtype, weight.dtype, accumulate, one_chunk)
     empty = (target == ignore_index).all()
     gradients = [

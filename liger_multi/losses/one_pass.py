@@ -502,9 +502,11 @@ def _mean_rows(
         hidden, weight, target, bias, ignore_index=ignore_index, outputs=("lse",), **head.options()
     )
     spec = Objective(ignore_index, 0.0, 0.0, None)
-    plan = ChunkSpec(args[7], args[8], args[10], args[11])
+    chunk_spec = ChunkSpec(args[7], args[8], args[10], args[11])
     out = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
     with WithoutAutocast():
-        for _, rows_of_chunk, _, _, raw in Chunks(args[0], args[1], args[2], args[3], spec, plan):
+        for _, rows_of_chunk, _, _, raw in Chunks(
+            args[0], args[1], args[2], args[3], spec, chunk_spec
+        ):
             out[rows_of_chunk] = curved(raw, head).mean(-1).float()
     return torch.where(target != ignore_index, out.view(target.shape), 0)

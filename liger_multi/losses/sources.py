@@ -301,8 +301,8 @@ def _chunks(args: tuple[Any, ...], fit: int) -> Any:
 
     hidden, weight, target, bias = args[:4]
     chunk, budget = args[7:9] if fit < target.numel() else (max(1, target.numel()), 0)
-    plan = ChunkSpec(chunk, budget, args[10], args[11])
-    return Kept(hidden, weight, target, bias, Kept.spec, plan)
+    chunk_spec = ChunkSpec(chunk, budget, args[10], args[11])
+    return Kept(hidden, weight, target, bias, Kept.spec, chunk_spec)
 
 
 # --- heads, logits, numbers ---

@@ -53,14 +53,14 @@ def declare(op: Op) -> None:
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Shape rule; the residual gradients are as large as the real ones, or empty."""
-        from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
+        from liger_multi.reference.common.chunking import fits_one_chunk, weight_gradient_dtype
         from liger_multi.reference.divergences.fused_linear_divergence import student_budget
 
         keeps_gradients, (rows, width) = reduction != "none", hidden.shape
         dtype = compute_dtype or hidden.dtype
         statistics_like = hidden.new_empty(0, dtype=dtype)
         limit = student_budget(budget)
-        one_chunk = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, limit)
+        one_chunk = fits_one_chunk(rows, width, weight.shape[0], dtype.itemsize, chunk, limit)
         total = weight_gradient_dtype(dtype, weight.dtype, accumulate, one_chunk)
         return (
             statistics(statistics_like, () if keeps_gradients else (rows,)),

@@ -65,14 +65,14 @@ def forward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
-    from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
+    from liger_multi.reference.common.chunking import fits_one_chunk, weight_gradient_dtype
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     empties = shapes(hidden, hidden.shape[0], reduction, outputs)
     keeps_gradients = reduction != "none"
     dtype = logits_dtype(compute_dtype, hidden.dtype)
     rows, width = hidden.shape
-    one_chunk = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
+    one_chunk = fits_one_chunk(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
     total = weight_gradient_dtype(dtype, weight.dtype, accumulate, one_chunk)
     residuals = (
         empties[0].new_empty(0 if keeps_gradients else rows),

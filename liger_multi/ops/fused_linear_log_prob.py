@@ -59,7 +59,7 @@ def forward(
 
     With ``keep``, the logits are as well, where one chunk holds them and a gradient is needed.
     """
-    from liger_multi.reference.common.chunking import is_whole
+    from liger_multi.reference.common.chunking import fits_one_chunk
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     dtype = logits_dtype(compute_dtype, hidden.dtype)
@@ -67,7 +67,9 @@ def forward(
     rows, requested = target.numel(), outputs.split(",")
     classes, width = weight.shape
     keeps_logits = keep and (needs_hidden or needs_weight or needs_bias)
-    keeps_logits = keeps_logits and is_whole(rows, width, classes, dtype.itemsize, chunk, budget)
+    keeps_logits = keeps_logits and fits_one_chunk(
+        rows, width, classes, dtype.itemsize, chunk, budget
+    )
     return (
         hidden.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
         hidden.new_empty(rows if "entropy" in requested else 0, dtype=wide),

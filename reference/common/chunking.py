@@ -73,7 +73,7 @@ def chunk_rows(
     """
     size = hidden.element_size()
     row_bytes = max(1, vocabulary * size)
-    if is_whole(rows, hidden.shape[1], vocabulary, size, chunk, budget):
+    if fits_one_chunk(rows, hidden.shape[1], vocabulary, size, chunk, budget):
         return max(1, rows)
     if chunk > 0 or budget:
         return chunk or max(1, whole_steps(budget // row_bytes))
@@ -93,7 +93,7 @@ def whole_steps(rows: int) -> int:
     return rows if rows < MIN_ROWS else rows // STEP_ROWS * STEP_ROWS
 
 
-def is_whole(
+def fits_one_chunk(
     rows: int, width: int, vocabulary: int, itemsize: int, chunk: int, budget: int
 ) -> bool:
     """Whether one chunk holds the logits of all ``rows``; decided without asking a device."""

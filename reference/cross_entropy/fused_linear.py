@@ -18,8 +18,8 @@ from liger_multi.reference.common.chunking import (
     add_product_,
     capturing,
     chunk_rows,
+    fits_one_chunk,
     free_bytes,
-    is_whole,
     row_blocks,
     statistics_dtype,
     weight_gradient_dtype,
@@ -149,34 +149,34 @@ class Chunks:
         target: Tensor,
         bias: Tensor | None,
         objective: Objective,
-        plan: ChunkSpec,
+        chunk_spec: ChunkSpec,
         rounding: Rounding = PLAIN,
         needs_gradient: bool = False,
     ) -> None:
-        dtype = logits_dtype(plan.compute_dtype, hidden.dtype)
+        dtype = logits_dtype(chunk_spec.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
         self.weight = opened_if_small(weight.to(dtype))
         self.bias = None if bias is None else bias.to(dtype)
-        self.dtype, self.plan, self.ignore_index = dtype, plan, objective.ignore_index
+        self.dtype, self.chunk_spec, self.ignore_index = dtype, chunk_spec, objective.ignore_index
         self.float8: Head | None = None
-        if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
+        if chunk_spec.compute_dtype is not None and chunk_spec.compute_dtype.itemsize == 1:
             if by_rows():
                 raise ValueError(SCALES)
-            gradients = plan.compute_dtype == GRADIENT
+            gradients = chunk_spec.compute_dtype == GRADIENT
             self.float8 = Head(self.weight, gradients, needs_gradient, rounding)
-        self.drops = plan.compact and not (has_few_rows(target) or capturing(hidden.device))
+        self.drops = chunk_spec.compact and not (has_few_rows(target) or capturing(hidden.device))
         is_valid = target != objective.ignore_index if self.drops else None
         self.like = hidden.new_empty(0, hidden.shape[1], dtype=dtype)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
         count, size = target.numel(), self.like.element_size()
-        limits = (plan.chunk, plan.budget)
-        self.whole = is_whole(count, hidden.shape[1], weight.shape[0], size, *limits)
-        self.free = None if self.whole or any(limits) else free_bytes(hidden.device)
+        limits = (chunk_spec.chunk, chunk_spec.budget)
+        self.one_chunk = fits_one_chunk(count, hidden.shape[1], weight.shape[0], size, *limits)
+        self.free = None if self.one_chunk or any(limits) else free_bytes(hidden.device)
         self.ahead, self.places, self.ready = False, None, False
         if is_valid is None:  # nothing to wait for
             self.index, self.rows = None, count
         else:
-            many_chunks = has_static_nonzero(is_valid.device.type) and not self.whole
+            many_chunks = has_static_nonzero(is_valid.device.type) and not self.one_chunk
             fits = many_chunks and AHEAD * self._step_of(count) <= count
             self.ahead = fits and self.float8 is None  # its scale depends on the rows of the chunk
             self.places = ValidRows(is_valid, self.ahead)
@@ -200,9 +200,9 @@ class Chunks:
         return self._step_of(self.target.numel() if self.ahead else self.rows)
 
     def _step_of(self, rows: int) -> int:
-        if self.whole:
+        if self.one_chunk:
             return max(1, rows)
-        limits = (self.plan.chunk, self.plan.budget)
+        limits = (self.chunk_spec.chunk, self.chunk_spec.budget)
         step = chunk_rows(rows, self.like, self.weight.shape[0], *limits, self.free)
         return divided(min(step, max(1, rows)))
 
@@ -227,7 +227,9 @@ class Chunks:
 
         A capture drops no rows, and the logits may be read outside of it.
         """
-        return self.whole and self.drops == (self.plan.compact and not has_few_rows(self.target))
+        return self.one_chunk and self.drops == (
+            self.chunk_spec.compact and not has_few_rows(self.target)
+        )
 
     def _first(self) -> Tensor:
         """Hidden states of the first chunk, whose logits are written into the buffer."""
@@ -307,7 +309,7 @@ class Accumulator:
     ) -> None:
         self.chunks, self.needs = chunks, needs
         make = torch.zeros if chunks.drops else torch.empty  # dropped rows keep a zero gradient
-        total = weight_gradient_dtype(chunks.dtype, weight.dtype, accumulate, chunks.whole)
+        total = weight_gradient_dtype(chunks.dtype, weight.dtype, accumulate, chunks.one_chunk)
         self.sums = Gradients(
             make(hidden.shape if needs[0] else (0,), dtype=chunks.dtype, device=hidden.device),
             torch.empty(weight.shape if needs[1] else (0,), dtype=total, device=weight.device),

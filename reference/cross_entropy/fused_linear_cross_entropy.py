@@ -110,11 +110,11 @@ def _forward_of(
     ]:
         reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
-        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+        chunk_spec = ChunkSpec(chunk, budget, compute_dtype, compact)
         needs = (needs_hidden, needs_weight, needs_bias)
         if reduction == "none":
             needs = (False, False, False)
-        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
+        chunks = Chunks(hidden, weight, target, bias, spec, chunk_spec, kernels.rounding, needs[0])
         scales = None
         if class_weight is not None and reduction == "mean":  # scaled to a mean of one
             denominators = reduction_of.denominators(
@@ -188,9 +188,11 @@ def _backward_of(
         factor: Tensor | None = None
         if hidden is not None and weight is not None:
             spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
-            plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+            chunk_spec = ChunkSpec(chunk, budget, compute_dtype, compact)
             needs = (needs_hidden, needs_weight, needs_bias)
-            chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
+            chunks = Chunks(
+                hidden, weight, target, bias, spec, chunk_spec, kernels.rounding, needs[0]
+            )
             accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
             normalizer = LogSumExp(lse, lse_low)
             for chunk_slice, rows_of_chunk, h, t, raw in chunks:

@@ -106,8 +106,8 @@ def _forward_of(kernels: LogProbKernels) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
-        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
-        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
+        chunk_spec = ChunkSpec(chunk, budget, compute_dtype, compact)
+        chunks = Chunks(hidden, weight, target, bias, spec, chunk_spec, kernels.rounding)
         collected = Collected(chunks, spec, outputs, loss=False)
         logits = chunks.like.new_empty(0, weight.shape[0])
         keeps_logits = keep and (needs_hidden or needs_weight or needs_bias) and chunks.keeps()
@@ -153,9 +153,11 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
-        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+        chunk_spec = ChunkSpec(chunk, budget, compute_dtype, compact)
         needs = (needs_hidden, needs_weight, needs_bias)
-        chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs_hidden)
+        chunks = Chunks(
+            hidden, weight, target, bias, spec, chunk_spec, kernels.rounding, needs_hidden
+        )
         accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
         arrived = upstream_of(
             dlog_prob,
@@ -168,7 +170,7 @@ def _backward_of(kernels: LogProbKernels) -> Callable[..., Any]:
         )
         upstream, factor = within_range(arrived, spec, chunks.dtype)
         normalizer, needs_buffer = LogSumExp(lse, lse_low), False
-        if chunks.whole and logits.numel():
+        if chunks.one_chunk and logits.numel():
             chunks.buffer, chunks.ready = logits, True
             needs_buffer = not may_overwrite()  # a second backward pass reads the logits once more
         for chunk_slice, rows_of_chunk, h, t, raw in chunks:

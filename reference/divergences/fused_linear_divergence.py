@@ -54,21 +54,21 @@ class Pairs(Chunks):
         bias: Tensor | None,
         teacher: tuple[Tensor, Tensor, Tensor | None],
         spec: DivergenceSpec,
-        plan: ChunkSpec,
+        chunk_spec: ChunkSpec,
     ) -> None:
         targets = hidden.new_zeros(hidden.shape[0], dtype=torch.int64) if target is None else target
         ignored = -1 if target is None else spec.ignore_index
         objective = Objective(ignored, 0.0, 0.0, None, spec.scale)
-        whole_budget = plan.budget
-        plan = ChunkSpec(
-            plan.chunk,
+        whole_budget = chunk_spec.budget
+        chunk_spec = ChunkSpec(
+            chunk_spec.chunk,
             student_budget(whole_budget),
-            plan.compute_dtype,
-            plan.compact and target is not None,
+            chunk_spec.compute_dtype,
+            chunk_spec.compact and target is not None,
         )
-        super().__init__(hidden, weight, targets, bias, objective, plan)
+        super().__init__(hidden, weight, targets, bias, objective, chunk_spec)
         self.objective, self.marked = objective, target is not None
-        dtype = plan.compute_dtype or teacher[0].dtype
+        dtype = chunk_spec.compute_dtype or teacher[0].dtype
         self.teacher_hidden = teacher[0]
         self.teacher_weight = opened_if_small(teacher[1].to(dtype))
         self.teacher_bias = None if teacher[2] is None else teacher[2].to(dtype)
@@ -78,7 +78,7 @@ class Pairs(Chunks):
     def part(self) -> int:
         """Rows of the teacher's logits at a time."""
         part = max(MIN_ROWS, self.step // SHARE // MIN_ROWS * MIN_ROWS)
-        if self.plan.budget:  # what the student's logits leave of the budget
+        if self.chunk_spec.budget:  # what the student's logits leave of the budget
             row = max(1, self.weight.shape[0] * self.teacher_weight.dtype.itemsize)
             part = min(part, max(1, (self.whole_budget - self.buffer.nbytes) // row))
         return min(self.step, part)
@@ -133,10 +133,10 @@ def _forward_of(
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         spec = spec_of(name, beta, "logits", "logits", scale, ignore_index)
-        plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
+        chunk_spec, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
-        chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
+        chunks = Pairs(hidden, weight, target, bias, teacher, spec, chunk_spec)
         loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.like).loss.zero_()
         count = valid_rows(target, loss, ignore_index)
         gain = torch.full_like(count, FP16_GAIN if chunks.dtype == torch.float16 else 1.0)
@@ -199,9 +199,9 @@ def _backward_of(
             assert teacher_hidden is not None
             assert teacher_weight is not None
             spec = spec_of(name, beta, "logits", "logits", scale, ignore_index)
-            plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+            chunk_spec = ChunkSpec(chunk, budget, compute_dtype, compact)
             teacher = (teacher_hidden, teacher_weight, teacher_bias)
-            chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
+            chunks = Pairs(hidden, weight, target, bias, teacher, spec, chunk_spec)
             needs = (needs_hidden, needs_weight, needs_bias)
             accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
             # upstream gradients of ignored rows are dropped, even if NaN

@@ -7,7 +7,14 @@ A forward may call helpers of its file, read a global, close over a variable or 
 list. A probe notices none of that, and all of it may change after the patch. So the bytecode is
 read. Names that it loads from globals, modules, classes, closures and defaults are followed into
 every function that belongs to no library. Patched modules compare these places at every call. Code
-that writes, or that reads what cannot be compared, is a reason to leave a module alone.
+that writes, or that reads what cannot be compared, is a reason to leave a module alone::
+
+    SCALE = 2.0  # a number: recorded, and compared at every call of the patched module
+    CALLS = []  # a list may change without notice: the module is left alone
+
+    def helper(x):  # followed from ``forward``, which calls it
+        CALLS.append(x.shape)
+        return x * SCALE
 
 :class:`Outcomes` records which way the branches of these functions went while a probe ran.
 """
