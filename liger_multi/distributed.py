@@ -283,6 +283,7 @@ def _asks_attention(module_class: type) -> bool:
 
 
 def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The model's arguments with the targets of this rank; None if they stay as they are."""
     ranks = sharded.ranks
     if ranks is None:
         return None
@@ -422,6 +423,7 @@ def _gather_targets(targets: int, ranks: shards.Ranks, output: Any) -> None:
 def _run_base(
     sharded: _Sharded, base: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
+    """The forward of the base model on this rank's tokens."""
     ranks = sharded.ranks
     if ranks is None:
         return forward(*args, **kwargs)

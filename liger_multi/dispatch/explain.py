@@ -89,6 +89,7 @@ def _missing_device(device: torch.device) -> str | None:
 
 
 def _weigh(op: str, direction: str, device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """A row for every backend: whether it is chosen, and the reason for or against it."""
     prim: Any = OPS[op].fwd if direction == "forward" else OPS[op].bwd
     config = current()
     choice = config.choice(op, device, dtype)

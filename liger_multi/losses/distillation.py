@@ -248,6 +248,7 @@ def _of_head(
     ignore_index: int,
     o: DistillationOptions,
 ) -> Tensor:
+    """The sum of divergences of a student's head from a teacher's head or logits."""
     hidden, weight, bias = student_tensors
     divergence = DIVERGENCES[o.divergence]
     if isinstance(teacher, Logits):
@@ -361,6 +362,7 @@ def _of_listed_classes(
     ignore_index: int,
     o: DistillationOptions,
 ) -> Tensor:
+    """The sum of divergences over the classes that a top-k teacher lists."""
     ids, log_p = teacher.ids, teacher.log_prob.detach()
     if ids.shape != log_p.shape or ids.shape[:-1] != target.shape:
         raise ValueError(
@@ -385,6 +387,7 @@ def _of_listed_classes(
 
 
 def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
+    """The divergence of listed classes: renormalized, or with one class for all others."""
     divergence = DIVERGENCES[o.divergence]
 
     def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:

@@ -444,6 +444,7 @@ def _pass_over_tiles(
     function: RowLoss,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    """The weighted sum of a loss over blocks of rows, and the gradients that are needed."""
     from liger_multi.reference.common.chunking import row_blocks
     from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
     from liger_multi.reference.cross_entropy.rows import Objective

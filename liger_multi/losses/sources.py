@@ -106,6 +106,7 @@ def _refusal(head: nn.Module) -> str | None:
 
 
 def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
+    """The loss through a head with LoRA, whose factors widen hidden states and weight."""
     module_class = type(head).__name__
     if "forward" in vars(head):
         raise TypeError(f"somebody replaced the forward of this adapter ({module_class})")

@@ -455,6 +455,7 @@ class Offload:
         self.remove()
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward whose saved tensors are offloaded."""
         if is_compiled():
             raise RuntimeError(
                 "offload_activations works on eager models: a compiler decides itself what it "

@@ -246,6 +246,7 @@ _POWERS = (-10, -6, -3, -1, 1, 3)  # of inputs; results are products of three nu
 def _is_gated(
     replica: Any, biased: tuple[bool, ...], reach: int, generator: torch.Generator
 ) -> bool:
+    """Whether a mixer is a gated short convolution between its two projections."""
     width, (bias, in_bias, out_bias) = 6, biased
     replica.in_proj = linear(generator, width, 3 * width, in_bias)
     replica.out_proj = linear(generator, width, width, out_bias)
@@ -501,6 +502,7 @@ class FusedMixer(Calling):
 
 
 def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
+    """A forward that calls ``gated_short_conv`` where the copied method would do just that."""
     code = reached.reached([method])
     if isinstance(code, str):  # it depends on what cannot be compared
         return copy
@@ -582,6 +584,8 @@ def _ids(seq_idx: Tensor | None, tokens: int) -> Tensor | None:
 
 
 def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """``causal_conv1d_fn`` by the operator; calls with a state run the original function."""
+
     def served(
         hidden_states: Tensor,
         weight: Tensor,
@@ -618,6 +622,8 @@ def _has_states(kwargs: dict[str, Any]) -> bool:
 
 
 def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """A gated delta rule of transformers by the operator, along a tree if there is one."""
+
     def served(
         query: Tensor,
         key: Tensor,
@@ -701,6 +707,8 @@ def _saved_state(state: Tensor | None) -> Tensor | None:
 
 
 def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """The scan of Mamba-2 by ``ssd_scan``, along a tree if there is one."""
+
     def served(
         hidden_states: Tensor,
         dt: Tensor,
@@ -754,6 +762,8 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
 
 
 def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """The scan of Mamba by ``selective_scan``, along a tree if there is one."""
+
     def served(
         hidden_states: Tensor,
         dt: Tensor,

@@ -385,6 +385,11 @@ def _candidates(likely: str) -> list[NormKind]:
 
 
 def _measure(module: nn.Module, likely: str) -> NormSettings | str:
+    """The settings of the first formula that agrees, or why none does.
+
+    A formula agrees on rows of every pair of dtypes first (:func:`_agrees`), and then in training,
+    without gradients and for extreme numbers (:func:`_with_signature`).
+    """
     eps = next((name for name in EPS_NAMES if hasattr(module, name)), None)
     if eps is not None and not isinstance(getattr(module, eps), float):
         return f"its {eps} is {getattr(module, eps)!r}, not a number"

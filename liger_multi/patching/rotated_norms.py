@@ -469,6 +469,7 @@ def _compared(
     norms: tuple[str, str],
     generator: torch.Generator,
 ) -> str | None:
+    """Why norms and rotation by one operator differ from the forward, or None."""
     cos, sin = (random(generator, 1, TOKENS, width).cos() for _ in range(2))
     parameters = inspect.signature(unpatched_class(module).forward).parameters
     mask_argument = {"attention_mask": None} if "attention_mask" in parameters else {}

@@ -248,6 +248,7 @@ class Passes:
     def _simulated(
         self, settings: Settings, recompute: str, depth: int | None
     ) -> tuple[Body, Head]:
+        """Simulate one step on the meta device, and record what layers and head do."""
         self.simulations += 1
         variant = replace(settings, recompute=recompute, layers=recompute != "none")
         size = f"{settings.micro_batch} x {settings.sequence:,}"
@@ -578,6 +579,7 @@ class Predictor:
         hidden: int,
         layers: int,
     ) -> float:
+        """Seconds of a step: work, exchanged bytes, and the optimizer's reads and writes."""
         passes, level, data = settings.accumulation, settings.level, settings.data * settings.ranks
         ring = 2 * (data - 1) / data
         exchanged = ring * static.gradients

@@ -182,6 +182,7 @@ def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str,
 
 
 def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a value that a forward may write to, as deep as its containers are."""
     if id(value) in memo:
         return memo[id(value)]
     if type(value) is Tensor:  # with a history, it cannot be copied
@@ -558,6 +559,10 @@ def _difference(
     close: Close,
     generator: torch.Generator,
 ) -> str | None:
+    """The first difference of a forward and a formula on one set of inputs, or None.
+
+    In order: random numbers drawn, inputs written, output, gradients of inputs and weights.
+    """
     grad = torch.is_grad_enabled()
     leaves = [[x.detach().clone() for x in inputs] for _ in range(2)]
     for x in (*leaves[0], *leaves[1]):

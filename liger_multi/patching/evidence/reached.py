@@ -12,6 +12,7 @@ that writes, or that reads what cannot be compared, is a reason to leave a modul
     SCALE = 2.0  # a number: recorded, and compared at every call of the patched module
     CALLS = []  # a list may change without notice: the module is left alone
 
+
     def helper(x):  # followed from ``forward``, which calls it
         CALLS.append(x.shape)
         return x * SCALE

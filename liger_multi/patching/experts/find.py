@@ -321,6 +321,7 @@ def _candidates(module: nn.Module) -> list[ExpertsKind]:
 
 
 def _gates(module: nn.Module) -> list[ExpertsKind]:
+    """Known gates that the weights and numbers of a module allow."""
     weights = _weights(module)
     bias = all(getattr(module, name, None) is not None for name in bias_names(weights))
     transposed = _transposed(module)

@@ -164,6 +164,7 @@ def _layout(wrapper: Any, transposed: bool) -> str:
 
 @functools.cache
 def _measured(wrapper: Any, transposed: bool) -> str:
+    """The verdict of :func:`_layout`, apart from it: Dynamo traces into cached functions."""
     import peft
 
     experts, shape = 3, (4, 5)

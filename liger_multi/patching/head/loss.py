@@ -92,6 +92,7 @@ def fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
 
 
 def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
+    """The loss by ``fused_linear_cross_entropy``, or None for calls that it does not serve."""
     options, epilogue = deferred.settings.fused, deferred.epilogue
     if options is None or epilogue is None or not call.plain:
         return None

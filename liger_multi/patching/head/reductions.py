@@ -530,6 +530,7 @@ def _call(
     curve: tuple[float, float | None, float],
     target: Tensor | None,
 ) -> CachedStatistics:
+    """Log-probabilities, entropies and log-sum-exps of all rows, in one pass over the head."""
     hidden, waits = deferred.hidden, target is None
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

@@ -329,6 +329,7 @@ class CheckedModel(Patched):
 
 
 def _checked(cls: Any) -> Callable[..., Any]:
+    """The forward of a checked model: it refuses packed rows that are not kept apart."""
     swap: Swap = vars(cls)["_liger_multi_swap"]
     inner_class: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
 

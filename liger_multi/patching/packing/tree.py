@@ -287,6 +287,7 @@ class Tree:
         return self.cached(("scans", device, equal), lambda: self._scans(device, equal))
 
     def _scans(self, device: torch.device, equal: bool) -> tuple[list[ScanCall], Tensor | None]:
+        """Calls of a recurrence, level by level, and the order of their outputs in the row."""
         lengths, parents = [*self.lengths], [*self.parents]
         starts, levels = [*self.starts], [*self.levels]
         if self.padding:  # one more root
@@ -329,6 +330,7 @@ class Tree:
         return self.cached(("window", device, before), lambda: self._window(device, before))
 
     def _window(self, device: torch.device, before: int) -> Window:
+        """Every segment behind the last tokens of its path, which a convolution sees."""
         tokens: list[Tensor] = []
         ids: list[int] = []
         own_tokens: list[Tensor] = []
