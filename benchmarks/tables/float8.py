@@ -7,8 +7,7 @@ from typing import Any
 
 from benchmarks import store
 from benchmarks.linear_float8 import KERNELS
-from benchmarks.tables import table
-from benchmarks.tables.provenance import GIB, measured
+from benchmarks.tables import GIB, measured, table
 
 PARTS = {
     "linear": "one layer, weight {name}",

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import store
-from benchmarks.tables import table
-from benchmarks.tables.provenance import GIB, gib
+from benchmarks.tables import GIB, gib, table
 
 # --- predicted and measured ---
 

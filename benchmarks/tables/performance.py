@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
-from benchmarks.tables import provenance, table
+from benchmarks.tables import Row, newest as newest_of, provenance, table
 from liger_multi.dispatch import registry
 from liger_multi.testing import samples
 
@@ -78,8 +78,8 @@ def from_elsewhere(searches: Sequence[tuple[Run, Any]], who: str) -> str:
 
 
 def block(runs: Sequence[Run], heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table below its provenance; empty where nothing was provenance."""
-    return "\n".join([provenance.provenance(runs), "", *table(heads, lines)]) if lines else ""
+    """A table below its provenance; empty where nothing was measured."""
+    return "\n".join([provenance(runs), "", *table(heads, lines)]) if lines else ""
 
 
 def number(row: Mapping[str, Any] | None, unit: str) -> str:
@@ -334,28 +334,28 @@ BESIDE = ("Liger", "PyTorch")
 WORDS = {"out of memory": "memory"}
 
 
-def _operator_time(one: provenance.Row | None) -> str:
+def _operator_time(one: Row | None) -> str:
     if one is None:
         return "-"
     time = one.row.get("both_ms")
     return f"{time:#.3g}".rstrip(".") if time else WORDS.get(one.row["status"], one.row["status"])
 
 
-def _timeless(one: provenance.Row) -> bool:
+def _timeless(one: Row) -> bool:
     return not one.row.get("both_ms")
 
 
-def _memory(one: provenance.Row | None) -> str:
+def _memory(one: Row | None) -> str:
     peak = None if one is None else one.row.get("peak_bytes")
     return "-" if peak is None else f"{peak / 2**30:.2f}"
 
 
-def _error(one: provenance.Row | None) -> str:
+def _error(one: Row | None) -> str:
     error = None if one is None else (one.row.get("error") or {}).get("tolerances")
     return "-" if error is None else f"{float(error):.2f}"
 
 
-def operator_line(op: str, sample: str, rows: Mapping[str, provenance.Row]) -> list[str]:
+def operator_line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
     """Ours and the peers of one sample."""
     ours = rows["ours"]
     peers = {
@@ -381,14 +381,14 @@ def operator_line(op: str, sample: str, rows: Mapping[str, provenance.Row]) -> l
     ]
 
 
-def operators_measured() -> dict[tuple[str, str], dict[str, provenance.Row]]:
+def operators_measured() -> dict[tuple[str, str], dict[str, Row]]:
     """The newest rows of every operator and sample of which there is one of ours."""
     runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    newest_rows = provenance.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    newest_rows = newest_of(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     return {key: rows for key, rows in sorted(newest_rows.items()) if "ours" in rows}
 
 
-def peak(ours: provenance.Row) -> float | None:
+def peak(ours: Row) -> float | None:
     """Percent of what the least bytes or operations allow, forward and backward."""
     percent: float | None = (ours.row.get("percent_of_peak") or {}).get("both")
     return percent

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import long_context as long_rows, store
-from benchmarks.tables import table
-from benchmarks.tables.provenance import GIB, gib, measured, provenance
+from benchmarks.tables import GIB, gib, measured, provenance, table
 
 # --- LoRA, and bases in 4 bits ---
 
@@ -46,30 +45,31 @@ def lora_layers() -> list[str]:
 
 
 def four_bits() -> list[str]:
-    """Steps and layers over a base in 4 bits beside others, then ``dequantize``, by card."""
+    """Steps and layers over a base in 4 bits beside others, and ``dequantize``, by run."""
     parts: list[str] = []
-    by_card = {store.device(run): run for run in store.read("four-bits")}
-    for run in by_card.values():
+    for run in store.read("four-bits"):
         steps, rates = [], []
         ours = {
             row["work"]: row for row in run["rows"][::-1] if row["side"].startswith("liger_multi, ")
         }
         places = list(dict.fromkeys(row["work"] for row in run["rows"]))
         for row in sorted(run["rows"], key=lambda row: places.index(row["work"])):
-            name, copied = row["work"], row.get("of_copy")
-            if copied is not None:
-                rate = f"{row['gb_per_s']:,.0f}"
-                rates.append([name.removeprefix("dequantize "), f"{row['ms']:.3f}", rate])
-                rates[-1].append(f"{100 * copied:.0f} %")
+            name = row["work"]
+            if "of_copy" in row:
+                shares = [row["of_copy"], row.get("of_equal_copy")]
+                cells = ["" if share is None else f"{100 * share:.0f} %" for share in shares]
+                cells = [f"{row['ms']:.4f}", f"{row['gb_per_s']:,.0f}", *cells]
+                rates.append([name.removeprefix("dequantize "), *cells])
             elif row["peak_bytes"]:
                 pair = [ours[name][key] / row[key] for key in ("ms", "peak_bytes")]
                 ratio = "" if row is ours[name] else ", ".join(f"{r:.2f}" for r in pair)
                 cells = [f"{row['ms']:#.4g}".rstrip("."), gib(row["peak_bytes"])]
                 steps.append([name, row["side"], *cells, ratio])
         heads = ["Work", "Implementation", "ms", "peak, GiB", "first of ours / it: time, memory"]
-        parts += [measured(run), "", *table(heads, steps), ""]
-        if rates:
-            parts += [*table(["dequantize", "ms", "GB/s", "of a copy's"], rates), ""]
+        parts += [measured(run), "", *(table(heads, steps) if steps else [])]
+        parts += [""] if steps else []
+        heads = ["dequantize", "ms", "GB/s", "of a long copy's", "of a copy's of as many bytes"]
+        parts += [*table(heads, rates), ""] if rates else []
     return parts[:-1]
 
 

@@ -55,10 +55,12 @@ class FrozenTensor(Tensor):
             output = handler(*args, **kwargs)
             if output is not None:
                 return output
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(value, cls):
-                raise value.write_error(func)
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for target in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(target, cls):
+                        raise target.write_error(func)
         args, kwargs = tree_map_only(cls, cls.dequantized, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -41,6 +41,9 @@ WRITTEN = (
 class QuantizedWeight(StoredWeight):
     """Codes and scales with the shape and dtype of the weight that they stand for.
 
+    Writes raise. Views of it are views of codes where they are a range of a stack or a transpose,
+    and copies of numbers elsewhere: writes to those do not reach the weight.
+
     Attributes:
         codes: uint8 ``(..., K / 2)``, as ``dequantize`` takes them; int32 where there is a
             ``packing``.
@@ -311,7 +314,7 @@ class QuantizedWeight(StoredWeight):
         """Raise here: of an operator's TypeError, ``+=`` would make a sum that nobody keeps."""
         raise self.write_error("an assignment")
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refuse_write
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refuse_write
 
     @property
     def data(self) -> Tensor:
@@ -372,6 +375,11 @@ def _transpose(weight: QuantizedWeight, first: int, second: int) -> QuantizedWei
 
 def _t(weight: QuantizedWeight) -> QuantizedWeight | None:
     return _transpose(weight, 0, 1)
+
+
+def _permute(weight: QuantizedWeight, axes: Any) -> QuantizedWeight | None:
+    """``.T`` of a matrix."""
+    return _t(weight) if [axis % weight.ndim for axis in axes] == [1, 0] else None
 
 
 def _detach(weight: QuantizedWeight) -> QuantizedWeight:
@@ -497,6 +505,7 @@ QuantizedWeight.handlers = {
     aten.select.int: _select,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
+    aten.permute.default: _permute,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.new_zeros.default: _zeros,

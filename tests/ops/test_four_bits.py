@@ -353,10 +353,30 @@ def test_rows_of_a_table(format):
         ops.embedding(index + 1, weight)
 
 
-def test_it_is_frozen():
+def _assign(weight):
+    weight[0] = 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.T.zero_(),
+        lambda weight: torch.add(torch.ones(weight.shape), 1, out=weight),
+        lambda weight: torch._foreach_mul_([torch.ones(3), weight], 2.0),
+        _assign,
+    ],
+)
+def test_it_is_frozen(write):
+    weight = quantized("mxfp4", INNER, HIDDEN)
+    before = weight.dequantized()
+    with torch.no_grad(), pytest.raises(TypeError, match="writes to a frozen weight in 4 bits"):
+        write(weight)
+    assert same_bits(weight.dequantized(), before)
+
+
+def test_unknown_tensors_are_refused():
     weight = quantized("nf4", INNER, HIDDEN)
-    with pytest.raises(TypeError, match="writes to a frozen weight in 4 bits"):
-        weight.mul_(2)
     with pytest.raises(TypeError, match="unknown tensors"):
         QuantizedWeight(weight.codes, weight.scales, format="nf4", zero=weight.scales)
 

@@ -82,6 +82,9 @@ LAYER = "base_model.model.model.layers.0.mlp.up_proj.base_layer"
 FORMATS = {
     "nf4": lambda layer: in_bitsandbytes(layer, quant_type="nf4", compress_statistics=False),
     "nf4 nested": lambda layer: in_bitsandbytes(layer, quant_type="nf4"),
+    "nf4 in words of bf16": lambda layer: in_bitsandbytes(
+        layer, quant_type="nf4", quant_storage=torch.bfloat16
+    ),
     "fp4": lambda layer: in_bitsandbytes(layer, quant_type="fp4", compress_statistics=False),
 }
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -123,13 +126,13 @@ def pair(format, adapters=True):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["", "reentrant", "not reentrant"])
 def test_lora_steps(format, checkpointing, called):
     stock, ours = pair(format)
     if checkpointing:
         for model in (stock, ours):
             model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     report = patch(ours, strict=True)
     assert report.count("four_bits") == 14
     assert format[:3] in str(report)
@@ -141,6 +144,27 @@ def test_lora_steps(format, checkpointing, called):
         assert sorted(called) == sorted(
             [("linear", True), ("lora_mlp", True), ("lora_qkv", True)] * 2
         )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_four_bits(tied):
+    """Also as the table of embeddings; its numbers are not kept, and generation reads them."""
+    ours = build("llama", tied=tied, **SIZES)
+    codes, scales = quantize_mxfp4(ours.lm_head.weight.detach())
+    weight = QuantizedWeight(codes, scales, format="mxfp4", dtype=torch.float32)
+    ours.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    if tied:
+        ours.model.embed_tokens.weight = ours.lm_head.weight
+    stock = dense(ours)
+    if tied:
+        stock.model.embed_tokens.weight = stock.lm_head.weight
+    assert patch(ours, strict=True).count("fused_linear_cross_entropy") == 1
+    assert_same_training(stock, ours)
+    kept = kept_for_backward(ours)
+    assert not [t for t in kept if t.shape == weight.shape and type(t) is not QuantizedWeight]
+    ids = torch.tensor([[4, 5, 6]])
+    texts = [m.generate(ids, max_new_tokens=4, do_sample=False) for m in (stock, ours)]
+    assert torch.equal(*texts)
 
 
 def test_before_the_adapters(called):

@@ -297,7 +297,7 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     # first of all stand the two commands of a fresh machine, in a clone
     assert [c.split()[:2] for c in commands[:2]] == [["make", "demo"], ["make", "test"]]
     commands = commands[2:]
-    assert [c.split()[0] for c in commands] == ["git", "pip", *["liger-multi"] * 3]
+    assert [c.split()[0] for c in commands] == ["git", "pip", *["liger-multi"] * 4]
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     block = next(b for b in blocks if "TrainingArguments" in b)
     desk = tmp_path / "desk"
@@ -319,11 +319,12 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     (desk / "train.py").write_text(block + shown)
     clone = commands[0].replace("git clone ADDRESS-OF-THIS-REPOSITORY", f"cp -r {checkout}")
     assert clone != commands[0]
-    install, doctor, *memory = commands[1:]
+    install, doctor, verify, *memory = commands[1:]
     steps = [
         clone,
         install,
         doctor,
+        f"{verify.partition('#')[0]} --ops rms_norm",  # all of them have a test of their own
         f"cd {desk}",
         "python train.py",
         "cp small/config.json .",

@@ -33,7 +33,7 @@ from liger_multi.dispatch.launch import device_info
 from liger_multi.reference.linear_attention import selective_scan as reference
 from liger_multi.reference.linear_attention.state_space import Nine
 
-MOST = 128  # states of a channel
+FEWEST, MOST = 16, 128  # states of a channel: fewer are padded, as blocks are those of models
 LEAST, SPAN = 32, 16  # channels of a program, and tokens of a span, at least
 
 # --- kernels ---
@@ -254,7 +254,7 @@ class Inputs(NamedTuple):
         z: Rows at equal distances, such as a slice of a projection's result.
         first: As many rows as sequences.
         block: Numbers of the states of a program.
-        states: N, or the next power of two.
+        states: N, or the next power of two that is at least 16.
         steps: Programs that share the channels of a sequence.
     """
 
@@ -292,7 +292,7 @@ def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
     Fewer channels where cores would have no work.
     """
     batch, _, cols = u.shape
-    states, cores = max(2, triton.next_power_of_2(size)), device_info(u.device).cores
+    states, cores = max(FEWEST, triton.next_power_of_2(size)), device_info(u.device).cores
     widest = triton.next_power_of_2(cols)
     channels = block_of(name, u, states * widest, smallest=1) // states
     while channels > LEAST and batch * -(-cols // channels) < cores:
