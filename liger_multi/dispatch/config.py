@@ -184,16 +184,14 @@ def parse(content: Any, source: str) -> Layer:
             default[device] = _order(section["default"], "default", source)
     readers: dict[str, Callable[[Any, str], Any]] = {
         "chunk_bytes": parse_bytes,
-        "head_gemms": _head_gemms,
+        "head_gemms": lambda text, source: _name(
+            text, f"value of head_gemms in {source}", HEAD_GEMMS
+        ),
         "deterministic": parse_deterministic,
         "quarantine": _quarantine,
     }
     values = {key: read(settings[key], source) for key, read in readers.items() if key in settings}
     return Layer(source, ops, default, **values)
-
-
-def _head_gemms(content: Any, source: str) -> str:
-    return _name(content, f"value of head_gemms in {source}", HEAD_GEMMS)
 
 
 def _orders_by_pattern(content: Any, where: str, source: str) -> dict[str, tuple[str, ...]]:

@@ -217,7 +217,9 @@ def _from_codes(
         if not expected_parts.keys() <= parts.keys() or isinstance(parts.get(""), QuantizedWeight):
             continue
         mismatched = [
-            end for end, expected in expected_parts.items() if not _same_form(parts[end], expected)
+            end
+            for end, expected in expected_parts.items()
+            if (parts[end].shape, parts[end].dtype) != (expected.shape, expected.dtype)
         ]
         errors += [
             f"{key}{end}: the checkpoint has {tuple(parts[end].shape)} in {parts[end].dtype}, "
@@ -227,7 +229,3 @@ def _from_codes(
         for end in parts:
             del state[key + end]
         state[key] = weight if mismatched else _weight_of(weight, layout, parts)
-
-
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype

@@ -171,12 +171,16 @@ def test_float8_codes_live_during_gemm(is_coded):
             if t is not None:
                 recorder.see(t, is_output=False)
         held_bytes = sum(size for _, size in recorder.events)
-        result = recorder.ours(op.fwd, (x, weight, None, scale, None, None, None, True, False))
+        result = recorder.run_operator(
+            op.fwd, (x, weight, None, scale, None, None, None, True, False)
+        )
         del result
         forward = max(itertools.accumulate(size for _, size in recorder.events)) - held_bytes
         dy, own = x.new_empty(rows, out), torch.empty(out, device="meta")
         before = len(recorder.events)
-        recorder.ours(op.bwd, (dy, None, weight, scale, None, own, x.dtype, True, False, False))
+        recorder.run_operator(
+            op.bwd, (dy, None, weight, scale, None, own, x.dtype, True, False, False)
+        )
     gradient = max(itertools.accumulate(size for _, size in recorder.events[before:]))
     codes = 0 if is_coded else (width + 4) * out  # of the weight, with their scales
     assert forward == rows * (width + 4) + codes + 2 * rows * out

@@ -144,10 +144,6 @@ def _detach(weight: Float8Weight) -> Float8Weight:
     return _with_tensors(weight, Tensor.detach)
 
 
-def _clone(weight: Float8Weight, *, memory_format: Any = None) -> Float8Weight:
-    return _convert(weight)
-
-
 def _convert(
     weight: Float8Weight,
     *,
@@ -281,7 +277,7 @@ def _view(weight: Float8Weight, size: Sequence[int]) -> Float8Weight | None:
 Float8Weight.handlers = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
-    aten.clone.default: _clone,
+    aten.clone.default: lambda weight, memory_format=None: _convert(weight),
     to_copy: _convert,
     aten.copy_.default: _copy,
     aten.split.Tensor: _split,
