@@ -356,7 +356,7 @@ def tiled_sum(
     tensors: tuple[Tensor, Tensor, Tensor | None],
     teacher: Callable[[Any], Tensor],
     target: Tensor,
-    share: Tensor,
+    row_weights: Tensor,
     function: RowLoss,
     ignore_index: int,
 ) -> Tensor:
@@ -367,7 +367,7 @@ def tiled_sum(
         tensors: Its hidden states, weight and bias.
         teacher: From numbers of rows to the teacher's logits of those, curved.
         target: Ids ``(...)``; ignored rows are dropped.
-        share: Weights of rows, of the target's shape.
+        row_weights: Weights of rows, of the target's shape.
         function: The loss of a row.
         ignore_index: Targets that cost nothing.
     """
@@ -375,7 +375,7 @@ def tiled_sum(
     args = prepared(
         hidden, weight, target, bias, ignore_index=ignore_index, outputs=("lse",), **head.options()
     )
-    flat = share.reshape(-1)
+    flat = row_weights.reshape(-1)
 
     def one_pass(needs: tuple[bool, ...]) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         return _pass_over_tiles(head, args, teacher, flat, function, needs)
@@ -394,7 +394,7 @@ def _by_autograd(
     head: Head,
     args: tuple[Any, ...],
     teacher: Callable[[Any], Tensor],
-    share: Tensor,
+    row_weights: Tensor,
     function: RowLoss,
 ) -> Tensor:
     """The loss by autograd, for compiled graphs, deterministic modes and tensors of subclasses.
@@ -431,8 +431,8 @@ def _by_autograd(
         parts.append(
             checkpoint(once_more, *inputs, use_reentrant=False) if recompute else block(*inputs)
         )
-    part = share * (target != ignore_index)
-    values = torch.cat(parts) if parts else share.new_zeros(0)
+    part = row_weights * (target != ignore_index)
+    values = torch.cat(parts) if parts else row_weights.new_zeros(0)
     return (torch.where(part != 0, values, 0) * part).sum()  # type: ignore[no-any-return]
 
 
@@ -440,7 +440,7 @@ def _pass_over_tiles(
     head: Head,
     args: tuple[Any, ...],
     teacher: Callable[[Any], Tensor],
-    share: Tensor,
+    row_weights: Tensor,
     function: RowLoss,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
@@ -454,11 +454,11 @@ def _pass_over_tiles(
     spec = Objective(ignore_index, 0.0, 0.0, None)
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, dtype, compact))
     accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
-    total = share.new_zeros(())
+    total = row_weights.new_zeros(())
     for chunk_slice, rows_of_chunk, h, t, raw in chunks:
         rows = torch.arange(len(target), device=target.device)[rows_of_chunk]
         for block in row_blocks(raw.shape[0], raw.shape[1] * 16):
-            part = share[rows_of_chunk][block] * (t[block] != ignore_index)
+            part = row_weights[rows_of_chunk][block] * (t[block] != ignore_index)
             with torch.set_grad_enabled(any(needs)):
                 leaf = raw[block].detach().requires_grad_(any(needs))
                 values = function(curved(leaf, head), teacher(rows[block]))

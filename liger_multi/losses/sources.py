@@ -82,7 +82,7 @@ def _called_in_forward(head: nn.Module, hidden: Tensor, body: Callable[[Tensor],
 
 
 _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda head: "forward" in vars(head), "somebody replaced the forward of this {kind}"),
+    (lambda head: "forward" in vars(head), "other code replaced the forward of this {kind}"),
     (lambda head: not isinstance(head, nn.Linear), "it is a {kind}, not a linear layer"),
     (
         lambda head: (
@@ -109,7 +109,7 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
     """The loss through a head with LoRA, whose factors widen hidden states and weight."""
     module_class = type(head).__name__
     if "forward" in vars(head):
-        raise TypeError(f"somebody replaced the forward of this adapter ({module_class})")
+        raise TypeError(f"other code replaced the forward of this adapter ({module_class})")
     if getattr(head, "disable_adapters", False) and getattr(head, "merged", False):
         raise TypeError(
             f"the adapter {module_class} is disabled but merged into the weight; unmerge it"

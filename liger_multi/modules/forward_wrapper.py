@@ -43,7 +43,7 @@ class ForwardWrapper:
         return self.call(self.original, args, kwargs)
 
     def remove(self) -> None:
-        """Give the forward back; under one that somebody put on top, do nothing from now on."""
+        """Give the forward back; below one that other code put on top, do nothing from now on."""
         self.call = None
         if vars(self.module).get("forward") is not self:
             return

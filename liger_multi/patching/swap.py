@@ -350,7 +350,7 @@ def conflict_of(module: nn.Module) -> str | None:
     while isinstance(own_forward, ForwardWrapper):  # it calls the forward of the class
         own_forward = own_forward.before
     if own_forward is not None and not has_own_forward(module):
-        return f"{library_of(own_forward) or 'somebody else'} replaced its forward"
+        return f"{library_of(own_forward) or 'other code'} replaced its forward"
     library = library_of(module_class) or library_of(module_class.forward)
     return f"{library} serves it ({module_class.__name__})" if library else None
 

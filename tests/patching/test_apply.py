@@ -131,7 +131,7 @@ def test_strict_raises_and_leaves_the_model_as_it_was():
     model = build()
     model.model.norm.forward = functools.partial(LlamaRMSNorm.forward, model.model.norm)
     before = state(model)
-    with pytest.raises(PatchError, match="somebody else replaced its forward"):
+    with pytest.raises(PatchError, match="other code replaced its forward"):
         patch(model, strict=True)
     assert state(model) == before
     report = patch(model)

@@ -281,7 +281,7 @@ def replaced(model):
 
 UNFIT = {
     "tensor parallel, but its weight is no DTensor": hooked,
-    "somebody else": replaced,
+    "other code": replaced,
     "Sequential, not a plain": lambda m: setattr(m, "lm_head", nn.Sequential(nn.Linear(32, 223))),
     "adapter": lambda m: setattr(m.lm_head, "base_layer", nn.Linear(2, 2)),
 }

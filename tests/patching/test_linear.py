@@ -321,7 +321,7 @@ LEFT = {
     "own forward": (lambda: Scaled(12, 7), r"a forward of its own \(Scaled\)"),
     "codes": (Codes, r"a forward of its own \(Codes\)"),
     "8 bits": (eight_bits, "stored as torch.int8"),
-    "replaced": (replaced, "somebody else replaced its forward"),
+    "replaced": (replaced, "other code replaced its forward"),
     "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(12, 7)), "parametrize"),
     "attention": (lambda: nn.MultiheadAttention(8, 2), "multiplies with its weight itself"),
 }

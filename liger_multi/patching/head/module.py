@@ -522,13 +522,13 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
     class_name = type(head).__name__
     if hasattr(head, "base_layer"):
         if "forward" in vars(head) and not has_own_forward(head):
-            return f"somebody else replaced the forward of this {class_name}"
+            return f"other code replaced the forward of this {class_name}"
         return adapted_head_refusal(head)
     parallel = is_sharded(head, owners)
     if parallel and (reason := sharded_refusal(head)):
         return reason
     if "forward" in vars(head) and not has_own_forward(head) and not parallel:
-        return f"somebody else replaced the forward of this {class_name}"
+        return f"other code replaced the forward of this {class_name}"
     reason = next((text for applies, text in _REFUSALS if applies(head)), None)
     if reason is None:
         return None
