@@ -259,7 +259,7 @@ LOOP = """
         ("", "UR4", "R8, ", (0x90,)),
     ],
 )
-def test_arguments_in_descriptors_are_seen(before, low, left, wrong):
+def test_static_sees_arguments_in_descriptors(before, low, left, wrong):
     assert misread(LOOP.format(before=before, low=low, left=left)) == wrong
 
 

@@ -777,7 +777,7 @@ def test_functorch_and_fake_tensors_get_ordinary_logits():
     torch.testing.assert_close(gradient, 2 * (hidden @ head.weight.t()) @ head.weight)
 
 
-def test_models_of_no_batch_axis_stay_lazy():
+def test_logits_without_batch_axis_are_lazy():
     head = patched_head()
     assert isinstance(head(torch.randn(5, 8)), LazyLogits)
     assert type(head(torch.randn(8))) is torch.Tensor

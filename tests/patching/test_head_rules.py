@@ -258,7 +258,7 @@ def test_weight_with_custom_matmul(models, grad):
     assert type(logits[1]) is torch.Tensor
 
 
-def test_attributes_of_users_stay(models):
+def test_attributes_set_on_logits_are_kept(models):
     """A tensor that becomes real keeps what somebody wrote on it."""
     for read in (lambda z: z.sin(), lambda z: z.mul_(2), lambda z: real_logits(z)):
         z = logits_of(models[1])

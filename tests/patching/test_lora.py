@@ -600,7 +600,7 @@ def test_logits_are_those_of_the_adapters_of_their_forward(change, grad, reader)
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_logits_of_a_head_without_its_adapters_stay_without():
+def test_logits_after_a_change_of_adapters():
     results = []
     for model in two_adapters(second={"target_modules": ["q_proj"]}):
         model.set_adapter("other")

@@ -342,7 +342,7 @@ def test_mixed_samples_raise(model_type, monkeypatch):
     assert all(calls[op] >= 2 for op in operators)
 
 
-def test_backbone_alone_keeps_samples_apart():
+def test_backbone_without_head_keeps_samples_apart():
     """Mamba2ForCausalLM hands it nothing by itself."""
     stock, _ = built_of_functions("mamba2")
     liger_multi.patch(stock.backbone)

@@ -270,7 +270,7 @@ def test_an_mlp_of_a_sparse_gate():
         assert not calls
 
 
-def test_dropouts_stay_where_they_are():
+def test_mlp_keeps_the_places_of_dropouts():
     module = Odd(nn.SiLU(), inner_drop=0.5, outer_drop=0.25)
     stock = patched_twin(module, "gated_mlp[silu]")
     x = torch.randn(64, 16)

@@ -358,7 +358,7 @@ def test_a_pass_that_raises_takes_no_routes():
     assert same(again, expected)
 
 
-def test_checkpointing_that_is_turned_on_within_stays():
+def test_checkpointing_enabled_within_a_block_is_kept():
     model, batch = model_of("mixtral"), padded()
     with routes.replay(model, recorded_by(model, batch)):
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -190,7 +190,7 @@ print(outcome.status, outcome.why)
 
 
 @pytest.mark.slow
-def test_a_wrong_operator_is_seen():
+def test_sweep_finds_a_wrong_operator():
     """The comparison fails where an operator computes something else."""
     done = harness.python("-c", WRONG)
     assert done.stdout.startswith("different"), done.stdout + done.stderr
@@ -238,7 +238,7 @@ def test_the_kept_result_is_one_pair_a_line():
 
 @pytest.mark.skipif(not SAME, reason="another transformers than that of the kept result")
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_vl", "opt", "jamba"])
-def test_packed_rows_are_as_the_page_says(model_type):
+def test_packed_rows_of_types_equal_the_page(model_type):
     file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
     (expected,) = [one for one in kept if one["type"] == model_type and one["kind"] != "masked"]

@@ -262,7 +262,7 @@ def test_the_command_prints_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_saves_where_it_is_told(tmp_path, capsys):
+def test_bench_command_writes_to_output(tmp_path, capsys):
     arguments = [*QUICK, *SWIGLU, "--dtype", "bf16", "--output", str(tmp_path / "out")]
     assert command_line(["bench", *arguments]) == 0
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".json", ".png"]

@@ -164,7 +164,7 @@ def test_rows_that_depend_on_others_break_the_promise(planted):
     assert (apart.elements, apart.of_elements) == (4, 320)  # one in each of four runs
 
 
-def test_unequal_data_and_weights_come_first():
+def test_bisect_reports_unequal_inputs_first():
     model, x = norms()
     other, _ = norms()
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_other_shapes_and_other_calls_are_reported():
 # --- equal runs ---
 
 
-def test_a_run_repeats_itself_with_dropout():
+def test_bisect_repeats_a_run_with_dropout():
     model, x = norms()
     report = bisect(model, model, x)
     assert report.equal

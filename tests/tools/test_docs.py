@@ -104,7 +104,7 @@ def lead_somewhere(path, root):
 
 
 @pytest.mark.parametrize("path", EVERY, ids=NAMES)
-def test_links_lead_to_what_the_repository_has(path, tracked):
+def test_links_in_pages_lead_to_tracked_files(path, tracked):
     """Where pages are read in the repository, those that are made for the site are not there."""
     for target in lead_somewhere(path, ROOT):
         has = target in tracked or any(target in file.parents for file in tracked)
@@ -118,7 +118,7 @@ def test_links_of_the_site_lead_to_its_pages(site):
 
 
 @pytest.mark.parametrize("name", public_operators())
-def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
+def test_first_call_on_the_page_of_an_operator_runs(name, site):
     page = site / "docs" / "ops" / f"{name}.md"
     code = blocks(page, "python")[0]
     assert f"ops.{name}(" in code
@@ -127,12 +127,12 @@ def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
     assert scope["result"] is not None
 
 
-def test_a_page_that_is_made_whole_is_not_committed():
+def test_generated_pages_are_not_committed():
     assert not [name for name in docs_site.whole_pages() if (ROOT / "docs" / name).exists()]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
-def test_a_page_has_at_most_200_lines(path):
+def test_pages_have_at_most_200_lines(path):
     """A page answers one question; what is longer is two pages. Rows of tables do not count."""
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if not line.startswith("|")]) <= 200
@@ -145,7 +145,7 @@ def test_the_readme_has_at_most_150_lines():
 
 
 @pytest.mark.parametrize("path", EVERY, ids=NAMES)
-def test_files_that_are_named_exist(path):
+def test_files_named_in_pages_exist(path):
     if path.name == "extending.md":
         pytest.skip("speaks of files that its reader will write")
     text = path.read_text(encoding="utf-8")
@@ -186,13 +186,13 @@ def nav(site):
     return pages(yaml.safe_load((site / "mkdocs.yml").read_text())["nav"])
 
 
-def test_every_page_is_in_the_list_of_pages_once(site):
+def test_site_lists_every_page_once(site):
     pages = (site / "docs").rglob("*.md")
     assert sorted(nav(site)) == sorted(p.relative_to(site / "docs").as_posix() for p in pages)
 
 
 @pytest.mark.slow
-def test_what_is_generated_is_current():
+def test_generated_tables_are_current():
     assert [str(path) for path in docs_tables.stale()] == []
 
 
@@ -203,7 +203,7 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     assert not re.search("@import|url\\(", (site / "docs" / "site.css").read_text())
 
 
-def test_what_is_under_80_percent_has_its_limit():
+def test_slow_kernels_in_tables_have_their_limit():
     page = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
     limits = page.partition("\n## Below the target")[2].partition("\n## ")[0]
     under = {
@@ -261,7 +261,7 @@ def test_the_table_of_patch_keys_has_every_key_and_option():
         assert f"``{key}``" in liger_multi.patch.__doc__
 
 
-def test_the_first_page_claims_no_device_that_nobody_ran():
+def test_readme_claims_only_devices_that_ran():
     text = (ROOT / "README.md").read_text()
     status = docs_status.page()
     for name, words in (("rocm", "not run on AMD hardware"), ("npu", "not run on an NPU")):
@@ -315,7 +315,7 @@ def measured(date, card, rows, run_type="longest", **more):
     }
 
 
-def test_a_row_is_of_one_run(monkeypatch):
+def test_rows_of_tables_come_from_one_run(monkeypatch):
     """Variants of an older run do not stand beside ours of a newer one."""
     row = lambda who, speed, spread=1.0: {  # noqa: E731
         "run": "llama-3.2-1b:4x4096",

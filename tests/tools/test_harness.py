@@ -63,7 +63,7 @@ def test_poison_keeps_the_arguments_of_empty():
         assert torch.empty(2).isnan().all()
 
 
-def test_poison_is_seen_by_a_compiled_function():
+def test_compiled_functions_see_poisoned_memory():
     @torch.compile(fullgraph=True, backend="aot_eager")
     def leaves_one_column(x):
         y = torch.empty_like(x)
@@ -334,7 +334,7 @@ def test_canceling_gradient_has_the_resolution_of_the_model(scale):
 
 @pytest.mark.parametrize(("name", "by"), [("head", 1e-4), ("value", 1e-4), ("norm", 2e-3)])
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
-def test_a_wrong_gradient_is_seen_at_every_scale(scale, name, by):
+def test_comparison_finds_wrong_gradients_at_every_scale(scale, name, by):
     expected = gradients(scale)
     other = {**expected, name: expected[name] * (1 + by)}
     assert difference(other, expected).startswith(f"{name}: ")

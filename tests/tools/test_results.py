@@ -145,7 +145,7 @@ def stored(folder):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_the_newest_row_stays_with_what_it_was_compared_with(tmp_path, order):
+def test_newest_row_keeps_its_peers(tmp_path, order):
     runs = [
         bench_run("models", 1, timed(ours=1.0, liger=2.0, stock=3.0), limit_gb=None),
         bench_run("models", 2, timed(ours=4.0, liger=5.0), limit_gb=None),
@@ -288,7 +288,7 @@ def test_worse_is_beyond_the_noise(tmp_path, capsys, change, code):
 
 
 @pytest.mark.parametrize("room", [90_000, 110_000, 300_000, 1_000_000])
-def test_the_end_is_found_on_the_line_that_rules_there(room):
+def test_extrapolated_length_after_a_change_of_slope(room):
     """Short lengths peak at another moment, whose line has a third of the slope."""
     asked = []
 
@@ -359,7 +359,7 @@ def test_end_elsewhere_is_found_where_controls_are_chaotic():
 
 
 @pytest.mark.slow
-def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
+def test_convergence_bounds_reject_a_wrong_gradient(tmp_path):
     case = convergence.Case("llama", "float32", 2, 24, 14)
     row = trained_curves(case, ("stock", "control-1", "control-2", "ours", "bug-gradient"))
     assert convergence.judge(row).good

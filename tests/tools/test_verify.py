@@ -319,7 +319,7 @@ def test_a_block_keeps_line_ends_and_comments_of_its_file(tmp_path):
     assert load(file).quarantine.ops == {"cpu/float32": {"tvd": ("reference",)}}
 
 
-def test_a_pipe_in_place_of_a_file_stays_one(tmp_path):
+def test_quarantine_does_not_replace_a_pipe(tmp_path):
     """As /dev/stdout may be, which a name links to."""
     pipe, link = tmp_path / "pipe", tmp_path / "r.json"
     os.mkfifo(pipe)
@@ -354,7 +354,7 @@ ALIASED = "quarantine: {ops: {cpu: &c {tvd: reference}}}\nops: *c\n"
 
 
 @pytest.mark.parametrize("text", [ALIASED, "[1]\n", "ops: [\n"])
-def test_a_file_of_another_form_is_left_alone(text, tmp_path):
+def test_quarantine_does_not_write_other_files(text, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(ConfigurationError):

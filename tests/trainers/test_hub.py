@@ -163,7 +163,7 @@ def test_functions_that_mix_tokens(monkeypatch, name):
     assert calls[SERVED[hub.MIXING[name][0]]] == 1
 
 
-def test_a_function_that_computes_something_else_stays():
+def test_hub_leaves_functions_that_compute_something_else():
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
         return hidden_states * weight.sum() + 3
 
