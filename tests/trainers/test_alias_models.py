@@ -142,6 +142,16 @@ def test_model_scale_and_softcap_with_options(family):
     assert_formula(loss, build(family, **more)(IDS).logits, label_smoothing=0.2)
 
 
+@pytest.mark.parametrize("patch", [patched, of_type, assigned])
+def test_the_loss_function_keeps_its_signature(patch):
+    """Trainers read there whether the loss divides by a number of items that they hand over."""
+    model = patch()
+    model(IDS, labels=LABELS)
+    signature = inspect.signature(model.loss_function)
+    assert signature == inspect.signature(build().loss_function)
+    assert "num_items_in_batch" in signature.parameters
+
+
 @pytest.mark.parametrize("patch", [patched, assigned])
 def test_requested_outputs_of_forward(patch):
     model = patch()

@@ -456,7 +456,7 @@ def _kimi_delta_forward_kernel(
     VALUE: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[4]
     CHUNK: tl.constexpr = SHAPE[5]
-    column, stream, many, batch, _, value_head = _columns_of(heads, SHAPE)
+    column, stream, many, batch, _key_head, value_head = _columns_of(heads, SHAPE)
     v_ptr += batch * v_steps[0] + value_head * v_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     keys_ptr += stream * chunks * CHUNK * DIM
@@ -564,7 +564,7 @@ def _kimi_delta_reverse_kernel(
     VALUE: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[4]
     CHUNK: tl.constexpr = SHAPE[5]
-    column, stream, many, batch, _, value_head = _columns_of(heads, SHAPE)
+    column, stream, many, batch, _key_head, value_head = _columns_of(heads, SHAPE)
     dy_ptr += batch * dy_steps[0] + value_head * dy_steps[2]
     beta_ptr += batch * beta_steps[0] + value_head * beta_steps[2]
     queries_ptr += stream * chunks * CHUNK * DIM
@@ -998,7 +998,9 @@ def _kimi_delta_queries_kernel(
     BLOCK: tl.constexpr = SHAPE[4]
     CHUNK: tl.constexpr = SHAPE[5]
     NORMED: tl.constexpr = rstd_ptr is not None
-    channel, whole, chunk, _, batch, head, value_head = _channels_of(heads, chunks, SHAPE, WIDTH)
+    channel, whole, chunk, _many, batch, head, value_head = _channels_of(
+        heads, chunks, SHAPE, WIDTH
+    )
     stream, start = whole // chunks, (chunk * CHUNK).to(tl.int32)
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     q_ptr += batch * k_steps[0] + head * k_steps[2]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -181,10 +182,8 @@ def _forward(cls: Any) -> Callable[..., Any]:
     swap: Swap = vars(cls)["_liger_multi_swap"]
     inner_class: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
 
-    first_forward, names = (
-        inner_class.forward,
-        names_of(inner_class.forward),
-    )  # no compiler traces a signature
+    first_forward = inner_class.forward
+    names = names_of(first_forward)  # no compiler traces a signature
 
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,9 +200,11 @@ def _loss_function(cls: Any) -> property:
     getter: Any = getattr(function, "fget", None)
 
     def get(self: Any) -> Callable[..., Any]:
-        return functools.partial(
-            loss, getter(self) if getter else functools.partial(function, self)
-        )
+        own = getter(self) if getter else functools.partial(function, self)
+        bound = functools.partial(loss, own)
+        if not torch.compiler.is_compiling():  # trainers read there whether it takes a count
+            bound.__wrapped__ = own  # type: ignore[attr-defined]
+        return bound
 
     return property(get, getattr(function, "fset", None))
 
