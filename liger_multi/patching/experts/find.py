@@ -104,7 +104,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 def are_other_experts(module: nn.Module) -> bool:
     """Whether a module has stacked weights of experts in another form."""
     has_names = _named_experts(module) and not looks_like_experts(module)
-    return has_names and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+    return has_names and any(p is not None and p.ndim >= 3 for p in module._parameters.values())
 
 
 def _named_experts(module: nn.Module) -> bool:
