@@ -464,20 +464,19 @@ def _scaled_cross_entropy(
     ``(K,)`` its last entry is the log-probabilities ``(tokens, K)`` of these classes. Rows that are
     ignored are 0 in all of them.
     """
-    token_ids = None if selected_token_ids is None else _selected_ids(selected_token_ids, weight)
-    arguments = prepared(
-        _input,
-        weight,
-        target,
-        None,
-        temperature=temperature,
-        ignore_index=ignore_index,
-        outputs=("log_prob", *(("entropy",) if return_entropy else ())),
-    )
+    outputs = ("log_prob", *(("entropy",) if return_entropy else ()))
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "ignore_index": ignore_index,
+        "outputs": outputs,
+    }
+    if selected_token_ids is None:
+        output = ops.fused_linear_log_prob(_input, weight, target, **options)
+        return functional.scaled_outputs(output)
+    token_ids = _selected_ids(selected_token_ids, weight)
+    arguments = prepared(_input, weight, target, None, **options)
     results = of_head(*arguments)
     output = as_output(results, target, arguments[-1])
-    if token_ids is None:
-        return functional.scaled_outputs(output)
     lse, lse_low = (results[i].view(*target.shape, 1) for i in (2, 4))
     logits = F.linear(_input, weight[token_ids]).to(lse.dtype) / temperature
     valid = (target != ignore_index).unsqueeze(-1)
