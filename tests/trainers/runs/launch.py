@@ -8,13 +8,11 @@ modules to recognize them, do not count.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,28 +28,20 @@ def patching() -> bool:
     return False
 
 
-def counted(calls: Counter[str], name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that counts its calls."""
-
-    @functools.wraps(op)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        calls[name] += not patching()
-        return op(*args, **kwargs)
-
-    return run
-
-
 def served() -> Counter[str]:
-    """Serve the import names; the calls of operators from now on."""
-    from liger_multi import ops
+    """Serve the import names; the calls of operators from now on, by whatever function."""
     from liger_multi.compat import liger_kernel
+    from liger_multi.dispatch.op import Op
 
     liger_kernel.install(force=True)  # some trainers bring the package itself
     calls: Counter[str] = Counter()
-    for name in ops.__all__:
-        op = getattr(ops, name)
-        if callable(op) and not isinstance(op, type):
-            setattr(ops, name, counted(calls, name, op))
+    call = Op.__call__
+
+    def counted(self: Op, *args: Any, **kwargs: Any) -> Any:
+        calls[self.name] += not patching()
+        return call(self, *args, **kwargs)
+
+    Op.__call__ = counted  # type: ignore[method-assign]
     return calls
 
 
