@@ -185,16 +185,14 @@ def _logarithms(
     Given log-probabilities are subtracted before they are scaled, which is exact of those nearby.
     Of logits the last subtraction of the normalizer rounds in any case, and is one with scaling.
     """
-    s = _values(student_ptr, mask, scale, FORM)
-    t = _values(teacher_ptr, mask, scale, TEACHER_FORM)
     if FORM == LOGITS and TEACHER_FORM == LOGITS:
+        s = _values(student_ptr, mask, scale, LOGITS)
+        t = _values(teacher_ptr, mask, scale, LOGITS)
         s = tl.fma(s - s_shift, LOG2E, -s_low * LOG2E)
         t = tl.fma(t - t_shift, LOG2E, -t_low * LOG2E)
         return s, t, t - s
-    if FORM == LOGITS:
-        s = (s - s_shift) - s_low
-    if TEACHER_FORM == LOGITS:
-        t = (t - t_shift) - t_low
+    s = _logarithm(student_ptr, mask, scale, s_shift, s_low, FORM)
+    t = _logarithm(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
     return s * LOG2E, t * LOG2E, (t - s) * LOG2E
 
 
