@@ -18,16 +18,16 @@ op = Op(
     "lora_update",
     family="adapters",
     rowwise=True,
-    bitwise=bitwise(BY_OUR_GEMM, "x base y", 1),
+    bitwise=bitwise(BY_OUR_GEMM, "x base y low", 1),
 )
 
 
-@op.forward(returns="y")
-def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return base.new_empty(base.shape)
+@op.forward(returns="y", residuals="low")
+def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return base.new_empty(base.shape), a.new_empty((*x.shape[:-1], a.shape[0]))
 
 
-op.backward(reads="dy x a b scale", returns="dx da db", same_grad_as={"base": "y"})
+op.backward(reads="dy x a b low scale", returns="dx da db", same_grad_as={"base": "y"})
 
 
 def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -35,8 +35,8 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
     Math:
         ``y = base + scale (x @ a.T) @ b.T``, with ``base`` the output of the layer itself, which
-        may be of any kind, such as one with quantized weights. Backward computes ``x @ a.T`` again;
-        every GEMM has r columns, rows or terms.
+        may be of any kind, such as one with quantized weights. Every GEMM has r columns, rows or
+        terms.
 
     Shapes:
         base ``(..., F)``, x ``(..., H)``, of the same leading axes and with any strides, a
@@ -48,7 +48,8 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
         sums at least fp32; with two dtypes, some rows are converted at a time. Out: that of base.
 
     Memory:
-        Kept for backward: x, a, b. PEFT keeps x in the dtype of a besides, once a layer.
+        Kept for backward: x, a, b, and ``x @ a.T``, r numbers per token. PEFT keeps x in the dtype
+        of a besides, once a layer.
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or dtypes differ in another way.
@@ -92,7 +93,7 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     product = 2.0 * shapes["a"][0] * (inputs + outputs)
     # x and base read, y written; then dy and x read, dx written
     forward = (inputs + 2 * outputs) * size
-    return Work(forward, forward + (outputs + 2 * inputs) * size, product, 4 * product)
+    return Work(forward, forward + (outputs + 2 * inputs) * size, product, 3 * product)
 
 
 def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, prefix: str = "") -> None:

@@ -1,7 +1,7 @@
 """A linear layer's LoRA update, ``y = base + scale (x a') b'``.
 
-``x a'`` is not kept, backward computes it again. :func:`implement_lora_update` makes forward and
-backward from a backend's products with thin matrices.
+``x a'`` is kept, r numbers per token: x is read once less. :func:`implement_lora_update` makes
+forward and backward from a backend's products with thin matrices.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,19 @@ from liger_multi.reference.common.chunking import as_rows
 def implement_lora_update(lora: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of the contract."""
 
-    def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        projected = lora.narrow(as_rows(x), a.t())
-        return lora.added(as_rows(base), projected, b.t(), scale).view(base.shape)
+    def forward(
+        base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        low = lora.narrow(as_rows(x), a.t())
+        y = lora.added(as_rows(base), low, b.t(), scale)
+        return y.view(base.shape), low.view(*x.shape[:-1], low.shape[1])
 
     def backward(
         dy: Tensor,
         x: Tensor,
         a: Tensor,
         b: Tensor,
+        low: Tensor,
         scale: float,
         needs_x: bool,
         needs_a: bool,
@@ -39,7 +43,7 @@ def implement_lora_update(lora: LowRank) -> tuple[Callable[..., Any], Callable[.
             if needs_a:
                 da = lora.gradient(dprojected, x2d, scale, a.dtype)
         if needs_b:
-            db = lora.gradient(dy2d, lora.narrow(x2d, a.t()), scale, b.dtype)
+            db = lora.gradient(dy2d, as_rows(low), scale, b.dtype)
         return dx, da, db
 
     return forward, backward

@@ -83,9 +83,11 @@ class LowRank:
         self, projected: Tensor, factor: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
         """``scale projected @ factor`` in a given dtype."""
-        if dtype == projected.dtype:
-            return matmul(projected, factor).mul_(scale)
+        if dtype == projected.dtype and has_own_gemm():
+            return product(projected, factor).mul_(scale).to(dtype)
         out = projected.new_empty(projected.shape[0], factor.shape[1], dtype=dtype)
+        if dtype == projected.dtype:
+            return out.addmm_(projected, factor, beta=0, alpha=scale)
         if _splits(out, projected):
             if has_own_gemm():
                 return out.copy_(product(*self._terms(projected, factor)).mul_(scale))
@@ -96,6 +98,9 @@ class LowRank:
 
     def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
+        if left.dtype == right.dtype == dtype:
+            out = left.new_empty(left.shape[1], right.shape[1])
+            return out.addmm_(left.t(), right, beta=0, alpha=scale)
         return self.sums(left, right, dtype).mul_(scale)
 
     def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -243,7 +243,7 @@ def test_copies_and_saved_adapters(tmp_path):
 
 
 def test_tensors_saved_for_backward():
-    """bf16 layers and fp32 adapters: the MLP keeps gate and up, attention's layers nothing."""
+    """bf16 layers and fp32 adapters: the MLP keeps gate and up, other layers x @ a'."""
     stock = lora(build("llama", num_hidden_layers=1).bfloat16())
     assert next(p for n, p in stock.named_parameters() if "lora_A" in n).dtype == torch.float32
     ours = patched_copy(stock, strict=True)
@@ -255,7 +255,7 @@ def test_tensors_saved_for_backward():
         return storage_bytes(saved(lambda: layer(x), but=[x, *layer.parameters()])[1])
 
     assert kept(wide.mlp) == 2 * rows * inner * 2
-    assert kept(wide.self_attn.q_proj) == 0
+    assert kept(wide.self_attn.q_proj) == rows * rank * 4
     # PEFT: gate, up and the activation, x and the product in fp32, what x @ a' gave
     copies = 2 * rows * hidden * 4 + rows * inner * 4 + 3 * rows * rank * 4
     assert kept(narrow.mlp) == 3 * rows * inner * 2 + copies

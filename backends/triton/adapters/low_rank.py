@@ -1,8 +1,7 @@
-"""Thin fp32 matrices as parts in bf16, for GEMMs of the vendor's library with adapters.
+"""GEMMs with adapters: those of thin_gemm.py, and the vendor's library for the rest.
 
-The parts of a matrix are one launch where PyTorch takes seven. The thin GEMMs are the library's
-too: reading x once more for one of 16 columns costs what a copy of x does, which is little beside
-the layer's own GEMM.
+Of the rest are fp32 and fp64, other strides and a large rank. Beside bf16, the library gets thin
+fp32 matrices as parts in bf16; the parts of a matrix are one launch where PyTorch takes seven.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi.backends.triton.adapters import thin_gemm
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     as_rows,
@@ -26,6 +26,7 @@ from liger_multi.backends.triton.float8.rows import TritonQuantizer
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.adapters import low_rank as reference
 from liger_multi.reference.adapters.low_rank import LowRank
+from liger_multi.reference.common.strict import has_own_gemm
 
 
 @dataclass(frozen=True)
@@ -104,4 +105,68 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
     return out
 
 
-THIN = LowRank(split, TritonQuantizer())
+class TritonLowRank(LowRank):
+    """Products by the kernels of thin_gemm.py where they serve the tensors."""
+
+    def narrow(self, wide: Tensor, factor: Tensor) -> Tensor:
+        """As :meth:`LowRank.narrow`."""
+        if _by_kernel(wide, factor, factor.shape[1]):
+            return thin_gemm.narrow(wide, factor)
+        return super().narrow(wide, factor)
+
+    def add_(self, rows: Tensor, projected: Tensor, factor: Tensor, scale: float) -> Tensor:
+        """As :meth:`LowRank.add_`."""
+        if _widens(rows, projected, factor):
+            return thin_gemm.widen(rows, projected, factor, scale, rows)
+        return super().add_(rows, projected, factor, scale)
+
+    def added(self, rows: Tensor, projected: Tensor, factor: Tensor, scale: float) -> Tensor:
+        """As :meth:`LowRank.added`."""
+        if _widens(rows, projected, factor):
+            out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            return thin_gemm.widen(rows, projected, factor, scale, out)
+        return super().added(rows, projected, factor, scale)
+
+    def widened(
+        self, projected: Tensor, factor: Tensor, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        """As :meth:`LowRank.widened`."""
+        if dtype in thin_gemm.WIDE_DTYPES:
+            shape = projected.shape[0], factor.shape[1]
+            out = torch.empty(shape, dtype=dtype, device=factor.device)
+            if _widens(out, projected, factor):
+                return thin_gemm.widen(None, projected, factor, scale, out)
+        return super().widened(projected, factor, scale, dtype)
+
+    def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """As :meth:`LowRank.gradient`."""
+        out = _sums(left, right, scale, dtype)
+        return super().gradient(left, right, scale, dtype) if out is None else out
+
+    def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """As :meth:`LowRank.sums`."""
+        out = _sums(left, right, 1.0, dtype)
+        return super().sums(left, right, dtype) if out is None else out
+
+
+def _sums(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor | None:
+    """``scale left' @ right`` by a kernel; None where it does not serve the tensors."""
+    is_right_thin = right.shape[1] < left.shape[1]
+    wide, low = (left, right) if is_right_thin else (right, left)
+    if dtype != low.dtype or not _by_kernel(wide, low, low.shape[1]):
+        return None
+    out = torch.empty(left.shape[1], right.shape[1], dtype=dtype, device=wide.device)
+    thin_gemm.sums(wide, low, out if is_right_thin else out.t(), scale)
+    return out
+
+
+def _by_kernel(wide: Tensor, thin: Tensor, rank: int) -> bool:
+    return thin_gemm.serves(wide, thin, rank) and not has_own_gemm()
+
+
+def _widens(rows: Tensor, projected: Tensor, factor: Tensor) -> bool:
+    rank = projected.shape[1]
+    return _by_kernel(rows, projected, rank) and _by_kernel(rows, factor, rank)
+
+
+THIN = TritonLowRank(split, TritonQuantizer())
