@@ -280,6 +280,8 @@ def test_interpreted_kernel_launch(monkeypatch):
 
     launching.launch(Interpreted(), 2, (torch.zeros(4), 3), (True,), 4)
     assert [(grid, args[1:]) for grid, args in calls] == [((2, 1), (3, True))]
+    with pytest.raises(AttributeError, match="get_device"):  # as it does once Triton has compiled
+        launching.launch(Interpreted(), 2, (None, torch.zeros(4), 3), (True,), 4)
 
 
 @pytest.mark.slow

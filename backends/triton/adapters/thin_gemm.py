@@ -154,10 +154,10 @@ def _narrow_kernel(
 
 @triton.jit(do_not_specialize=["rows", "col_steps"])
 def _widen_kernel(
+    out_ptr,
     base_ptr,
     low_ptr,
     factor_ptr,
-    out_ptr,
     base_stride,
     low_stride,
     low_r_stride,
@@ -522,10 +522,10 @@ def widen(base: Tensor | None, low: Tensor, factor: Tensor, scale: float, out: T
         _widen_kernel,
         cdiv(rows, k.block_inner) * col_steps,
         (
+            out,
             base,
             low,
             factor,
-            out,
             0 if base is None else base.stride(0),
             *low.stride(),
             *factor.stride(),

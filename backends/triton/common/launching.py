@@ -53,13 +53,13 @@ def launch(
         num_warps: Warps a program.
         sets: Size of the grid's second axis.
     """
+    device = args[0].get_device()
     classes = _classes
     if classes is None:
         _launch_by_triton(kernel, (programs, sets), args, constants, num_warps)
         return
     integers, tensors = classes.integers, classes.tensors
     by_address, by_storage = classes.by_address, classes.by_storage
-    device = args[0].get_device()
     numbers = [id(kernel), device, num_warps, constants]
     for a in args:  # one function call per argument would take twice as long
         class_ = type(a)
