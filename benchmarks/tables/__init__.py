@@ -76,6 +76,7 @@ PACKAGES = {
     "triton": "triton",
     "transformers": "transformers",
     "liger-kernel": "Liger-Kernel",
+    "fla-core": "fla-core",
     "trl": "TRL",
 }
 

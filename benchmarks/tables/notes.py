@@ -70,6 +70,7 @@ def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
     return table_rows
 
 
+# of notes that rows of the kind step-parts replace (benchmarks/tables/models.py)
 PARTS = {
     "GEMMs": "gemm",
     "attention": "attention",
@@ -270,4 +271,6 @@ def block(name: str) -> str:
     return "\n\n".join(parts)
 
 
-TABLES: dict[str, Callable[[], str]] = {f"notes-{name}": partial(block, name) for name in NOTES}
+TABLES: dict[str, Callable[[], str]] = {
+    f"notes-{name}": partial(block, name) for name in NOTES if name != "steps"
+}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
+from benchmarks.configs import DENSE, EAGER, MIXTURE
 from benchmarks.tables import Row, newest as newest_of, provenance, table
 from liger_multi.dispatch import registry
 from liger_multi.testing import samples
@@ -90,8 +91,8 @@ def number(row: Mapping[str, Any] | None, unit: str) -> str:
     value = row.get(field)
     if value:
         return shown(value)
-    why = str(row.get("failure") or row.get("status") or ABSENT)
-    return why if why in (ABSENT, "out of memory") else "failed"
+    why = str(row.get("failure") or row.get("status") or ABSENT).partition(":")[0]
+    return why if why in (ABSENT, "out of memory", "not supported") else "failed"
 
 
 def is_wrong(row: Mapping[str, Any] | None) -> bool:
@@ -120,36 +121,6 @@ def speed(row: Mapping[str, Any] | None) -> str:
 
 
 # --- the tables ---
-
-EAGER = ("stock", "liger", "ours")
-DENSE = ("llama-3.2-1b:4x4096", "qwen2-0.5b:8x2048", "gemma-3-1b:4x2048")
-MIXTURE = "qwen3-30b-a3b-4-layers:4x2048"
-"""Runs that the headline may show: those of which all variants fit an 80 GB card."""
-
-
-def whole_models() -> str:
-    """Tokens a second and memory of every run."""
-    newest_rows = models()
-    lines, runs = [], []  # a spread is half the distance of the fastest and the slowest step
-    for run, (data, rows) in sorted(newest_rows.items()):
-        if not {"liger", "stock"} & set(rows):
-            continue
-        runs.append(data)
-        lines.append(
-            [
-                title(run),
-                *[speed(rows.get(who)) for who in EAGER],
-                ratio(rows, "tokens_per_second", "liger"),
-                number(rows.get("ours+float8"), "tokens"),
-                *[number(rows.get(who), "GiB") for who in EAGER],
-                ratio(rows, "peak_bytes", "liger"),
-                store.short(data),
-            ]
-        )
-    heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
-    memory = [f"{PEOPLE[who]}, GiB" for who in EAGER]
-    heads = ["run", *heads, "ours / Liger", "in 8 bits, tokens/s", *memory, "ours / Liger", "card"]
-    return block(runs, heads, lines)
 
 
 def several_cards() -> str:
@@ -465,7 +436,6 @@ def headline() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "models": whole_models,
     "several-cards": several_cards,
     "compiled": compiled,
     "longest": longest_sequences,
