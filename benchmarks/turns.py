@@ -270,7 +270,7 @@ class Pace:
         if number + 1 >= self.rounds:
             return True
         own = [worker.turns[-1]["turn"] for worker in workers if worker.turns]
-        needed = sum(own) / max(1, len(own)) * (left + len(workers))
+        needed: float = sum(own) / max(1, len(own)) * (left + len(workers))
         return time.perf_counter() + needed > self.deadline
 
     @property
