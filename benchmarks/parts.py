@@ -41,7 +41,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (ACTIVATION, r"_moe_activation|swiglu|geglu|silu|gelu|_gated_(rows_)?(forward|backward)"),
     (ACTIVATION, r"_clamped_|_pointwise_"),
     (NORMS, r"norm|_dyt_|_sum_partials"),
-    (ROTATION, r"rope"),
+    (ROTATION, r"rope(?!rty)"),
     (GEMMS, r"gemm|matmul|nvjet|cutlass|cublas|xmma|wgrad|Cijk_|splitKreduce"),
     (ADDS, r"CUDAFunctor_add|CUDAFunctorOnSelf_add"),
     (ATTENTION, r"soft_?max"),  # of scores that are materialized

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import store
 from benchmarks.configs import DENSE, EAGER, WHOLE
 from benchmarks.parts import BOUND, IDLE, PARTS
-from benchmarks.tables import notes
+from benchmarks.tables import notes, performance
 from benchmarks.tables.performance import (
     ABSENT,
     PEOPLE,
     Rows,
     Run,
     block,
-    newest,
     number,
     ratio,
     speed,
@@ -33,11 +31,8 @@ LEAST_MS = 0.01  # of a part of a step, below which a cell stays empty
 
 def by_card(run_type: str) -> dict[str, dict[str, tuple[Run, Rows]]]:
     """The newest rows of every run, by card; those with a limit of memory are left out."""
-    keyed = newest(
-        run_type, lambda data, row: (store.device(data), row["run"], data["limit_gb"]), "variant"
-    )
     cards: dict[str, dict[str, tuple[Run, Rows]]] = {}
-    for (card, run, limit), measured in keyed.items():
+    for (card, run, limit), measured in performance.by_card(run_type).items():
         if limit is None:
             cards.setdefault(card, {})[run] = measured
     order = [*WHOLE, *DENSE]

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
-from benchmarks.configs import DENSE, EAGER, MIXTURE
+from benchmarks.configs import EAGER, HEADLINE, MIXTURE
 from benchmarks.tables import Row, newest as newest_of, provenance, table
 from liger_multi.dispatch import registry
+from liger_multi.grouping import grouped
 from liger_multi.testing import samples
 
 Run = Mapping[str, Any]
@@ -35,6 +36,13 @@ def newest(run_type: str, name: Callable[[Run, Any], Any], who: str) -> dict[Any
             rows.setdefault(name(data, row), {})[row[who]] = row
         newest_rows |= {key: (data, some) for key, some in rows.items() if "ours" in some}
     return newest_rows
+
+
+def by_card(run_type: str) -> dict[tuple[str, str, float | None], tuple[Run, Rows]]:
+    """The newest rows of every run of a model, by card, run and limit of memory."""
+    return newest(
+        run_type, lambda data, row: (store.device(data), row["run"], data["limit_gb"]), "variant"
+    )
 
 
 def models() -> dict[str, tuple[Run, Rows]]:
@@ -386,17 +394,24 @@ def operators() -> str:
 
 
 def shown_models() -> dict[str, tuple[Run, Rows]]:
-    """The runs of the headline, of which all three trained: two dense models and a mixture."""
-    newest_rows = {
-        run: one
-        for run, one in models().items()
+    """The runs of the headline, of which all three trained: two dense models and a mixture.
+
+    All are of one card, the one that was measured last.
+    """
+    complete = [
+        (run, one)
+        for (_, run, limit), one in sorted(
+            by_card("models").items(), key=lambda item: store.moment(item[1][0])
+        )
+        if limit is None and run in HEADLINE
         if all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
         if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY
-    }
-    names = [
-        *[run for run in DENSE if run in newest_rows][:2],
-        *[MIXTURE] * (MIXTURE in newest_rows),
     ]
+    card = store.device(complete[-1][1][0]) if complete else ""
+    newest_rows = {run: one for run, one in complete if store.device(one[0]) == card}
+    dense = grouped((run.partition(":")[0], run) for run in HEADLINE if run in newest_rows)
+    mixture = dense.pop(MIXTURE.partition(":")[0], [])
+    names = [*[runs[0] for runs in dense.values()][:2], *mixture]
     return {run: newest_rows[run] for run in names}
 
 

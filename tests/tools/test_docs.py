@@ -349,9 +349,20 @@ def test_rows_of_tables_come_from_one_run(monkeypatch):
     assert cells == ["1.0k", "2.0k", "3.0k", "1.50"], "a table for each card"
     cells = [c.strip() for c in newer.splitlines()[-1].split("|")[2:5]]
     assert cells == ["4.0k", "6.0k ± 30 %", "1.0"], "without Liger-Kernel's column"
-    assert docs_performance.shown_models() == {}, "not all three, and too noisy"
-    runs.pop()
-    assert list(docs_performance.shown_models()) == ["llama-3.2-1b:4x4096"]
+    shown = docs_performance.shown_models()
+    assert list(shown) == ["llama-3.2-1b:4x4096"]
+    assert shown["llama-3.2-1b:4x4096"][0] is old, "the newer one has not all three"
+    trained = [row("stock", 4), row("liger", 5), row("ours", 6)]
+    mixture = [{**one, "run": "qwen3-30b-a3b-4-layers:4x2048"} for one in trained]
+    old["rows"] += mixture
+    runs[1] = {**new, "rows": trained}
+    shown = docs_performance.shown_models()
+    assert list(shown) == ["llama-3.2-1b:4x4096"], "of one card, which lacks the mixture"
+    assert shown["llama-3.2-1b:4x4096"][0] is runs[1]
+    runs[1] = {**new, "rows": [{**one, "run": "llama-3.2-1b:8x4096"} for one in trained] + trained}
+    assert list(docs_performance.shown_models()) == ["llama-3.2-1b:8x4096"], "each model once"
+    runs[1] = {**new, "rows": [row("stock", 4, 60.0), row("liger", 5), row("ours", 6)]}
+    assert docs_performance.shown_models()["llama-3.2-1b:4x4096"][0] is old, "too noisy"
 
 
 # --- the examples ---
