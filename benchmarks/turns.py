@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -154,6 +155,16 @@ class Turns:
             self.turns.append({**answer, "turn": time.perf_counter() - start})
 
     @property
+    def next_turn(self) -> float:
+        """Seconds of a further turn: those of the latest one without what compiling took."""
+        turn = self.turns[-1]
+        seconds: float = turn["turn"]
+        if "spent" in turn:
+            steps = (WARM_STEPS + len(turn["seconds"])) * statistics.median(turn["seconds"])
+            seconds -= max(0.0, turn["spent"]["steps"] - steps)
+        return seconds
+
+    @property
     def spent(self) -> str:
         """Seconds of every turn, and what took them."""
         texts = []
@@ -264,13 +275,15 @@ class Pace:
 
         Args:
             number: Of the round.
-            workers: Of the run; what their latest turns took is what others take.
+            workers: Of the run; others take as long as those that had a turn.
             left: Workers whose turn of this round has not begun.
         """
         if number + 1 >= self.rounds:
             return True
-        own = [worker.turns[-1]["turn"] for worker in workers if worker.turns]
-        needed: float = sum(own) / max(1, len(own)) * (left + len(workers))
+        own = [worker for worker in workers if worker.turns]
+        first = sum(worker.turns[-1]["turn"] for worker in own) / max(1, len(own))
+        further = sum(worker.next_turn for worker in own) / max(1, len(own))
+        needed: float = left * first + len(workers) * further
         return time.perf_counter() + needed > self.deadline
 
     @property

@@ -22,8 +22,8 @@ from benchmarks.tables.performance import (
 
 NAMES = {
     **PEOPLE,
-    "ours+float8": "liger_multi, FP8",
-    "ours+keep_attention": "liger_multi, `keep_attention`",
+    "ours+float8": "ours, FP8",
+    "ours+keep_attention": "ours, `keep_attention`",
 }
 """Variants as heads of columns."""
 LEAST_MS = 0.01  # of a part of a step, below which a cell stays empty

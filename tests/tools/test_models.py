@@ -248,6 +248,14 @@ def test_compiling_models_measured_in_turns(clock):
     assert messages[-3:] == last, "the last turn is traced"
 
 
+def test_further_turns_compile_nothing():
+    worker = turns.Turns(Run.parse("tiny:1x16"), "ours")
+    worker.turns = [{"turn": 20.0, "seconds": [0.5] * 4, "spent": {"build": 2.0, "steps": 16.0}}]
+    assert worker.next_turn == 20 - 16 + 7 * 0.5
+    worker.turns.append({"turn": 3.0, "seconds": [0.5]})
+    assert worker.next_turn == 3, "of cards, which start processes in every turn"
+
+
 def measured_rounds(clock, seconds, spent, rounds=3):
     """How many rounds each of some runs gets, by the seconds of its turns."""
     runs = [[Recorder(name, clock, seconds=one) for name in ("stock", "ours")] for one in spent]
@@ -467,8 +475,8 @@ def test_tables_of_a_card(monkeypatch):
     cells = dict(zip(head, line, strict=True))
     assert cells["run"] == "Qwen3.5-0.8B, 4 x 2048 tokens, fla-core"
     assert cells["Liger-Kernel, tokens/s"] == "not supported"
-    assert cells["liger_multi, FP8, tokens/s"] == "2.0k"
-    assert "liger_multi, `keep_attention`, GiB" not in cells, "no row has it"
+    assert cells["ours, FP8, tokens/s"] == "2.0k"
+    assert "ours, `keep_attention`, GiB" not in cells, "no row has it"
     head, _, line, _ = (
         [cell.strip() for cell in one.split("|")[1:-1]]
         for one in pages.step_parts().splitlines()[-4:]
