@@ -113,7 +113,7 @@ verify: $(ENV)  ## which operators are right on this machine, with its driver an
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
 	$(RUN) -m benchmarks.tune table $(ARGS)
 
-bench: $(ENV)  ## README's models on this machine beside installed peers, into benchmarks/results (NAME=ops: every operator)
+bench: $(ENV)  ## README's models beside installed peers in ten minutes, into benchmarks/results (NAME="models table", NAME=ops)
 	$(RUN) -m benchmarks.$(or $(NAME),models readme) --store $(ARGS)
 
 docs: $(ENV)  ## refresh the generated tables of pages, and their pictures (ARGS=--all: every picture)

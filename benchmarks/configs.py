@@ -5,10 +5,13 @@ A run is written ``MODEL:BATCHxTOKENS[+checkpointing]``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,22 +205,28 @@ class Run:
 # --- building ---
 
 
-def build(run: Run, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model with random weights, made on its device."""
+def _classes(model: str) -> tuple[Any, Any]:
+    """Classes of a model and of its configuration."""
     import transformers
 
+    family = MODELS[model][0]
+    config, causal = NAMES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    return getattr(transformers, config), getattr(transformers, causal)
+
+
+def build(run: Run, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model with random weights, made on its device."""
     family, sizes = MODELS[run.model]
     sizes = dict(sizes)
     text = sizes.get("text_config")
     if text is None:
         sizes = {"max_position_embeddings": max(2048, run.tokens), **sizes}
-    names = NAMES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
-    config, class_name = (getattr(transformers, name) for name in names)
-    config = config(**sizes)
+    config_class, model_class = _classes(run.model)
+    config = config_class(**sizes)
     config._attn_implementation = ATTENTION.get(family, "sdpa")
     torch.manual_seed(0)
     with torch.device(device):
-        model = class_name._from_config(config, dtype=dtype)
+        model = model_class._from_config(config, dtype=dtype)
     model.train()
     model.config.get_text_config().use_cache = False
     if run.checkpointing:
@@ -256,6 +265,16 @@ def _ours(model: Any, **choices: Any) -> Any:
     return model
 
 
+def _keep_attention(model: Any) -> Any:
+    """Recompute all but attention, in place of the model's own checkpointing."""
+    from liger_multi.memory import apply_recompute
+
+    model.gradient_checkpointing_disable()
+    _ours(model)
+    apply_recompute(model, "keep_attention")
+    return model
+
+
 def _with_attention(model: Any) -> Any:
     from liger_multi.patching import register_attention
 
@@ -273,9 +292,66 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "liger": liger,
     "ours": _ours,
     "ours+float8": functools.partial(_ours, linear_float8=True),
+    "ours+keep_attention": _keep_attention,
     "stock+compile": _compiled(lambda model: model),
     "liger+compile": _compiled(liger),
     "ours+compile": _compiled(_ours),
     "ours+attention": _with_attention,
     "ours+attention+compile": _compiled(_with_attention),
 }
+CHECKPOINTED = ("ours+keep_attention",)
+"""Variants of runs with checkpointing alone."""
+
+
+def load(run: Run, variant: str) -> None:
+    """Import what a turn needs, while other processes measure; the device is left alone."""
+    _classes(run.model)
+    package = {"liger": "liger_kernel.transformers", "ours": "liger_multi.patching"}
+    with contextlib.suppress(ImportError):  # a turn says so
+        importlib.import_module(package.get(variant.partition("+")[0], "transformers"))
+
+
+# --- what is measured together ---
+
+
+class RunSet(NamedTuple):
+    """Runs that one command measures on a card.
+
+    Attributes:
+        runs: What is trained.
+        variants: Under which variants; those that want checkpointing where a run has it.
+        parts: Whether steps are traced, too.
+    """
+
+    runs: tuple[str, ...]
+    variants: tuple[str, ...]
+    parts: bool
+
+    @property
+    def installed(self) -> list[str]:
+        """The variants whose packages this environment has."""
+        lacking = importlib.util.find_spec("liger_kernel") is None
+        return [name for name in self.variants if not (lacking and name.startswith("liger"))]
+
+
+EAGER = ("stock", "liger", "ours")
+DENSE = ("llama-3.2-1b:4x4096", "qwen2-0.5b:8x2048", "gemma-3-1b:4x2048")
+MIXTURE = "qwen3-30b-a3b-4-layers:4x2048"
+"""Runs of README of which all variants fit an 80 GB card."""
+WHOLE = (
+    "llama-3.2-1b:8x4096",
+    "llama-3-8b:2x4096+checkpointing",
+    "qwen2-0.5b:16x2048",
+    MIXTURE,
+    "gemma-3-1b:4x2048",
+    "qwen2.5-vl-3b-8-layers:4x2048",
+    "gpt-oss-20b-4-layers:4x2048",
+    "qwen3.5-0.8b:4x2048",
+)
+HEADLINE = ("llama-3.2-1b:8x4096", DENSE[0], "qwen2-0.5b:16x2048", *DENSE[1:], MIXTURE)
+"""Runs that the headline may show, of each model the first one of which all variants trained."""
+SETS = {
+    "readme": RunSet((*DENSE, MIXTURE), EAGER, parts=False),
+    "table": RunSet(WHOLE, (*EAGER, "ours+float8", "ours+keep_attention"), parts=True),
+}
+SECONDS = 540  # that a set takes at most, but for first rounds that are slower

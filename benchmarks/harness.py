@@ -83,9 +83,20 @@ def adamw(parameters: Any, device: torch.device, rate: float = 1e-5) -> torch.op
     return torch.optim.AdamW(parameters, lr=rate, **options)  # type: ignore[arg-type]
 
 
+class UnsupportedError(ValueError):
+    """A peer has nothing for a model, and would leave it as it is."""
+
+
 def liger(model: Any) -> Any:
-    """A model that Liger-Kernel patched."""
-    peer = importlib.import_module("liger_kernel.transformers")
+    """A model that Liger-Kernel patched.
+
+    Raises:
+        UnsupportedError: It has no patch for models of this type.
+    """
+    peer = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    model_type = model.config.model_type
+    if model_type not in peer.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UnsupportedError(f"Liger-Kernel has no patch for {model_type!r}")
     peer._apply_liger_kernel_to_instance(model=model)
     return model
 

@@ -61,6 +61,7 @@ class Kind(NamedTuple):
 KINDS = {
     "operators": Kind(("op", "sample", "dtype"), "provider", ("ours", "products")),
     "models": Kind(("run", "limit_gb"), "variant", ("ours", "stock")),
+    "step-parts": Kind(("run", "limit_gb"), "variant", ("ours", "stock")),
     "several-cards": Kind(("run", "cards"), "variant", ("ours", "stock")),
     "losses": Kind(("case", "shape"), "provider", ("ours", "products")),
     "float8": Kind(("shape",)),

@@ -76,6 +76,7 @@ PACKAGES = {
     "triton": "triton",
     "transformers": "transformers",
     "liger-kernel": "Liger-Kernel",
+    "fla-core": "fla-core",
     "trl": "TRL",
 }
 
@@ -88,10 +89,9 @@ def provenance(runs: Iterable[Mapping[str, Any]]) -> str:
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         versions = []
         for package, shown in PACKAGES.items():
-            known = sorted({run["versions"][package] for run in some if package in run["versions"]})
-            versions += [f"{shown} {' and '.join(v.partition('+')[0] for v in known)}"] * bool(
-                known
-            )
+            every = {run["versions"].get(package, "").partition("+")[0] for run in some}
+            known = sorted(every - {""})
+            versions += [f"{shown} {' and '.join(known)}"] * bool(known)
         commits = sorted({run["commit"][:7] for run in some})
         lines.append(f"{card}, {when}, commit {', '.join(commits)}; {', '.join(versions)}")
     return f"Measured on {'. On '.join(lines)}."

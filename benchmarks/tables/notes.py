@@ -70,9 +70,8 @@ def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
     return table_rows
 
 
+# of notes that rows of the kind step-parts replace (benchmarks/tables/models.py)
 PARTS = {
-    "GEMMs": "gemm",
-    "attention": "attention",
     "optimizer": "optimizer",
     "gated activation": "gated activation",
     "adds": "adds",
@@ -81,7 +80,7 @@ PARTS = {
     "rotation": "rotation",
     "no kernel runs": "idle",
 }
-"""Parts of a step by the heads of their columns."""
+"""Parts of the gap by the heads of their columns."""
 
 
 def by_parts(lines: Iterable[Cells]) -> list[list[str]]:
@@ -89,7 +88,10 @@ def by_parts(lines: Iterable[Cells]) -> list[list[str]]:
     rows = []
     for names, texts in grouped((cells[:2], cells[2]) for cells in lines).items():
         times = dict(re.findall(r"([a-z][a-z ]*) (\d+\.\d+)", ", ".join(texts)))
-        rows.append([*names, *(times[part] for part in PARTS.values())])
+        bound = float(times["gemm"]) + float(times["attention"])
+        step = bound + sum(float(times[part]) for part in ("optimizer", "others", "idle"))
+        numbers = [f"{number:.2f}" for number in (step, bound, step - bound)]
+        rows.append([*names, *numbers, *(times[part] for part in PARTS.values())])
     return rows
 
 
@@ -127,7 +129,7 @@ HYBRID_HEADS = (
 NOTES = {
     "steps": Table(
         "step-kernels",
-        ("model", "who", *PARTS),
+        ("run", "variant", "traced step", "GEMMs, attention", "gap", *PARTS),
         r"(\S+) (\w+): (?:kernels of a step|of the others, ms:)(.*)",
         by_parts,
     ),
@@ -270,4 +272,6 @@ def block(name: str) -> str:
     return "\n\n".join(parts)
 
 
-TABLES: dict[str, Callable[[], str]] = {f"notes-{name}": partial(block, name) for name in NOTES}
+TABLES: dict[str, Callable[[], str]] = {
+    f"notes-{name}": partial(block, name) for name in NOTES if name != "steps"
+}

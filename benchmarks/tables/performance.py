@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
+from benchmarks.configs import EAGER, HEADLINE, MIXTURE
 from benchmarks.tables import Row, newest as newest_of, provenance, table
 from liger_multi.dispatch import registry
+from liger_multi.grouping import grouped
 from liger_multi.testing import samples
 
 Run = Mapping[str, Any]
@@ -34,6 +36,13 @@ def newest(run_type: str, name: Callable[[Run, Any], Any], who: str) -> dict[Any
             rows.setdefault(name(data, row), {})[row[who]] = row
         newest_rows |= {key: (data, some) for key, some in rows.items() if "ours" in some}
     return newest_rows
+
+
+def by_card(run_type: str) -> dict[tuple[str, str, float | None], tuple[Run, Rows]]:
+    """The newest rows of every run of a model, by card, run and limit of memory."""
+    return newest(
+        run_type, lambda data, row: (store.device(data), row["run"], data["limit_gb"]), "variant"
+    )
 
 
 def models() -> dict[str, tuple[Run, Rows]]:
@@ -90,8 +99,8 @@ def number(row: Mapping[str, Any] | None, unit: str) -> str:
     value = row.get(field)
     if value:
         return shown(value)
-    why = str(row.get("failure") or row.get("status") or ABSENT)
-    return why if why in (ABSENT, "out of memory") else "failed"
+    why = str(row.get("failure") or row.get("status") or ABSENT).partition(":")[0]
+    return why if why in (ABSENT, "out of memory", "not supported") else "failed"
 
 
 def is_wrong(row: Mapping[str, Any] | None) -> bool:
@@ -120,36 +129,6 @@ def speed(row: Mapping[str, Any] | None) -> str:
 
 
 # --- the tables ---
-
-EAGER = ("stock", "liger", "ours")
-DENSE = ("llama-3.2-1b:4x4096", "qwen2-0.5b:8x2048", "gemma-3-1b:4x2048")
-MIXTURE = "qwen3-30b-a3b-4-layers:4x2048"
-"""Runs that the headline may show: those of which all variants fit an 80 GB card."""
-
-
-def whole_models() -> str:
-    """Tokens a second and memory of every run."""
-    newest_rows = models()
-    lines, runs = [], []  # a spread is half the distance of the fastest and the slowest step
-    for run, (data, rows) in sorted(newest_rows.items()):
-        if not {"liger", "stock"} & set(rows):
-            continue
-        runs.append(data)
-        lines.append(
-            [
-                title(run),
-                *[speed(rows.get(who)) for who in EAGER],
-                ratio(rows, "tokens_per_second", "liger"),
-                number(rows.get("ours+float8"), "tokens"),
-                *[number(rows.get(who), "GiB") for who in EAGER],
-                ratio(rows, "peak_bytes", "liger"),
-                store.short(data),
-            ]
-        )
-    heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
-    memory = [f"{PEOPLE[who]}, GiB" for who in EAGER]
-    heads = ["run", *heads, "ours / Liger", "in 8 bits, tokens/s", *memory, "ours / Liger", "card"]
-    return block(runs, heads, lines)
 
 
 def several_cards() -> str:
@@ -415,17 +394,24 @@ def operators() -> str:
 
 
 def shown_models() -> dict[str, tuple[Run, Rows]]:
-    """The runs of the headline, of which all three trained: two dense models and a mixture."""
-    newest_rows = {
-        run: one
-        for run, one in models().items()
+    """The runs of the headline, of which all three trained: two dense models and a mixture.
+
+    All are of one card, the one that was measured last.
+    """
+    complete = [
+        (run, one)
+        for (_, run, limit), one in sorted(
+            by_card("models").items(), key=lambda item: store.moment(item[1][0])
+        )
+        if limit is None and run in HEADLINE
         if all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
         if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY
-    }
-    names = [
-        *[run for run in DENSE if run in newest_rows][:2],
-        *[MIXTURE] * (MIXTURE in newest_rows),
     ]
+    card = store.device(complete[-1][1][0]) if complete else ""
+    newest_rows = {run: one for run, one in complete if store.device(one[0]) == card}
+    dense = grouped((run.partition(":")[0], run) for run in HEADLINE if run in newest_rows)
+    mixture = dense.pop(MIXTURE.partition(":")[0], [])
+    names = [*[runs[0] for runs in dense.values()][:2], *mixture]
     return {run: newest_rows[run] for run in names}
 
 
@@ -465,7 +451,6 @@ def headline() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "models": whole_models,
     "several-cards": several_cards,
     "compiled": compiled,
     "longest": longest_sequences,

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import bitwise, float8, memory, notes, performance, training
+from benchmarks.tables import bitwise, float8, memory, models, notes, performance, training
 from ci.docs import ROOT, api, losses, verification
 from tests.sweep import page as coverage
 from tests.trainers import runs
 
 DOCS = ROOT / "docs"
-MEASURED: tuple[Any, ...] = (bitwise, float8, memory, notes, performance, training)
+MEASURED: tuple[Any, ...] = (bitwise, float8, memory, models, notes, performance, training)
 """Modules with tables of ``benchmarks/results``."""
 MARKER = re.compile(r"<!-- ([\w-]+):start -->\n.*?<!-- \1:end -->", re.DOTALL)
 WIDTH = 120

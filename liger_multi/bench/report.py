@@ -26,6 +26,7 @@ from liger_multi.memory.measure import format_bytes
 NOISY_PERCENT = 3
 PACKAGES = (
     *("triton", "transformers", "liger-kernel", "trl"),
+    *("fla-core", "causal-conv1d"),
     *("quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy"),
 )
 Row = Mapping[str, Any]

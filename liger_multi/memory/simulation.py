@@ -222,7 +222,8 @@ def around_kernels(name: str) -> Directions:
 
 Arguments = Mapping[str, Any]
 FP32 = torch.float32
-WRITTEN_BYTES, WRITTEN_SHARE, PAIRS_BYTES = 2**26, 1.0, 2**27  # of experts
+WRITTEN_BYTES, SCRATCH_SHARE = 2**26, 0.7  # of rows of experts
+TRAINED_PAIRS_BYTES, PAIRS_BYTES = 2**28, 2**27  # of sums of experts
 CHUNK = 64  # tokens of a chunk of linear attention
 SPAN = 256  # tokens of a program of the selective scan
 CHANNELS, TOKENS = 32, 4  # of a program of the selective scan, and between states in memory
@@ -232,24 +233,29 @@ PROGRAMS = 32 * 132  # of backward of the selective scan that run at a time at l
 def _experts(args: Arguments) -> list[Tensor]:
     """Rows gathered by expert, or results of GEMMs before they are summed: the most at a time.
 
-    In backward, the gradient of the first weight is not there yet while rows of dy are; those of x
-    stand beside it, where they are large as far as a share reaches.
+    In backward, gradients of weights that are not there yet leave room. The one whose rows take
+    less comes last; if that is the second, gate and up are overwritten by its rows of dy.
     """
     index, second = args["index"], args["down_weight"]
     hidden, inner = second.shape[1:][:: -1 if args["transposed"] else 1]
     rows, size = index.numel(), second.dtype.itemsize
     wide, narrow = rows * hidden * size, rows * inner * size
+    needs = [args.get(f"needs_{n}_weight", False) for n in ("gate_up", "down")]
     if "dy" not in args:
-        return [index.new_empty(narrow + wide, dtype=torch.uint8)]
-    trained = args.get("needs_gate_up_weight", False)
-    first = second.shape[0] * args["gate_up"].shape[1] * hidden * size if trained else 0
-    written_bytes = wide if wide <= WRITTEN_BYTES else int(wide * WRITTEN_SHARE)
-    summed = min(wide, PAIRS_BYTES) if "needs_gate_up_weight" in args else wide
-    sizes = (
-        wide + narrow - first,
-        written_bytes if trained else 0,
-        summed if args["needs_x"] else 0,
-    )
+        limit = TRAINED_PAIRS_BYTES if any(needs) else PAIRS_BYTES
+        return [index.new_empty(narrow + min(wide, limit), dtype=torch.uint8)]
+    cols = args["gate_up"].shape[1]
+    if needs[1] and inner < hidden:
+        overwrites = wide > WRITTEN_BYTES and cols >= SCRATCH_SHARE * hidden
+        sizes = (
+            narrow + wide * needs[0] - second.nbytes,
+            narrow + min(wide, TRAINED_PAIRS_BYTES) * args["needs_x"] - second.nbytes,
+            narrow if overwrites else narrow + wide,
+        )
+    else:
+        first = second.shape[0] * cols * hidden * size * needs[0]
+        gathered, summed = wide * needs[0], min(wide, PAIRS_BYTES) * args["needs_x"]
+        sizes = (narrow + wide * needs[1] - first, gathered, summed)
     copied = 0 if may_overwrite() else args["gate_up"].nbytes
     # as many empty tensors as tell which way needs most: between two of them no size is linear
     largest = [index.new_empty(0) for _ in range(sizes.index(max(sizes)))]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks import models as bench_models, tune
+from benchmarks import tune
 from liger_multi.backends.triton.common import launching, specialization
 from tests import harness
 
@@ -408,59 +408,3 @@ def test_a_table_is_not_measured_without_a_device(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         tune.main(["table"])
     assert "this machine has none" in capsys.readouterr().err
-
-
-def test_runs_of_whole_models_are_named():
-    run = bench_models.Run.parse("llama-3-8b:2x4096+checkpointing")
-    assert (run.model, run.batch, run.tokens, run.checkpointing) == ("llama-3-8b", 2, 4096, True)
-    assert str(run) == "llama-3-8b:2x4096+checkpointing"
-    for wrong in ("llama:2x8", "tiny:2", "tiny:2x8+fast"):
-        with pytest.raises(ValueError, match="got"):
-            bench_models.Run.parse(wrong)
-    text = bench_models.line(run, "ours", {"failure": "out of memory"}, {})
-    assert text.endswith("out of memory")
-
-
-def test_models_are_measured_in_turns(monkeypatch):
-    run = bench_models.Run.parse("tiny:2x16")
-    training = bench_models.Training(run, "ours", None)
-    assert len(training.turn(2)["seconds"]) == 2
-    assert training.model is None, "the next process has the memory"
-    monkeypatch.setitem(bench_models.VARIANTS, "stock+compile", lambda model: model)
-    compiled = bench_models.Training(run, "stock+compile", None)
-    assert compiled.turn(0)["seconds"] == []
-    torch.manual_seed(0)
-    fresh = bench_models.build(run, compiled.device)
-    for compiled_weight, eager_weight in zip(
-        compiled.model.parameters(), fresh.parameters(), strict=True
-    ):
-        assert torch.equal(compiled_weight, eager_weight), "compiling trains nothing"
-    monkeypatch.setitem(bench_models.VARIANTS, "liger", lambda model: 1 / 0)
-    assert "division by zero" in bench_models.Training(run, "liger", None).turn(1)["failure"]
-
-
-def test_compiling_models_measured_in_turns():
-    messages = []
-
-    class Worker:
-        def __init__(self, variant):
-            self.variant = variant
-
-        def ask(self, steps):
-            messages.append(f"ask {self.variant} {steps}")
-
-        def answer(self):
-            messages.append(f"answer {self.variant}")
-
-        def turn(self, steps):
-            messages.append(f"{self.variant} {steps}")
-
-    workers = [Worker(name) for name in ("ours", "ours+compile", "stock+compile")]
-    rounds = bench_models.in_turns(workers, 2, 3)
-    next(rounds)
-    together = ["ask ours+compile 0", "ask stock+compile 0"]
-    together += ["answer ours+compile", "answer stock+compile"]
-    once = ["ours 3", "ours+compile 3", "stock+compile 3"]
-    assert messages == together + once
-    assert list(rounds) == [1]
-    assert messages == together + once + once[::-1]

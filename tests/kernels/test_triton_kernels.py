@@ -247,10 +247,14 @@ def test_slots_are_sorted_stably(tokens, per, experts):
     assert torch.equal(pairs.inverse_of(order), inverse)
 
 
-def weight_gradients_are_exact(dy, x, gather, groups):
+def weight_gradients_are_exact(dy, x, gather, groups, scratch=None):
     """Of every group, and turned."""
-    sides = RowOperand(dy), RowOperand(x, gather)
-    gradient, turned = (grouped.weight_gradient("test", *sides, groups, t) for t in (False, True))
+    gradient, turned = (
+        grouped.weight_gradient(
+            "test", RowOperand(dy), RowOperand(x, gather), groups, t, scratch=scratch
+        )
+        for t in (False, True)
+    )
     written = x[groups.order.long() // 2] if gather else x
     for e, (start, stop) in enumerate(itertools.pairwise(groups.offsets.tolist())):
         right = dy[start:stop].double().T @ written[start:stop].double()
@@ -280,51 +284,66 @@ def test_products_of_uneven_groups(library, gather):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.72, 1.0])
 @pytest.mark.parametrize("sizes", [(37, 0, 1, 16, 0), (0, 5, 5, 0, 40, 3), (60,), (0, 0, 9)])
-def test_rows_of_some_groups_are_gathered_for_the_library(sizes, share, monkeypatch):
+def test_rows_of_some_groups_are_gathered_to_scratch_for_the_library(sizes, share, monkeypatch):
     monkeypatch.setattr(grouped, "WRITTEN_BYTES", 0)
-    monkeypatch.setattr(grouped, "WRITTEN_SHARE", share)
+    monkeypatch.setattr(grouped, "SCRATCH_SHARE", 0)
     groups = groups_of(sizes, spare=6 - sum(sizes) % 2)
     generator = torch.Generator().manual_seed(0)
     x, other = (
         torch.randn(rows, cols, generator=generator).to(DEVICE, torch.bfloat16)
         for rows, cols in ((groups.rows // 2, 24), (groups.rows, 40))
     )
+    scratch = torch.empty(int(groups.rows * share) * 24, dtype=torch.bfloat16, device=DEVICE)
     with grouped.products_by(True):
-        weight_gradients_are_exact(other, x, True, groups)
+        weight_gradients_are_exact(other, x, True, groups, scratch)
 
 
 @pytest.mark.parametrize("step", ["whole", "pieces"])
-@pytest.mark.parametrize("name", ["gpt-oss", "sentinels", "unused-experts", "wider"])
-def test_the_library_s_products_serve_the_operator(name, step, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "name", "frozen"),
+    [
+        ("fused_moe", "gpt-oss", False),
+        ("fused_moe", "sentinels", False),
+        ("fused_moe", "unused-experts", False),
+        ("fused_moe", "wider", False),
+        ("fused_moe", "wider", True),
+        ("lora_moe", "wider-rank-40", True),
+    ],
+)
+def test_the_library_s_products_serve_the_operator(op, name, frozen, step, monkeypatch):
     """The composition that launch tables may choose, on rows that were gathered before."""
     if step == "pieces":
         for module, name_of_limit in (
             (fused_moe, "PAIRS_BYTES"),
-            (fused_moe, "FORWARD_PAIRS_BYTES"),
+            (fused_moe, "TRAINED_PAIRS_BYTES"),
+            (lora_moe, "PAIRS_BYTES"),
             (grouped, "WRITTEN_BYTES"),
         ):
             monkeypatch.setattr(module, name_of_limit, 1)
+        monkeypatch.setattr(grouped, "SCRATCH_SHARE", 0)
         monkeypatch.setattr(fused_moe, "LEAST_COLS", 16)
-    sample = next(s for s in samples.of("fused_moe") if s.name == name)
+    sample = next(s for s in samples.of(op) if s.name == name)
     tensors = sample.make(DEVICE, torch.bfloat16)
+    for weight in ("gate_up_weight", "down_weight"):
+        tensors[weight].requires_grad_(not frozen)
     exact = {
         n: t.detach().double().requires_grad_() if t.is_floating_point() else t
         for n, t in tensors.items()
     }
-    floats = [n for n, t in tensors.items() if t.is_floating_point()]
+    floats = [n for n, t in tensors.items() if t.is_floating_point() and t.requires_grad]
     products = []
     stock = grouped.grouped_mm
     with pytest.MonkeyPatch.context() as patch, grouped.products_by(True):
         patch.setattr(
             grouped, "grouped_mm", lambda *a, **k: (products.append(1), stock(*a, **k))[1]
         )
-        with liger_multi.use(fused_moe="triton"):
-            y = ops.fused_moe(**tensors, **sample.options)
+        with liger_multi.use(**{op: "triton"}):
+            y = samples.call(op, **tensors, **sample.options)
             args = (y, [tensors[n] for n in floats], torch.ones_like(y))
             retained = torch.autograd.grad(*args, retain_graph=True)
             actual = torch.autograd.grad(*args)
     assert same_bits(retained, actual)  # the second one writes over what forward kept
-    right = FORMULAS["fused_moe"](**exact, **sample.options)
+    right = FORMULAS[op](**exact, **sample.options)
     expected = torch.autograd.grad(right, [exact[n] for n in floats], torch.ones_like(right))
     assert products, "the library was not asked"
     assert excess(y.detach(), right.detach(), torch.bfloat16) <= 1

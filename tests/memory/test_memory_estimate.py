@@ -594,6 +594,31 @@ def _numbers(*shape):
     return _meta(*shape, dtype=torch.float32)
 
 
+EXPERTS = {
+    "x": _meta(8192, 2048),
+    "gate_up_weight": _meta(128, 1536, 2048),
+    "down_weight": _meta(128, 2048, 768),
+    "index": torch.empty(8192, 8, dtype=torch.int64, device="meta"),
+    "routing": _meta(8192, 8),
+    "gate_up": _meta(65536, 1536),
+    "order": torch.empty(65536, dtype=torch.int32, device="meta"),
+    "offsets": torch.empty(129, dtype=torch.int32, device="meta"),
+    "activation": "silu",
+    "limit": 7.0,
+    "alpha": 1.702,
+    "up_offset": 1.0,
+    "interleaved": False,
+    "transposed": False,
+    "y_dtype": torch.bfloat16,
+}
+ADAPTERS = {
+    "gate_up_a": _meta(128, 16, 2048),
+    "gate_up_b": _meta(128, 1536, 16),
+    "down_a": _meta(128, 16, 768),
+    "down_b": _meta(128, 2048, 16),
+    "gate_up_scale": 2.0,
+    "down_scale": 2.0,
+}
 KERNELS = {
     "causal_conv1d": {
         "x": _meta(2, 8192, 4096),
@@ -601,26 +626,11 @@ KERNELS = {
         "bias": _meta(4096),
         "activation": "silu",
     },
-    "fused_moe": {
-        "x": _meta(8192, 2048),
-        "gate_up_weight": _meta(128, 1536, 2048),
-        "down_weight": _meta(128, 2048, 768),
-        "index": torch.empty(8192, 8, dtype=torch.int64, device="meta"),
-        "routing": _meta(8192, 8),
-        "gate_up": _meta(65536, 1536),
-        "order": torch.empty(65536, dtype=torch.int32, device="meta"),
-        "offsets": torch.empty(129, dtype=torch.int32, device="meta"),
-        "activation": "silu",
-        "limit": 7.0,
-        "alpha": 1.702,
-        "up_offset": 1.0,
-        "interleaved": False,
-        "transposed": False,
-        "y_dtype": torch.bfloat16,
-    },
+    "fused_moe": EXPERTS,
     "gated_delta_rule": _delta(),
     "gated_short_conv": {"x": _meta(2, 8192, 6144), "weight": _meta(2048, 3)},
     "kimi_delta_attention": _delta((128,)),
+    "lora_moe": EXPERTS | ADAPTERS,
     "ssd_scan": {
         "x": _meta(2, 1000, 16, 64),
         "dt": _meta(2, 1000, 16),

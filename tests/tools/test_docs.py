@@ -25,7 +25,11 @@ import yaml
 
 import liger_multi
 from benchmarks import examples as example_runs, pictures, store
-from benchmarks.tables import performance as docs_performance, training as docs_training
+from benchmarks.tables import (
+    models as docs_models,
+    performance as docs_performance,
+    training as docs_training,
+)
 from ci.docs import site as docs_site, tables as docs_tables, verification as docs_status
 from ci.docs.api import public_operators
 from liger_multi.cli import main as command_line
@@ -340,12 +344,25 @@ def test_rows_of_tables_come_from_one_run(monkeypatch):
     )
     runs = [old, new]
     monkeypatch.setattr(store, "read", lambda run_type, *_: runs if run_type == "models" else [])
-    cells = [c.strip() for c in docs_performance.whole_models().splitlines()[-1].split("|")[2:6]]
-    assert cells == ["4.0k", "-", "6.0k ± 30 %", "-"]
-    assert docs_performance.shown_models() == {}, "not all three, and too noisy"
-    assert "H200" not in docs_performance.whole_models()
-    runs.pop()
-    assert list(docs_performance.shown_models()) == ["llama-3.2-1b:4x4096"]
+    older, newer = docs_models.whole_models().split("Measured on NVIDIA H100")
+    cells = [c.strip() for c in older.splitlines()[-2].split("|")[2:6]]
+    assert cells == ["1.0k", "2.0k", "3.0k", "1.50"], "a table for each card"
+    cells = [c.strip() for c in newer.splitlines()[-1].split("|")[2:5]]
+    assert cells == ["4.0k", "6.0k ± 30 %", "1.0"], "without Liger-Kernel's column"
+    shown = docs_performance.shown_models()
+    assert list(shown) == ["llama-3.2-1b:4x4096"]
+    assert shown["llama-3.2-1b:4x4096"][0] is old, "the newer one has not all three"
+    trained = [row("stock", 4), row("liger", 5), row("ours", 6)]
+    mixture = [{**one, "run": "qwen3-30b-a3b-4-layers:4x2048"} for one in trained]
+    old["rows"] += mixture
+    runs[1] = {**new, "rows": trained}
+    shown = docs_performance.shown_models()
+    assert list(shown) == ["llama-3.2-1b:4x4096"], "of one card, which lacks the mixture"
+    assert shown["llama-3.2-1b:4x4096"][0] is runs[1]
+    runs[1] = {**new, "rows": [{**one, "run": "llama-3.2-1b:8x4096"} for one in trained] + trained}
+    assert list(docs_performance.shown_models()) == ["llama-3.2-1b:8x4096"], "each model once"
+    runs[1] = {**new, "rows": [row("stock", 4, 60.0), row("liger", 5), row("ours", 6)]}
+    assert docs_performance.shown_models()["llama-3.2-1b:4x4096"][0] is old, "too noisy"
 
 
 # --- the examples ---

@@ -18,6 +18,7 @@ and routing act(gate) up, which the gradient of the second weight needs, in the 
 over the pairs of a token reads each from its sorted row: every sum has one order.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -268,6 +269,7 @@ def _moe_activation_backward_kernel(
     d_ptr,
     gate_up_ptr,
     dgate_up_ptr,
+    product_ptr,
     routing_ptr,
     drouting_ptr,
     order_ptr,
@@ -282,11 +284,12 @@ def _moe_activation_backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of gate, up and routing; routing act(gate) up takes the place of d.
+    """Gradients of gate, up and routing, and the product routing act(gate) up.
 
     Program: one sorted row, in steps of BLOCK columns; the sum for drouting stays in registers.
-    Reads d, gate and up, and the routing weight of its pair. Writes over d, and dgate_up, perhaps
-    over gate and up, and drouting where they are needed. A pair of no expert gets drouting 0.
+    Reads d, gate and up, and the routing weight of its pair. Writes dgate_up, perhaps over gate and
+    up, the product, perhaps over d, and drouting where they are needed. A pair of no expert gets
+    drouting 0.
     """
     row = tl.program_id(0)
     pair = tl.load(order_ptr + row).to(tl.int64)
@@ -307,7 +310,9 @@ def _moe_activation_backward_kernel(
         gate, up = _load_pair(gate_up_ptr, start, cols, LAYOUT, BLOCK)
         y = _activated(gate, up, limit, alpha, offset, ACTIVATION, DTYPE)
         share += d * y
-        tl.store(d_ptr + col, round_to(y * routing, DTYPE), mask=col < cols)
+        if product_ptr is not None:
+            place = product_ptr + row.to(tl.int64) * cols + col
+            tl.store(place, round_to(y * routing, DTYPE), mask=col < cols)
         if dgate_up_ptr is not None:
             dgate, dup = _differentiated(
                 d * routing, gate, up, limit, alpha, offset, ACTIVATION, DTYPE
@@ -581,8 +586,8 @@ def combined(
     return y
 
 
-# Bytes of a GEMM's result before the sum over pairs; backward needs memory for weights beside it.
-FORWARD_PAIRS_BYTES, PAIRS_BYTES = 2**28, 2**27
+# Bytes of a GEMM's result before the sum over pairs; backward of weights needs more than forward.
+TRAINED_PAIRS_BYTES, PAIRS_BYTES = 2**28, 2**27
 LEAST_COLS = 512  # narrower results read the rows too often
 
 
@@ -596,24 +601,29 @@ def combined_product(
     index: Tensor,
     dtype: torch.dtype,
     limit: int,
+    update: Callable[[Tensor, slice], None] | None = None,
 ) -> Tensor:
     """The sum over the pairs of every token of rows times the weights of their experts.
 
     Some columns at a time, whose rows take ``limit`` bytes: a pair's row is as wide as a token's,
-    and there are ``per`` times as many.
+    and there are ``per`` times as many. ``update`` adds to some columns of the rows in place.
     """
-    weight = opened(weight)
     cols, size = weight.shape[1], groups.rows * rows.source.element_size()
     step = cols
     while not by_rows() and size * step > limit and step >= 2 * LEAST_COLS and not step % 32:
         step //= 2
     y = rows.source.new_empty(groups.rows // groups.per, cols, dtype=dtype)
-    for start in range(0, cols, step):
-        part = slice(start, start + step)
-        pairs = product(name, rows, weight[:, part], groups)
-        part_bias = None if bias is None else bias[:, part].contiguous()
-        combined(pairs, groups, routing, part_bias, index, dtype, y[:, part])
-        del pairs
+    stop = 0
+    for each in pieces(weight):
+        for weight_part in opened(each).split(step, 1):
+            start, stop = stop, stop + weight_part.shape[1]
+            part = slice(start, stop)
+            pairs = product(name, rows, weight_part, groups)
+            if update is not None:
+                update(pairs, part)
+            part_bias = None if bias is None else bias[:, part].contiguous()
+            combined(pairs, groups, routing, part_bias, index, dtype, y[:, part])
+            del pairs
     return y
 
 
@@ -681,7 +691,9 @@ def forward(
         (activation, numbers, interleaved),
     )
     del rows
-    factors = (groups, routing.contiguous(), down_bias, index, y_dtype, FORWARD_PAIRS_BYTES)
+    trained = needs_gate_up_weight or needs_down_weight
+    limit = TRAINED_PAIRS_BYTES if trained else PAIRS_BYTES
+    factors = (groups, routing.contiguous(), down_bias, index, y_dtype, limit)
     y = combined_product("fused_moe.down", RowOperand(inner), second, *factors)
     return y, gate_up, order, offsets
 
@@ -691,13 +703,15 @@ def inner_gradients(
     gate_up: Tensor,
     routing: Tensor,
     groups: Groups,
-    activation_options: Any,
+    activation_options: tuple[str, Numbers, bool],
     needs_routing: bool,
     needs_inner: bool,
+    needs_product: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct.
+    """Gradients of gate and up, and of routing.
 
-    Those of gate and up overwrite these, unless a second backward pass will read them.
+    Those of gate and up overwrite these, unless a second backward pass will read them. Where it is
+    needed, act(gate) * up, weighted, overwrites dproduct.
     """
     activation, numbers, interleaved = activation_options
     cols = dproduct.shape[1]
@@ -713,6 +727,7 @@ def inner_gradients(
             dproduct,
             gate_up,
             dinner,
+            dproduct if needs_product else None,
             routing,
             drouting if needs_routing else None,
             groups.order,
@@ -762,34 +777,53 @@ def backward(
     index, routing = index.contiguous(), routing.contiguous()
     inner = needs_x or needs_gate_up_weight or needs_gate_up_bias
     upstream = RowOperand(columns(dy), gather=True)
-    dgate_up, drouting = None, routing.new_empty(0)
+    dgate_up, drouting, weighted = None, routing.new_empty(0), None
     if inner or needs_routing or needs_down_weight:
         second = down_weight if transposed else down_weight.mT
         dproduct = product("fused_moe.dproduct", upstream, second, groups)
         activation_options = (activation, (limit, alpha, up_offset), interleaved)
+        requests = (needs_routing, inner, needs_down_weight)
         dgate_up, drouting = inner_gradients(
-            dproduct, gate_up, routing, groups, activation_options, needs_routing, inner
+            dproduct, gate_up, routing, groups, activation_options, *requests
         )
-        if needs_down_weight:
-            sides = (upstream, RowOperand(dproduct))
-            ddown = weight_gradient("fused_moe.ddown_weight", *sides, groups, transposed)
+        weighted = dproduct if needs_down_weight else None
         del dproduct
     if needs_routing and down_bias is not None:
         add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
     if needs_down_bias:
         dother = _bias_gradient(upstream.source, groups, routing)
-    del upstream
     if needs_gate_up_bias and dgate_up is not None:
         dbias = _bias_gradient(dgate_up, groups, None)
+    # The gradient of a weight that comes last stands beside rows of x, or of the product.
+    is_last = weighted is not None and weighted.shape[1] < dy.shape[1]
+    if weighted is not None and not is_last:
+        ddown, weighted = down_gradient(upstream, weighted, groups, transposed), None
+    upstream.cached = None
     if needs_gate_up_weight and dgate_up is not None and x is not None:
         sides = (RowOperand(dgate_up), RowOperand(columns(x), gather=True))
         dfirst = weight_gradient("fused_moe.dgate_up_weight", *sides, groups, transposed)
         del sides
     if needs_x and dgate_up is not None and gate_up_weight is not None:
         transposed_weight = gate_up_weight if transposed else gate_up_weight.mT
-        factors = (groups, None, None, index, dy.dtype, PAIRS_BYTES)
+        limit_bytes = TRAINED_PAIRS_BYTES if is_last else PAIRS_BYTES
+        factors = (groups, None, None, index, dy.dtype, limit_bytes)
         dx = combined_product("fused_moe.dx", RowOperand(dgate_up), transposed_weight, *factors)
+    if weighted is not None:
+        ddown = down_gradient(upstream, weighted, groups, transposed, dgate_up)
     return dx, dfirst, ddown, drouting, dbias, dother
+
+
+def down_gradient(
+    upstream: RowOperand,
+    weighted: Tensor,
+    groups: Groups,
+    transposed: bool,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the second weight; rows of dy may overwrite ``scratch``."""
+    sides = (upstream, RowOperand(weighted))
+    name = "fused_moe.ddown_weight"
+    return weight_gradient(name, *sides, groups, transposed, scratch=scratch)
 
 
 def _zeros(

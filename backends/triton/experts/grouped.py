@@ -10,7 +10,7 @@ tile of one group. A group without rows gets zeros, so that no fill comes first.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -395,11 +395,13 @@ def weight_gradient(
     transposed: bool,
     dtype: torch.dtype | None = None,
     parts: int = 3,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``transposed``.
 
     The result has the dtype of the left rows, if no other one is given. ``parts``: bf16 numbers
-    that stand for one in fp32 beside rows in bf16.
+    that stand for one in fp32 beside rows in bf16. ``scratch``: what rows of the same dtype that
+    are gathered may overwrite.
     """
     if transposed:
         left, right = right, left
@@ -407,37 +409,45 @@ def weight_gradient(
     m, n = p.shape[1], q.shape[1]
     k = choice(name, weight_config, p, groups, m, n)
     if dtype is None and by_library(k, p, q):
-        return _gradient_by_library(k, left, right, groups)
+        return _gradient_by_library(k, left, right, groups, scratch)
     out = p.new_empty(groups.count, m, n, dtype=dtype)
     return _gradient_by_kernel(k, left, right, groups, out, parts=parts)
 
 
-WRITTEN_SHARE = 1.0
-"""Of the rows, at most, that are gathered for the library's grouped GEMM.
+WRITTEN_BYTES = 2**26  # gathered rows that take no more are written to memory of their own
+SCRATCH_SHARE = 0.7  # of the rows, at least: our kernel is slower than the library's on the others
 
-8192 tokens, 2048 to 768, 128 experts, 8 each (H200, 2026-11-28): 1.02 of the time and 0.65 of the
-memory of gradients that overwrite nothing; 0.72 of the rows: 1.07 and 0.54.
-"""
-WRITTEN_BYTES = 2**26  # so few are all gathered
+
+def _rows_in(scratch: Tensor | None, sides: Sequence[RowOperand], groups: Groups) -> int:
+    """How many rows are gathered to scratch; none where they get memory of their own."""
+    gathered = [side.source for side in sides if side.gather and side.cached is None]
+    if scratch is None or len(gathered) != 1:
+        return 0
+    (source,) = gathered
+    rows = min(groups.rows, scratch.numel() // source.shape[1])
+    is_large = groups.rows * source.shape[1] * source.element_size() > WRITTEN_BYTES
+    return rows if is_large and rows >= SCRATCH_SHARE * groups.rows else 0
 
 
 def _gradient_by_library(
-    k: ProductConfig, left: RowOperand, right: RowOperand, groups: Groups
+    k: ProductConfig,
+    left: RowOperand,
+    right: RowOperand,
+    groups: Groups,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """The library's grouped GEMM on rows that are written before.
 
-    Where these take much memory, they are those of the first groups, as far as a share of the rows
-    reaches, and our kernel gathers those of the other groups while it reads them. Which groups they
-    are is decided on the device: the library leaves groups without rows as they are.
+    Where these take much memory and there is scratch, they are those of the first groups, as far as
+    it reaches, and our kernel gathers those of the other groups while it reads them. Which groups
+    they are is decided on the device: the library leaves groups without rows as they are.
     """
     sides, computed_rows = (left, right), None
-    unwritten = [s.source for s in sides if s.gather and s.cached is None]
-    largest = max((groups.rows * x.shape[1] * x.element_size() for x in unwritten), default=0)
-    if largest > WRITTEN_BYTES:
-        rows = int(groups.rows * WRITTEN_SHARE)
+    rows = _rows_in(scratch, sides, groups)
+    if scratch is not None and rows:
         computed_rows = torch.where(groups.offsets <= rows, groups.offsets, 0).amax()
         offsets = torch.minimum(groups.offsets, computed_rows)
-        p, q = (side.first(groups, offsets, rows) for side in sides)
+        p, q = (side.first(groups, offsets, rows, scratch) for side in sides)
     else:
         offsets, (p, q) = groups.offsets, (side.written(groups) for side in sides)
     gradient = grouped_mm(p.mT, q, offsets[1:])

@@ -16,6 +16,7 @@ that are: d = dy w + scale (dy b) a has no weight, so that drouting = sum of d a
 weighted act(gate) up stands on one side of both gradients of factors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +34,12 @@ from liger_multi.backends.triton.common.rows import (
     round_to,
 )
 from liger_multi.backends.triton.experts.fused_moe import (
+    PAIRS_BYTES,
     activated,
     activation_of,
     add_bias_share,
     columns,
-    combined,
+    combined_product,
     dense,
     inner_gradients,
     supports,
@@ -182,6 +184,17 @@ def add_(
     )
 
 
+def adding(
+    projected: Tensor, w: Tensor, scale: float, groups: Groups
+) -> Callable[[Tensor, slice], None]:
+    """What adds ``scale projected @ w'`` to some columns of rows, in place."""
+
+    def add(rows: Tensor, cols: slice) -> None:
+        add_(rows, projected, w[:, cols], scale, groups)
+
+    return add
+
+
 @dataclass
 class Adapter:
     """The factors of all experts of a layer: a (E, r, in) and b (E, out, r)."""
@@ -275,15 +288,15 @@ def forward(
             rows, first, bias, index, groups, keeps_gate_up, activation_options
         )
     else:
-        gate_up = product("fused_moe.up_interleaved", rows, first, groups)
+        gate_up = product("lora_moe.up", rows, first, groups)
         add_(gate_up, up.low(rows, groups), up.b, up.scale, groups, bias)
+        rows.cached = None
         inner = activation_of(gate_up, None, index, groups, activation_options)
         gate_up = gate_up if keeps_gate_up else gate_up[:0]
-    del rows
-    pairs = product("fused_moe.down", RowOperand(inner), second, groups)
-    if down is not None:
-        add_(pairs, down.low(RowOperand(inner), groups), down.b, down.scale, groups)
-    y = combined(pairs, groups, routing.contiguous(), dense(down_bias), index, y_dtype)
+    rows = RowOperand(inner)
+    update = None if down is None else adding(down.low(rows, groups), down.b, down.scale, groups)
+    factors = (groups, routing.contiguous(), down_bias, index, y_dtype, PAIRS_BYTES)
+    y = combined_product("fused_moe.down", rows, second, *factors, update)
     return y, gate_up, order, offsets
 
 
@@ -330,16 +343,17 @@ def backward(
     up, down = _adapter(gate_up_a, gate_up_b, gate_up_scale), _adapter(down_a, down_b, down_scale)
     groups = Groups(offsets, order, index.shape[1])
     index, routing = index.contiguous(), routing.contiguous()
-    upstream, dprojected = RowOperand(columns(dy), gather=True), None
+    upstream = RowOperand(columns(dy), gather=True)
     second = down_weight if transposed else down_weight.mT
-    dproduct = product("fused_moe.dproduct", upstream, second, groups)
+    dproduct, dprojected = product("fused_moe.dproduct", upstream, second, groups), None
+    upstream.cached = None
     if down is not None:
         dprojected = down.back(upstream, groups)
         add_(dproduct, dprojected, down.a.mT, down.scale, groups)
     activation_options = (activation, (limit, alpha, up_offset), interleaved)
-    inner = needs_x or any(needs_up)
+    needs = (needs_routing, needs_x or any(needs_up), any(needs_down))
     dgate_up, drouting = inner_gradients(
-        dproduct, gate_up, routing, groups, activation_options, needs_routing, inner
+        dproduct, gate_up, routing, groups, activation_options, *needs
     )
     if down is not None and dprojected is not None:
         factor_gradients[2:] = down.gradients(
@@ -348,18 +362,18 @@ def backward(
     del dproduct
     if needs_routing and down_bias is not None:
         add_bias_share(drouting, upstream.source, down_bias.contiguous(), index, groups)
-    del upstream
     dx = dy.new_empty(0)
     if dgate_up is not None:
         rows = RowOperand(dgate_up)
-        dprojected = None if up is None else up.back(rows, groups)
-        if up is not None and dprojected is not None and x is not None:
+        back = None if up is None else up.back(rows, groups)
+        if up is not None and back is not None and x is not None:
             sides = (RowOperand(columns(x), gather=True), rows)
-            factor_gradients[:2] = up.gradients(*sides, dprojected, groups, needs_up)
+            factor_gradients[:2] = up.gradients(*sides, back, groups, needs_up)
         if needs_x and gate_up_weight is not None:
             transposed_weight = gate_up_weight if transposed else gate_up_weight.mT
-            pairs = product("fused_moe.dx", rows, transposed_weight, groups)
-            if up is not None and dprojected is not None:
-                add_(pairs, dprojected, up.a.mT, up.scale, groups)
-            dx = combined(pairs, groups, None, None, index, dy.dtype)
+            update = None
+            if up is not None and back is not None:
+                update = adding(back, up.a.mT, up.scale, groups)
+            sums = (groups, None, None, index, dy.dtype, PAIRS_BYTES)
+            dx = combined_product("fused_moe.dx", rows, transposed_weight, *sums, update)
     return dx, drouting, *factor_gradients  # type: ignore[return-value]

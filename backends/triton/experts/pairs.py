@@ -212,14 +212,13 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def rows_of_pairs(
-    x: Tensor, inverse: Tensor, offsets: Tensor, pairs_per_row: int, rows: int | None = None
+    x: Tensor, inverse: Tensor, offsets: Tensor, pairs_per_row: int, out: Tensor
 ) -> Tensor:
-    """Row ``pair // pairs_per_row`` of x for every sorted row; rows of no expert are not written.
+    """Row ``pair // pairs_per_row`` of x for every sorted row, in ``out``.
 
-    There are ``rows`` of them, where the last group ends at most.
+    Rows of no expert are not written; the last group ends within ``out``.
     """
     cols = x.shape[1]
-    out = x.new_empty(inverse.shape[0] if rows is None else rows, cols)
     k = piece("rows", x, cols)
     pieces = cdiv(cols, k.block)
     launch(
@@ -327,12 +326,18 @@ class RowOperand:
         if not self.gather:
             return self.source
         if self.cached is None:
+            out = self.source.new_empty(groups.rows, self.source.shape[1])
             row_map = (groups.inverse, groups.offsets, groups.per)
-            self.cached = rows_of_pairs(self.source, *row_map)
+            self.cached = rows_of_pairs(self.source, *row_map, out)
         return self.cached
 
-    def first(self, groups: Groups, offsets: Tensor, rows: int) -> Tensor:
-        """The first ``rows`` of them, of groups that end within these by ``offsets``."""
+    def first(self, groups: Groups, offsets: Tensor, rows: int, scratch: Tensor) -> Tensor:
+        """The first ``rows`` of them, of groups that end within these by ``offsets``.
+
+        Rows that are gathered take the memory of ``scratch``.
+        """
         if not self.gather:
             return self.source[:rows]
-        return rows_of_pairs(self.source, groups.inverse, offsets, groups.per, rows)
+        cols = self.source.shape[1]
+        out = scratch.view(-1)[: rows * cols].view(rows, cols)
+        return rows_of_pairs(self.source, groups.inverse, offsets, groups.per, out)
