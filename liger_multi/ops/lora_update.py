@@ -174,18 +174,38 @@ def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
     return coded_weights(wide, *names)
 
 
+def with_fp32_adapters(tensors: dict[str, T]) -> dict[str, T]:
+    """The same tensors, beside a layer in 16 bits."""
+    return tensors | {name: replace(tensors[name], wide=True) for name in ("a", "b")}
+
+
 SAMPLES = (
     Sample("rows", case((2, 5), 16, 24, 4), {"scale": 2.0}),
     Sample("odd-widths", case((7,), 13, 19, 3), {"scale": 0.3}),
     Sample("rank-1", case((5,), 8, 12, 1), {"scale": 4.0}),
+    Sample("rank-17", case((9,), 24, 20, 17), {"scale": 0.5}),
+    Sample("rank-192", case((5,), 24, 16, 192), {"scale": 0.1}, path="library"),
+    Sample(
+        "fp32-adapters", with_fp32_adapters(case((7,), 24, 40, 4)), {"scale": 2.0}, path="parts"
+    ),
+    Sample("fp32-adapters-rank-17", with_fp32_adapters(case((5,), 16, 24, 17))),
+    Sample("one-row", case((1,), 16, 24, 4), {"scale": 2.0}),
     Sample("one-axis", case((), 8, 12, 2)),
     Sample("no-rows", case((0,), 8, 12, 2)),
     Sample("sliced-x", case((4,), 8, 12, 2, x=T((4, 8), layout="sliced"))),
     Sample("transposed-x", case((2, 4), 8, 12, 2, x=T((2, 4, 8), layout="transposed"))),
+    Sample(
+        "gaps-between-rows",
+        case((4,), 8, 12, 2, x=T((4, 8), layout="rows"), base=T((4, 12), layout="rows")),
+    ),
     Sample("expanded-base", case((4,), 8, 12, 2, base=T((4, 12), layout="expanded"))),
     Sample("frozen-x", case((4,), 8, 12, 2, x=T((4, 8), grad=False))),
     Sample("only-b", case((4,), 8, 12, 2, x=T((4, 8), grad=False), a=T((2, 8), grad=False))),
     Sample("past-65535-rows", case((65537,), 4, 4, 2), {"scale": 2.0}, size="thin"),
     Sample("8192x4096x4096-r16", case((8192,), 4096, 4096, 16), {"scale": 2.0}, size="bench"),
     Sample("8192x4096x14336-r16", case((8192,), 4096, 14336, 16), {"scale": 2.0}, size="bench"),
+)
+COMPILE_SAMPLES = (
+    Sample("8192x4096x4096-r16-fp32", with_fp32_adapters(case((8192,), 4096, 4096, 16))),
+    Sample("8192x4096x4096-r128", case((8192,), 4096, 4096, 128)),
 )

@@ -123,17 +123,13 @@ def _backward_of(kernels: CodedActivation, lora: LowRank) -> Callable[..., Any]:
         ddown = adapter_gradients(lora, inner, dy2d, dproj, down_a, down_b, down_scale, *needs)
         del inner, dinner, grads
         wide = weight_or_codes(gate_weight, gate_weight_scale, lora.quantizer)
-        dx, dproj = input_gradient(
-            lora, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, left=gate_rows
-        )
-        needs = (needs_gate_a, needs_gate_b)
-        dgates = adapter_gradients(lora, x2d, dgate, dproj, gate_a, gate_b, gate_scale, *needs)
-        del dgate, gate_rows
+        layer = (x2d, dgate, wide, gate_a, gate_b, gate_scale, needs_gate_a, needs_gate_b)
+        dx, dgate_a, dgate_b = layer_gradients(lora, *layer, None, needs_x, gate_rows)
+        del dgate, gate_rows, layer
         wide = weight_or_codes(up_weight, up_weight_scale, lora.quantizer)
-        dx, dproj = input_gradient(lora, dup, wide, up_a, up_b, up_scale, dx, needs_x, left=up_rows)
-        needs = (needs_up_a, needs_up_b)
-        dups = adapter_gradients(lora, x2d, dup, dproj, up_a, up_b, up_scale, *needs)
-        return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
+        layer = (x2d, dup, wide, up_a, up_b, up_scale, needs_up_a, needs_up_b)
+        dx, dup_a, dup_b = layer_gradients(lora, *layer, dx, needs_x, up_rows)
+        return (dx.view(x.shape) if needs_x else dx, dgate_a, dgate_b, dup_a, dup_b, *ddown)
 
     return backward
 
@@ -172,13 +168,39 @@ def input_gradient(
     total: Tensor | None = None,
     is_needed: bool = True,
     left: Float8Rows | None = None,
+    dproj: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of a layer's input, added to ``total``, and ``dy @ b``; ``left``: dy in FP8."""
-    dproj = dy.new_empty(0) if b is None else lora.narrow(dy, b)
+    if dproj is None:
+        dproj = dy.new_empty(0) if b is None else lora.narrow(dy, b)
     if not is_needed:
         return dy.new_empty(0), dproj
     dx = frozen_gradient(dy, weight, lora.quantizer, total, left)
     return (dx if a is None else lora.add_(dx, dproj, a, scale)), dproj
+
+
+def layer_gradients(
+    lora: LowRank,
+    rows: Tensor,
+    dy: Tensor,
+    weight: Weight,
+    a: Tensor | None,
+    b: Tensor | None,
+    scale: float,
+    needs_a: bool,
+    needs_b: bool,
+    total: Tensor | None,
+    needs_input: bool,
+    left: Float8Rows | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a layer's input, added to ``total``, and of a and b; empty if not needed."""
+    dproj, db = None, dy.new_empty(0)
+    if a is not None and b is not None:
+        low = lora.narrow(rows, a.t()) if needs_b else a.new_empty(0, a.shape[0])
+        dproj, db = lora.narrow_and_gradient(dy, b, low, scale, needs_input or needs_a, needs_b)
+    dx, dproj = input_gradient(lora, dy, weight, a, b, scale, total, needs_input, left, dproj)
+    da, _ = adapter_gradients(lora, rows, dy, dproj, a, b, scale, needs_a, False)
+    return dx, da, db
 
 
 def adapter_gradients(

@@ -23,14 +23,12 @@ from liger_multi.reference.float8.frozen import (
 
 
 class Reached(NamedTuple):
-    """An adapter whose layer has an upstream gradient; ``low = x a'``, ``back = dy b``."""
+    """An adapter whose layer has an upstream gradient; ``back = dy b``, and the gradient of b."""
 
     a: Tensor
-    b: Tensor
     scale: float
-    low: Tensor
-    dy: Tensor
     back: Tensor
+    db: Tensor
 
 
 def _forward_of(lora: LowRank) -> Callable[..., Any]:
@@ -119,19 +117,13 @@ def _backward_of(lora: LowRank) -> Callable[..., Any]:
         x2d, a, b = as_rows(x), (q_a, k_a, v_a), (q_b, k_b, v_b)
         upstream = [dy if dy is None else as_rows(dy) for dy in (dq, dk, dv)]
         needs_a, needs_b = (needs_q_a, needs_k_a, needs_v_a), (needs_q_b, needs_k_b, needs_v_b)
-        scales, low2d, needs_back = (
-            (q_scale, k_scale, v_scale),
-            as_rows(low),
-            needs_x or any(needs_a),
-        )
-        parts = zip(a, b, scales, _columns(low2d, a), upstream, strict=True)
+        scales, needs_back = (q_scale, k_scale, v_scale), needs_x or any(needs_a)
+        parts = zip(a, b, scales, _columns(as_rows(low), a), upstream, needs_b, strict=True)
         adapters = [
             None
             if a is None or b is None or dy is None
-            else Reached(
-                a, b, scale, projection, dy, lora.narrow(dy, b) if needs_back else projection
-            )
-            for a, b, scale, projection, dy in parts
+            else Reached(a, scale, *lora.narrow_and_gradient(dy, b, part, scale, needs_back, needs))
+            for a, b, scale, part, dy, needs in parts
         ]
         projection = (q_weight_scale, k_weight_scale, v_weight_scale)
         dx = x.new_empty(0)
@@ -148,8 +140,8 @@ def _backward_of(lora: LowRank) -> Callable[..., Any]:
             da, db = (x.new_empty(0) if t is None else t.new_empty(0) for t in (a[index], b[index]))
             if adapter and needs_a[index]:
                 da = das.pop(0)
-            if adapter and needs_b[index]:
-                db = lora.gradient(adapter.dy, adapter.low, adapter.scale, adapter.b.dtype)
+            if adapter:
+                db = adapter.db
             gradients += [da, db]
         return tuple(gradients)  # type: ignore[return-value]
 

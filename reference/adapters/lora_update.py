@@ -35,15 +35,14 @@ def implement_lora_update(lora: LowRank) -> tuple[Callable[..., Any], Callable[.
         needs_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x2d, dy2d = as_rows(x), as_rows(dy)
-        dx, da, db = x.new_empty(0), a.new_empty(0), b.new_empty(0)
-        if needs_x or needs_a:
-            dprojected = lora.narrow(dy2d, b)
-            if needs_x:
-                dx = lora.widened(dprojected, a, scale, x.dtype).view(x.shape)
-            if needs_a:
-                da = lora.gradient(dprojected, x2d, scale, a.dtype)
-        if needs_b:
-            db = lora.gradient(dy2d, as_rows(low), scale, b.dtype)
+        dx, da = x.new_empty(0), a.new_empty(0)
+        dprojected, db = lora.narrow_and_gradient(
+            dy2d, b, as_rows(low), scale, needs_x or needs_a, needs_b
+        )
+        if needs_x:
+            dx = lora.widened(dprojected, a, scale, x.dtype).view(x.shape)
+        if needs_a:
+            da = lora.gradient(dprojected, x2d, scale, a.dtype)
         return dx, da, db
 
     return forward, backward

@@ -103,6 +103,26 @@ class LowRank:
             return out.addmm_(left.t(), right, beta=0, alpha=scale)
         return self.sums(left, right, dtype).mul_(scale)
 
+    def narrow_and_gradient(
+        self,
+        dy: Tensor,
+        factor: Tensor,
+        low: Tensor,
+        scale: float,
+        needs_narrow: bool = True,
+        needs_gradient: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """``dy @ factor`` and the gradient of ``factor``, ``scale dy' @ low``; empty if not needed.
+
+        Both read dy, which a backend may do once.
+        """
+        narrow, gradient = dy.new_empty(0), factor.new_empty(0)
+        if needs_narrow:
+            narrow = self.narrow(dy, factor)
+        if needs_gradient:
+            gradient = self.gradient(dy, low, scale, factor.dtype)
+        return narrow, gradient
+
     def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """``left' @ right`` in a given dtype."""
         if left.dtype == right.dtype == dtype:

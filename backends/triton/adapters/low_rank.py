@@ -1,7 +1,8 @@
-"""GEMMs with adapters: those of thin_gemm.py, and the vendor's library for the rest.
+"""GEMMs with adapters: those of thin_gemm.py where they are faster, else the vendor's library.
 
-Of the rest are fp32 and fp64, other strides and a large rank. Beside bf16, the library gets thin
-fp32 matrices as parts in bf16; the parts of a matrix are one launch where PyTorch takes seven.
+Thin GEMMs that read one wide matrix and write a thin one are the library's: it reads as fast as a
+copy does. Beside bf16, it gets thin fp32 matrices as parts in bf16; the parts of a matrix are one
+launch where PyTorch takes seven.
 """
 
 from collections.abc import Sequence
@@ -106,13 +107,7 @@ def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
 
 
 class TritonLowRank(LowRank):
-    """Products by the kernels of thin_gemm.py where they serve the tensors."""
-
-    def narrow(self, wide: Tensor, factor: Tensor) -> Tensor:
-        """As :meth:`LowRank.narrow`."""
-        if _by_kernel(wide, factor, factor.shape[1]):
-            return thin_gemm.narrow(wide, factor)
-        return super().narrow(wide, factor)
+    """Products by the kernels of thin_gemm.py where they serve the tensors and are faster."""
 
     def add_(self, rows: Tensor, projected: Tensor, factor: Tensor, scale: float) -> Tensor:
         """As :meth:`LowRank.add_`."""
@@ -130,43 +125,37 @@ class TritonLowRank(LowRank):
     def widened(
         self, projected: Tensor, factor: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
-        """As :meth:`LowRank.widened`."""
-        if dtype in thin_gemm.WIDE_DTYPES:
-            shape = projected.shape[0], factor.shape[1]
-            out = torch.empty(shape, dtype=dtype, device=factor.device)
+        """As :meth:`LowRank.widened`; of fp32 factors, the library has fewer products."""
+        if dtype == projected.dtype:
+            out = projected.new_empty(projected.shape[0], factor.shape[1])
             if _widens(out, projected, factor):
                 return thin_gemm.widen(None, projected, factor, scale, out)
         return super().widened(projected, factor, scale, dtype)
 
-    def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """As :meth:`LowRank.gradient`."""
-        out = _sums(left, right, scale, dtype)
-        return super().gradient(left, right, scale, dtype) if out is None else out
-
-    def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        """As :meth:`LowRank.sums`."""
-        out = _sums(left, right, 1.0, dtype)
-        return super().sums(left, right, dtype) if out is None else out
-
-
-def _sums(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor | None:
-    """``scale left' @ right`` by a kernel; None where it does not serve the tensors."""
-    is_right_thin = right.shape[1] < left.shape[1]
-    wide, low = (left, right) if is_right_thin else (right, left)
-    if dtype != low.dtype or not _by_kernel(wide, low, low.shape[1]):
-        return None
-    out = torch.empty(left.shape[1], right.shape[1], dtype=dtype, device=wide.device)
-    thin_gemm.sums(wide, low, out if is_right_thin else out.t(), scale)
-    return out
+    def narrow_and_gradient(
+        self,
+        dy: Tensor,
+        factor: Tensor,
+        low: Tensor,
+        scale: float,
+        needs_narrow: bool = True,
+        needs_gradient: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`LowRank.narrow_and_gradient`."""
+        rank, needs_both = low.shape[-1], needs_narrow and needs_gradient
+        most = thin_gemm.MOST_SUMS
+        if needs_both and _by_kernel(dy, factor, rank, most) and _by_kernel(dy, low, rank, most):
+            return thin_gemm.narrow_and_sums(dy, factor, low, scale)
+        return super().narrow_and_gradient(dy, factor, low, scale, needs_narrow, needs_gradient)
 
 
-def _by_kernel(wide: Tensor, thin: Tensor, rank: int) -> bool:
-    return thin_gemm.serves(wide, thin, rank) and not has_own_gemm()
+def _by_kernel(wide: Tensor, thin: Tensor, rank: int, most_rank: int) -> bool:
+    return thin_gemm.serves(wide, thin, rank, most_rank) and not has_own_gemm()
 
 
 def _widens(rows: Tensor, projected: Tensor, factor: Tensor) -> bool:
-    rank = projected.shape[1]
-    return _by_kernel(rows, projected, rank) and _by_kernel(rows, factor, rank)
+    rank, most = projected.shape[1], thin_gemm.MOST_RANK.get(projected.element_size(), 0)
+    return _by_kernel(rows, projected, rank, most) and _by_kernel(rows, factor, rank, most)
 
 
 THIN = TritonLowRank(split, TritonQuantizer())
