@@ -52,15 +52,12 @@ PAIRS = (
 
 @triton.jit
 def _add_dots(a, b, t0, t1, t2):
-    """Add ``a @ b`` to sums: to one, or those of the parts of the one in fp32 to one each.
+    """Add ``a @ b`` to sums: to one, or those of the parts of an fp32 b to one each.
 
     Compilers get several dots of one turn through one accumulator wrong (ci.static.patterns).
     """
     if a.dtype == b.dtype:
         t0 = dot(a, b, t0)
-    elif a.dtype == tl.float32:
-        a0, a1, a2 = bf16_parts(a)
-        t0, t1, t2 = dot(a0, b, t0), dot(a1, b, t1), dot(a2, b, t2)
     else:
         b0, b1, b2 = bf16_parts(b)
         t0, t1, t2 = dot(a, b0, t0), dot(a, b1, t1), dot(a, b2, t2)
@@ -218,10 +215,9 @@ def _narrow_sums_kernel(
         here = (at + k < count)[:, None]
         wide = tl.load(wide_ptr + wide_at, mask=here & inside[None, :], other=0.0)
         low = tl.load(low_ptr + low_at, mask=here & is_rank[None, :], other=0.0)
-        zero = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
-        n0, n1, n2 = _add_dots(wide, factor, zero, zero, zero)
+        narrow = dot(wide, factor, tl.zeros([BLOCK_K, BLOCK_R], tl.float32))
         t0, t1, t2 = _add_dots(tl.trans(wide), low, t0, t1, t2)
-        tl.store(narrow_ptr + narrow_at, n0 + (n1 + n2), mask=here & is_rank[None, :])
+        tl.store(narrow_ptr + narrow_at, narrow, mask=here & is_rank[None, :])
         wide_ptr += step * wide_stride
         low_ptr += step * low_stride
         narrow_ptr += step * rank
