@@ -360,9 +360,9 @@ def operator_line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
     ]
 
 
-def operators_measured() -> dict[tuple[str, str], dict[str, Row]]:
-    """The newest rows of every operator and sample of which there is one of ours."""
-    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
+def operators_measured(card: str | None = "h100") -> dict[tuple[str, str], dict[str, Row]]:
+    """The newest rows of every operator and sample of which a card has one of ours."""
+    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES[card]]
     newest_rows = newest_of(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     return {key: rows for key, rows in sorted(newest_rows.items()) if "ours" in rows}
 
@@ -373,20 +373,38 @@ def peak(ours: Row) -> float | None:
     return percent
 
 
-def operators() -> str:
-    """The newest rows of every operator."""
-    newest_rows = operators_measured()
+def operator_block(newest_rows: Mapping[tuple[str, str], dict[str, Row]]) -> str:
+    """Ours beside its peers, a line for every operator and sample."""
     heads = ["operator", "shape", "ours, ms", "% of peak", *COLUMNS, "ours / best"]
     heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
     lines = [operator_line(op, name, rows) for (op, name), rows in newest_rows.items()]
+    used = [one.data for rows in newest_rows.values() for one in rows.values()]
+    return block(used, heads, lines) if lines else ""
+
+
+def later_operators() -> str:
+    """Rows of another card that are newer than those of the page's card, of the same shapes."""
+    before = operators_measured()
+    return operator_block(
+        {
+            key: rows
+            for key, rows in operators_measured(None).items()
+            if key in before
+            and store.moment(rows["ours"].data) > store.moment(before[key]["ours"].data)
+        }
+    )
+
+
+def operators() -> str:
+    """The newest rows of every operator."""
+    newest_rows = operators_measured()
     if not newest_rows:
         return ""
-    used = [one.data for rows in newest_rows.values() for one in rows.values()]
     lacking = sorted(
         {samples.public(op) for op in registry.operators()} - {op for op, _ in newest_rows}
     )
     names = ", ".join(f"`{op}`" for op in lacking)
-    text = block(used, heads, lines)
+    text = operator_block(newest_rows)
     return f"{text}\n\nNot measured: {names}." if names else text
 
 
@@ -458,5 +476,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "losses": losses,
     "experts": experts,
     "operators-h100": operators,
+    "operators-later": later_operators,
     "headline": headline,
 }
