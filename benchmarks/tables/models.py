@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.configs import DENSE, EAGER, WHOLE
 from benchmarks.parts import BOUND, IDLE, PARTS
-from benchmarks.tables import notes, performance
+from benchmarks.tables import performance
 from benchmarks.tables.performance import (
     ABSENT,
     PEOPLE,
@@ -129,8 +129,7 @@ def step_parts() -> str:
                 yield [title(run), name, *part_cells(rows[who])]
 
     heads = ["run", "variant", "timed step", "traced step", "GEMMs, attention", "gap", *GAP]
-    measured = of_each_card("step-parts", heads, lines)
-    return measured or f"From three traced steps of an earlier script. {notes.block('steps')}"
+    return of_each_card("step-parts", heads, lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {"models": whole_models, "step-parts": step_parts}

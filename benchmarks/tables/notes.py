@@ -70,31 +70,6 @@ def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
     return table_rows
 
 
-# of notes that rows of the kind step-parts replace (benchmarks/tables/models.py)
-PARTS = {
-    "optimizer": "optimizer",
-    "gated activation": "gated activation",
-    "adds": "adds",
-    "norms": "norms",
-    "rows of the loss": "rows of the loss",
-    "rotation": "rotation",
-    "no kernel runs": "idle",
-}
-"""Parts of the gap by the heads of their columns."""
-
-
-def by_parts(lines: Iterable[Cells]) -> list[list[str]]:
-    """A row for each model and who patched it, of two lines."""
-    rows = []
-    for names, texts in grouped((cells[:2], cells[2]) for cells in lines).items():
-        times = dict(re.findall(r"([a-z][a-z ]*) (\d+\.\d+)", ", ".join(texts)))
-        bound = float(times["gemm"]) + float(times["attention"])
-        step = bound + sum(float(times[part]) for part in ("optimizer", "others", "idle"))
-        numbers = [f"{number:.2f}" for number in (step, bound, step - bound)]
-        rows.append([*names, *numbers, *(times[part] for part in PARTS.values())])
-    return rows
-
-
 STALL = (
     rf"(\S+) +(\w+) +idle at the head, us: median{NUMBER} least{NUMBER} most{NUMBER} of \d+ heads, "
     rf"(\d+) copies to the host; kernels of a step{NUMBER} ms, idle{NUMBER} ms"
@@ -127,11 +102,12 @@ HYBRID_HEADS = (
     "failure",
 )
 NOTES = {
-    "steps": Table(
-        "step-kernels",
-        ("run", "variant", "traced step", "GEMMs, attention", "gap", *PARTS),
-        r"(\S+) (\w+): (?:kernels of a step|of the others, ms:)(.*)",
-        by_parts,
+    "experts": Table(
+        "experts-memory",
+        ("form", "what trains", "forward, ms", "both, ms", "forward, MiB", "both, MiB"),
+        rf"(before|after) (\w+) fwd{NUMBER} both{NUMBER} peak of forward, MiB{NUMBER} of both beyond "
+        rf"gradients{NUMBER}",
+        one_each,
     ),
     "small": Table(
         "small-steps-turns",
@@ -272,6 +248,4 @@ def block(name: str) -> str:
     return "\n\n".join(parts)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    f"notes-{name}": partial(block, name) for name in NOTES if name != "steps"
-}
+TABLES: dict[str, Callable[[], str]] = {f"notes-{name}": partial(block, name) for name in NOTES}

@@ -414,23 +414,26 @@ def operators() -> str:
 def shown_models() -> dict[str, tuple[Run, Rows]]:
     """The runs of the headline, of which all three trained: two dense models and a mixture.
 
-    All are of one card, the one that was measured last.
+    All are of one card: that with the most of them, and of several the one measured last.
     """
-    complete = [
-        (run, one)
-        for (_, run, limit), one in sorted(
-            by_card("models").items(), key=lambda item: store.moment(item[1][0])
-        )
-        if limit is None and run in HEADLINE
-        if all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
-        if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY
-    ]
-    card = store.device(complete[-1][1][0]) if complete else ""
-    newest_rows = {run: one for run, one in complete if store.device(one[0]) == card}
-    dense = grouped((run.partition(":")[0], run) for run in HEADLINE if run in newest_rows)
+    by_name: dict[str, dict[str, tuple[Run, Rows]]] = {}
+    for (_, run, limit), one in sorted(
+        by_card("models").items(), key=lambda item: store.moment(item[1][0])
+    ):
+        trained = all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
+        if limit is not None or run not in HEADLINE or not trained:
+            continue
+        if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY:
+            card = store.device(one[0])
+            by_name[card] = {**by_name.pop(card, {}), run: one}
+    shown = [_headline_of(runs) for runs in by_name.values()]
+    return max(reversed(shown), key=len, default={})
+
+
+def _headline_of(runs: Mapping[str, tuple[Run, Rows]]) -> dict[str, tuple[Run, Rows]]:
+    dense = grouped((run.partition(":")[0], run) for run in HEADLINE if run in runs)
     mixture = dense.pop(MIXTURE.partition(":")[0], [])
-    names = [*[runs[0] for runs in dense.values()][:2], *mixture]
-    return {run: newest_rows[run] for run in names}
+    return {run: runs[run] for run in [*[one[0] for one in dense.values()][:2], *mixture]}
 
 
 def headline() -> str:

@@ -357,8 +357,12 @@ def test_rows_of_tables_come_from_one_run(monkeypatch):
     old["rows"] += mixture
     runs[1] = {**new, "rows": trained}
     shown = docs_performance.shown_models()
-    assert list(shown) == ["llama-3.2-1b:4x4096"], "of one card, which lacks the mixture"
-    assert shown["llama-3.2-1b:4x4096"][0] is runs[1]
+    assert list(shown) == ["llama-3.2-1b:4x4096", mixture[0]["run"]], (
+        "of the card with more of them"
+    )
+    assert shown["llama-3.2-1b:4x4096"][0] is old
+    old["rows"] = old["rows"][: -len(mixture)]
+    assert docs_performance.shown_models()["llama-3.2-1b:4x4096"][0] is runs[1], "the newer one"
     runs[1] = {**new, "rows": [{**one, "run": "llama-3.2-1b:8x4096"} for one in trained] + trained}
     assert list(docs_performance.shown_models()) == ["llama-3.2-1b:8x4096"], "each model once"
     runs[1] = {**new, "rows": [row("stock", 4, 60.0), row("liger", 5), row("ours", 6)]}
