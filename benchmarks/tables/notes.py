@@ -105,8 +105,8 @@ NOTES = {
     "experts": Table(
         "experts-memory",
         ("form", "what trains", "forward, ms", "both, ms", "forward, MiB", "both, MiB"),
-        rf"(before|after) (\w+) fwd{NUMBER} both{NUMBER} peak of forward, MiB{NUMBER} of both beyond "
-        rf"gradients{NUMBER}",
+        rf"(before|after) (\w+) fwd{NUMBER} both{NUMBER} peak of forward, MiB{NUMBER} of both "
+        rf"beyond gradients{NUMBER}",
         one_each,
     ),
     "small": Table(
