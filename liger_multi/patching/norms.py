@@ -115,8 +115,6 @@ class FusedNorm(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator, or the original forward for calls of another form."""
         module_class = type(self)
-        if "rotation" in kwargs:  # from a patched attention module, which has checked the norm
-            return apply_rotated(self, args[0], kwargs["rotation"])
         if not issubclass(module_class, FusedNorm):
             return cast(Tensor, module_class.forward(self, *args, **kwargs))
         settings: NormSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]

@@ -281,22 +281,11 @@ def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
             Rotation(cos.cos, sin, axis, casting, cos.options, settings)
             for settings in cos.settings
         )
-        return _normalized_and_rotated(cos.norms[0], q, first), _normalized_and_rotated(
-            cos.norms[1], k, second
-        )
+        # not the modules, which have no hooks: another thread may have just restored their classes
+        return apply_rotated(cos.norms[0], q, first), apply_rotated(cos.norms[1], k, second)
 
     served.__name__ = f"_liger_multi_normed_{name}"
     return cast(FunctionType, served)
-
-
-def _normalized_and_rotated(norm: Any, x: Tensor, rotation: Rotation) -> Tensor:
-    """A norm with its rotation, also if another thread has just restored its class."""
-    y = (
-        norm(x, rotation=rotation)
-        if isinstance(norm, FusedNorm)
-        else apply_rotated(norm, x, rotation)
-    )
-    return cast(Tensor, y)
 
 
 def _normalized(norm: Any, x: Tensor, axis: int) -> Tensor:
