@@ -105,6 +105,13 @@ def parse(arguments: Sequence[str]) -> tuple[list[Run], list[str], argparse.Name
         unknown = [name for name in variants if name not in VARIANTS]
         if unknown:
             raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")
+        for name in ("rounds", "steps", "seconds"):
+            value = getattr(options, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name} must be positive, got {value}")
+        for run in runs:
+            if not variants_of(run, variants):
+                raise ValueError(f"{run} has none of the variants {', '.join(variants)}")
     except ValueError as wrong:
         parser.error(str(wrong))
     return runs, variants, options

@@ -121,6 +121,9 @@ def test_sets_name_known_runs_and_variants(monkeypatch):
         (["tiny:2"], "a run is MODEL"),
         (["tiny:2x32", "--variants", "theirs"], "unknown variant 'theirs'"),
         (["tiny:2x32", "--parts", "--cards", "2"], "--parts traces one card"),
+        (["tiny:2x32", "--rounds", "0"], "--rounds must be positive, got 0"),
+        (["tiny:2x32", "--seconds", "-1"], "--seconds must be positive, got -1.0"),
+        (["tiny:2x32", "--variants", "ours+keep_attention"], "tiny:2x32 has none of the variants"),
     ],
 )
 def test_command_line_errors(arguments, error, capsys):
