@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -301,6 +301,13 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
 }
 CHECKPOINTED = ("ours+keep_attention",)
 """Variants of runs with checkpointing alone."""
+FOR_EAGER = ("ours+attention",)
+"""Variants that sets measure where the unpatched model has eager attention."""
+
+
+def possible(run: Run, variants: Sequence[str]) -> list[str]:
+    """The variants that a run can have."""
+    return [name for name in variants if run.checkpointing or name not in CHECKPOINTED]
 
 
 def load(run: Run, variant: str) -> None:
@@ -319,7 +326,8 @@ class RunSet(NamedTuple):
 
     Attributes:
         runs: What is trained.
-        variants: Under which variants; those that want checkpointing where a run has it.
+        variants: Under which variants; those that want checkpointing, or another attention than
+            the eager one, where that fits a run.
         parts: Whether steps are traced, too.
     """
 
@@ -332,6 +340,15 @@ class RunSet(NamedTuple):
         """The variants whose packages this environment has."""
         lacking = importlib.util.find_spec("liger_kernel") is None
         return [name for name in self.variants if not (lacking and name.startswith("liger"))]
+
+    def planned(self) -> dict[Run, list[str]]:
+        """The variants of every run."""
+        by_run = {}
+        for run in map(Run.parse, self.runs):
+            is_eager = MODELS[run.model][0] in ATTENTION
+            names = possible(run, self.installed)
+            by_run[run] = [name for name in names if is_eager or name not in FOR_EAGER]
+        return by_run
 
 
 EAGER = ("stock", "liger", "ours")
@@ -352,6 +369,8 @@ HEADLINE = ("llama-3.2-1b:8x4096", DENSE[0], "qwen2-0.5b:16x2048", *DENSE[1:], M
 """Runs that the headline may show, of each model the first one of which all variants trained."""
 SETS = {
     "readme": RunSet((*DENSE, MIXTURE), EAGER, parts=False),
-    "table": RunSet(WHOLE, (*EAGER, "ours+float8", "ours+keep_attention"), parts=True),
+    "table": RunSet(
+        WHOLE, (*EAGER, "ours+float8", "ours+keep_attention", "ours+attention"), parts=True
+    ),
 }
 SECONDS = 540  # that a set takes at most, but for first rounds that are slower

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import store
-from benchmarks.configs import CHECKPOINTED, EAGER, SECONDS, SETS, VARIANTS, Run
+from benchmarks.configs import EAGER, SECONDS, SETS, VARIANTS, Run, possible
 from benchmarks.harness import device_of
 from benchmarks.parts import BOUND
 from benchmarks.turns import Cards, Pace, Turns, Worker, in_turns
@@ -57,8 +57,8 @@ def parts_line(parts: dict[str, Any]) -> str:
     return f"    step {parts['span_ms']:.2f} ms, beyond GEMMs and attention {gap:.2f}: {shown}"
 
 
-def parse(arguments: Sequence[str]) -> tuple[list[Run], list[str], argparse.Namespace]:
-    """Runs, variants and options of a command line."""
+def parse(arguments: Sequence[str]) -> tuple[dict[Run, list[str]], argparse.Namespace]:
+    """The variants of every run, and the options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument(
         "runs",
@@ -88,46 +88,46 @@ def parse(arguments: Sequence[str]) -> tuple[list[Run], list[str], argparse.Name
     parser.add_argument("--cards", type=int, help="over which parameters are sharded, also one")
     store.add_options(parser)
     options = parser.parse_args(arguments)
-    variants, texts = list(EAGER), options.runs
-    if len(texts) == 1 and texts[0] in SETS:
-        chosen = SETS[texts[0]]
-        texts, variants = list(chosen.runs), chosen.installed
-        if len(variants) < len(chosen.variants):
-            print("Liger-Kernel is not installed: its column stays empty", flush=True)
-        options.parts = options.parts or (chosen.parts and options.cards is None)
-        options.seconds = SECONDS if options.seconds is None else options.seconds
-    if options.variants is not None:
-        variants = options.variants.split(",")
     if options.parts and options.cards is not None:
         parser.error("--parts traces one card, not --cards")
     try:
-        runs = [Run.parse(text) for text in texts]
-        unknown = [name for name in variants if name not in VARIANTS]
-        if unknown:
-            raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")
-        for name in ("rounds", "steps", "seconds"):
-            value = getattr(options, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"--{name} must be positive, got {value}")
-        for run in runs:
-            if not variants_of(run, variants):
-                raise ValueError(f"{run} has none of the variants {', '.join(variants)}")
+        planned = planned_by(options)
     except ValueError as wrong:
         parser.error(str(wrong))
-    return runs, variants, options
+    return planned, options
 
 
-def variants_of(run: Run, variants: Sequence[str]) -> list[str]:
-    """The variants that a run can have."""
-    return [name for name in variants if run.checkpointing or name not in CHECKPOINTED]
+def planned_by(options: argparse.Namespace) -> dict[Run, list[str]]:
+    """The variants of every run; a set decides what the command line leaves open."""
+    for name in ("rounds", "steps", "seconds"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name} must be positive, got {value}")
+    chosen = SETS.get(options.runs[0]) if len(options.runs) == 1 else None
+    variants = list(EAGER) if options.variants is None else options.variants.split(",")
+    unknown = [name for name in variants if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")
+    if chosen is not None:
+        options.parts = options.parts or (chosen.parts and options.cards is None)
+        options.seconds = SECONDS if options.seconds is None else options.seconds
+        if options.variants is None:
+            if len(chosen.installed) < len(chosen.variants):
+                print("Liger-Kernel is not installed: its column stays empty", flush=True)
+            return chosen.planned()
+    runs = map(Run.parse, options.runs if chosen is None else chosen.runs)
+    planned = {run: possible(run, variants) for run in runs}
+    for run, names in planned.items():
+        if not names:
+            raise ValueError(f"{run} has none of the variants {', '.join(variants)}")
+    return planned
 
 
 def start(run: Run, variants: Sequence[str], options: argparse.Namespace) -> list[Turns]:
     """Processes of a run, which load their packages; a turn takes the device's memory."""
-    names = variants_of(run, variants)
     if options.cards is not None:
-        return [Cards(run, name, options.cards) for name in names]
-    return [Worker(run, name, options.limit_gb) for name in names]
+        return [Cards(run, name, options.cards) for name in variants]
+    return [Worker(run, name, options.limit_gb) for name in variants]
 
 
 def rows_of(workers: Sequence[Turns], options: argparse.Namespace) -> dict[str, list[Any]]:
@@ -146,21 +146,22 @@ def rows_of(workers: Sequence[Turns], options: argparse.Namespace) -> dict[str, 
 
 
 def started(
-    runs: Sequence[Run], variants: Sequence[str], options: argparse.Namespace
+    planned: Mapping[Run, Sequence[str]], options: argparse.Namespace
 ) -> Iterator[list[Turns]]:
     """Processes of each run; those of the next one load packages while these build and warm up."""
-    following = start(runs[0], variants, options)
-    for run in (*runs[1:], None):
+    first, *others = planned
+    following = start(first, planned[first], options)
+    for run in (*others, None):
         workers = following
-        following = [] if run is None else start(run, variants, options)
+        following = [] if run is None else start(run, planned[run], options)
         yield workers
 
 
-def report(runs: list[Run], variants: list[str], options: argparse.Namespace) -> int:
+def report(planned: Mapping[Run, Sequence[str]], options: argparse.Namespace) -> int:
     """Run everything, and print how it went; what is done is kept after every turn."""
     head = store.head("models", options, device_of())
     head |= {"limit_gb": options.limit_gb, "steps": options.steps}
-    total = sum(len(variants_of(run, variants)) for run in runs)
+    total = sum(map(len, planned.values()))
     pace = Pace(options.rounds, options.seconds, total)
     traced = TRACED_STEPS if options.parts else 0
     done: dict[str, list[Any]] = {}
@@ -171,7 +172,7 @@ def report(runs: list[Run], variants: list[str], options: argparse.Namespace) ->
         *columns, TextColumn("{task.description}"), console=console, transient=True
     ) as progress:
         task = progress.add_task("starting", total=total * options.rounds)
-        for workers in started(runs, variants, options):
+        for workers in started(planned, options):
             pace.begin(workers)
             for one in in_turns(workers, options.steps, traced, pace):
                 progress.update(task, advance=1, description=f"{one.run} {one.variant}")
@@ -186,7 +187,7 @@ def report(runs: list[Run], variants: list[str], options: argparse.Namespace) ->
             show(workers)
     for file in paths:
         sys.stdout.write(f"written to {file}\n")
-    print(f"{total} variants of {len(runs)} runs took {pace.seconds:.0f} s", flush=True)
+    print(f"{total} variants of {len(planned)} runs took {pace.seconds:.0f} s", flush=True)
     return int(any("failure" in row and row["variant"].startswith("ours") for row in rows_in(done)))
 
 

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", default="*")
     parser.add_argument("--samples", default="*")
     parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--providers", default="ours", help="with commas, as those of bench")
     options = parser.parse_args(arguments)
     device = device_of()
     cpu = device.type == "cpu"
@@ -67,19 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"a large copy: {peak.copy_bytes_per_second / 1e12:.2f} TB/s, read and written", flush=True
     )
     for case in cases(options.ops, options.samples, dtype, (2**20, 1e8) if cpu else None):
-        provider = providers.find("ours", case, device, dtype)
-        if isinstance(provider, str):
-            print(f"{case.op} {case.label}: {provider}", flush=True)
-            continue
-        runner = Runner.make(
-            provider, draw(case.sample, device, dtype), upstream(case, device, dtype)
-        )
-        calls = [traced(runner, clock) for _ in range(options.calls + 2)][2:]
-        for direction, least in least_bytes(case.work(dtype)).items():
-            traces = [one[direction] for one in calls]
-            print(operator_line(case, direction, traces, least, peak), flush=True)
-        del runner
-        release(device)
+        for name in options.providers.split(","):
+            provider = providers.find(name, case, device, dtype)
+            if isinstance(provider, str):
+                print(f"{case.op} {case.label} by {name}: {provider}", flush=True)
+                continue
+            runner = Runner.make(
+                provider, draw(case.sample, device, dtype), upstream(case, device, dtype)
+            )
+            calls = [traced(runner, clock) for _ in range(options.calls + 2)][2:]
+            for direction, least in least_bytes(case.work(dtype)).items():
+                traces = [one[direction] for one in calls]
+                print(operator_line(case, name, direction, traces, least, peak), flush=True)
+            del runner
+            release(device)
     return 0
 
 
@@ -116,7 +118,7 @@ def plain(name: str) -> str:
 
 
 def operator_line(
-    case: Any, direction: str, traces: list[list[Span]], least: float, peak: Any
+    case: Any, provider: str, direction: str, traces: list[list[Span]], least: float, peak: Any
 ) -> str:
     """Time of each kernel in order, the sum, and what the least bytes are of a copy's time."""
     every = statistics.median(sum(s.length for s in one) for one in traces)
@@ -129,8 +131,8 @@ def operator_line(
         floor = 1e6 * least / peak.copy_bytes_per_second
         share = f", least {least / 2**20:.1f} MiB = {floor:.1f} us: {100 * floor / every:.0f} %"
     return (
-        f"{case.op} {case.label} {direction}: {len(traces[0])} launches, {every:.1f} us{share}; "
-        + ", ".join(alone)
+        f"{case.op} {case.label} by {provider} {direction}: {len(traces[0])} launches, "
+        f"{every:.1f} us{share}; " + ", ".join(alone)
     )
 
 

@@ -24,6 +24,7 @@ NAMES = {
     **PEOPLE,
     "ours+float8": "ours, FP8",
     "ours+keep_attention": "ours, `keep_attention`",
+    "ours+attention": "ours, `register_attention`",
 }
 """Variants as heads of columns."""
 LEAST_MS = 0.01  # of a part of a step, below which a cell stays empty

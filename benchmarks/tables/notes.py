@@ -70,6 +70,18 @@ def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
     return table_rows
 
 
+def beside(lines: Iterable[Cells]) -> list[list[str]]:
+    """Forward and backward of one shape and provider as one row, with the longest kernels."""
+    table_rows = []
+    for names, ways in grouped((cells[:3], cells[3:]) for cells in lines).items():
+        launches, time = (sum(map(float, numbers)) for numbers in zip(*(way[:2] for way in ways)))
+        kernels = re.findall(KERNEL, ", ".join(way[2] for way in ways))
+        longest = sorted(kernels, key=lambda kernel: -float(kernel[1]))[:3]
+        shown = "; ".join(f"{plain(name)} {length}" for name, length in longest)
+        table_rows.append([*names, f"{launches:.0f}", f"{time:.1f}", shown])
+    return table_rows
+
+
 STALL = (
     rf"(\S+) +(\w+) +idle at the head, us: median{NUMBER} least{NUMBER} most{NUMBER} of \d+ heads, "
     rf"(\d+) copies to the host; kernels of a step{NUMBER} ms, idle{NUMBER} ms"
@@ -142,9 +154,15 @@ NOTES = {
             "% of peak",
             "longest kernels, us",
         ),
-        rf"(\w+) (.+) (?:forward|backward): (\d+) launches,{NUMBER} us"
+        rf"(\w+) (.+?)(?: by ours)? (?:forward|backward): (\d+) launches,{NUMBER} us"
         rf"(?:, least{NUMBER} MiB ={NUMBER} us:\s*\d+ %)?; (.*)",
         both_ways,
+    ),
+    "peers": Table(
+        "peer-kernels",
+        ("operator", "shape", "who", "launches", "kernels, us", "longest kernels, us"),
+        rf"(\w+) (.+) by (\S+) (?:forward|backward): (\d+) launches,{NUMBER} us[^;]*; (.*)",
+        beside,
     ),
     "sparse-layers": Table(
         "sparse-layers",

@@ -566,9 +566,15 @@ def test_a_trial_keeps_rows_of_operators_and_of_a_step(tmp_path):
 
 
 def test_a_trial_on_a_cpu(capsys):
-    assert traces.main(["--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"]) == 0
+    asked = ["--samples", "8192x4096", "--calls", "1", "--providers", "ours,aten,flex"]
+    assert traces.main(["--ops", "layer_norm", *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if " us" in line or "TB/s" in line]) == 3
+    assert len([line for line in lines if " us" in line or "TB/s" in line]) == 5
+    assert lines[-1].endswith(" by flex: has no such operator")
+    table = trace_pages.NOTES["peers"]
+    rows = trace_pages.rows(table, lines)
+    assert [(row[0], row[2]) for row in rows] == [("layer_norm", "ours"), ("layer_norm", "aten")]
+    assert {len(row) for row in rows} == {len(table.heads)}
 
 
 def test_the_page_has_every_line_that_is_printed():
@@ -576,13 +582,15 @@ def test_the_page_has_every_line_that_is_printed():
     peak = SimpleNamespace(copy_bytes_per_second=3e12)
     kernels = [Span("_jsd_kernel", 0, 8), Span("void at::reduce<int, 4>(int)", 9, 60)]
     lines = [
-        traces.operator_line(case, "forward", [kernels], 2**20, peak),
-        traces.operator_line(case, "backward", [kernels[:1]], 2**21, peak),
+        traces.operator_line(case, "ours", "forward", [kernels], 2**20, peak),
+        traces.operator_line(case, "ours", "backward", [kernels[:1]], 2**21, peak),
     ]
-    table = trace_pages.NOTES["operators"]
-    (cells,) = trace_pages.rows(table, [*lines, "    12.0 us in 3: a kernel"])
-    assert len(cells) == len(table.heads)
-    assert cells[-1]
+    for name in ("operators", "peers"):
+        table = trace_pages.NOTES[name]
+        (cells,) = trace_pages.rows(table, [*lines, "    12.0 us in 3: a kernel"])
+        assert cells[:2] == ["jsd", "logits-8x9"]
+        assert len(cells) == len(table.heads)
+        assert cells[-1]
 
 
 # --- long rows ---

@@ -101,18 +101,20 @@ def test_sets_name_known_runs_and_variants(monkeypatch):
         assert [str(Run.parse(text)) for text in chosen.runs] == list(chosen.runs)
         assert set(chosen.variants) <= set(VARIANTS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    runs, variants, options = models.parse(["table"])
-    assert [str(run) for run in runs] == list(SETS["table"].runs)
-    assert variants == ["stock", "ours", "ours+float8", "ours+keep_attention"], "no Liger-Kernel"
+    planned, options = models.parse(["table"])
+    assert [str(run) for run in planned] == list(SETS["table"].runs)
+    for run, variants in planned.items():
+        assert variants == [
+            *("stock", "ours", "ours+float8"),  # no Liger-Kernel
+            *["ours+keep_attention"] * run.checkpointing,
+            *["ours+attention"] * ("gpt-oss" in run.model),
+        ]
     assert options.parts
     assert options.seconds == configs.SECONDS
-    assert [models.variants_of(run, variants)[-1] for run in runs[:2]] == [
-        "ours+float8",
-        "ours+keep_attention",
-    ]
-    runs, variants, options = models.parse(["readme", "--seconds", "9", "--variants", "ours"])
-    assert (variants, options.parts, options.seconds) == (["ours"], False, 9.0)
-    assert models.parse(["tiny:2x32"])[2].seconds is None
+    planned, options = models.parse(["readme", "--seconds", "9", "--variants", "ours+attention"])
+    assert list(planned.values()) == [["ours+attention"]] * len(SETS["readme"].runs), "asked for"
+    assert (options.parts, options.seconds) == (False, 9.0)
+    assert models.parse(["tiny:2x32"])[1].seconds is None
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_models_are_measured_in_turns(monkeypatch):
 
 
 @pytest.mark.parametrize("model", TINY)
-@pytest.mark.parametrize("variant", ["stock", "ours", "ours+float8"])
+@pytest.mark.parametrize("variant", ["stock", "ours", "ours+float8", "ours+attention"])
 def test_families_of_the_table_train(model, variant, monkeypatch):
     family = TINY[model][0]
     config, _ = configs.NAMES.get(family, (f"{family}Config", ""))
