@@ -100,6 +100,7 @@ HEAD = (
     rf"{NUMBER} ms +(?:x([\d.]+) +)?\(least [\d.]+\) +peak{NUMBER} MiB(?: \(gradients{NUMBER}\))?"
 )
 HEAD_HEADS = ("shape", "what", "ms", "over the GEMMs", "peak beyond inputs, MiB", "of it gradients")
+PIECE = rf"(\S+): (.+?) {NUMBER} ms"
 HYBRID = (
     rf"([^:]*), ([^,:]+): fwd{NUMBER} ms, fwd\+bwd:?(?:{NUMBER} ms, peak{NUMBER} MiB, error "
     rf"(?:on \S+ tokens )?(\S+) .*| (out of memory).*)"
@@ -188,6 +189,8 @@ NOTES = {
         rf"(?:(\S+): )?(three whole GEMMs|lean, \S+ ignored) +{HEAD}",
         of_shapes,
     ),
+    "row-parts": Table("head-row-parts", ("shape", "what", "ms"), PIECE, one_each),
+    "lean-gemms": Table("lean-gemms", ("rows, width, classes", "GEMM", "ms"), PIECE, one_each),
     "head-chunks": Table(
         "head-chunks",
         HEAD_HEADS,
