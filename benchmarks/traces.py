@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import Call, device_of, wait
 from liger_multi.bench.measure import Clock, Runner, ceilings, release
+from liger_multi.errors import check_name
 
 
 class Span(NamedTuple):
@@ -52,7 +53,7 @@ def spans(call: Call, device: torch.device) -> list[Span]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the kernels of operators."""
     from liger_multi.bench import providers
-    from liger_multi.bench.cases import cases, draw, upstream
+    from liger_multi.bench.cases import cases
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces")
     parser.add_argument("--ops", default="*")
@@ -60,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--providers", default="ours", help="with commas, as those of bench")
     options = parser.parse_args(arguments)
+    names = options.providers.split(",")
+    try:
+        for name in names:
+            check_name(ValueError, "provider", name, providers.known_names())
+    except ValueError as wrong:
+        parser.error(str(wrong))
     device = device_of()
     cpu = device.type == "cpu"
     dtype, clock = (torch.float32 if cpu else torch.bfloat16), Clock(device)
@@ -68,21 +75,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"a large copy: {peak.copy_bytes_per_second / 1e12:.2f} TB/s, read and written", flush=True
     )
     for case in cases(options.ops, options.samples, dtype, (2**20, 1e8) if cpu else None):
-        for name in options.providers.split(","):
-            provider = providers.find(name, case, device, dtype)
-            if isinstance(provider, str):
-                print(f"{case.op} {case.label} by {name}: {provider}", flush=True)
-                continue
-            runner = Runner.make(
-                provider, draw(case.sample, device, dtype), upstream(case, device, dtype)
-            )
-            calls = [traced(runner, clock) for _ in range(options.calls + 2)][2:]
-            for direction, least in least_bytes(case.work(dtype)).items():
-                traces = [one[direction] for one in calls]
-                print(operator_line(case, name, direction, traces, least, peak), flush=True)
-            del runner
-            release(device)
+        for name in names:
+            for text in provider_lines(case, name, options.calls, dtype, clock, peak):
+                print(text, flush=True)
     return 0
+
+
+def provider_lines(
+    case: Any, name: str, count: int, dtype: torch.dtype, clock: Clock, peak: Any
+) -> list[str]:
+    """Both directions of a provider; or why there are none: a peer may fail."""
+    from liger_multi.bench import providers
+
+    provider = providers.find(name, case, clock.device, dtype)
+    if isinstance(provider, str):
+        return [f"{case.op} {case.label} by {name}: {provider}"]
+    try:
+        calls = traced_calls(case, provider, count, dtype, clock)
+    except Exception as error:
+        if name == "ours":
+            raise
+        return [f"{case.op} {case.label} by {name}: failed: {type(error).__name__}: {error}"]
+    return [
+        operator_line(case, name, direction, [one[direction] for one in calls], least, peak)
+        for direction, least in least_bytes(case.work(dtype)).items()
+    ]
+
+
+def traced_calls(
+    case: Any, provider: Any, count: int, dtype: torch.dtype, clock: Clock
+) -> list[dict[str, list[Span]]]:
+    """Kernels of some calls, after two that compile and tune."""
+    from liger_multi.bench.cases import draw, upstream
+
+    release(clock.device)
+    inputs = draw(case.sample, clock.device, dtype), upstream(case, clock.device, dtype)
+    runner = Runner.make(provider, *inputs)
+    return [traced(runner, clock) for _ in range(count + 2)][2:]
 
 
 def least_bytes(work: Any) -> dict[str, float]:

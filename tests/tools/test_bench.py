@@ -577,6 +577,22 @@ def test_a_trial_on_a_cpu(capsys):
     assert {len(row) for row in rows} == {len(table.heads)}
 
 
+def test_traces_know_providers(capsys):
+    with pytest.raises(SystemExit):
+        traces.main(["--providers", "ours,nobody"])
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_is_a_line_of_the_traces(monkeypatch, capsys):
+    asked = ["--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1", "--providers"]
+    monkeypatch.setattr(traces, "traced", lambda *_: 1 / 0)
+    assert traces.main([*asked, "aten"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith(" by aten: failed: ZeroDivisionError: division by zero")
+    with pytest.raises(ZeroDivisionError):
+        traces.main([*asked, "ours"])
+
+
 def test_the_page_has_every_line_that_is_printed():
     case = SimpleNamespace(op="jsd", label="logits-8x9")
     peak = SimpleNamespace(copy_bytes_per_second=3e12)
