@@ -62,19 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--providers", default="ours", help="with commas, as those of bench")
     options = parser.parse_args(arguments)
     names = options.providers.split(",")
-    try:
-        for name in names:
-            check_name(ValueError, "provider", name, providers.known_names())
-    except ValueError as wrong:
-        parser.error(str(wrong))
     device = device_of()
     cpu = device.type == "cpu"
-    dtype, clock = (torch.float32 if cpu else torch.bfloat16), Clock(device)
+    dtype = torch.float32 if cpu else torch.bfloat16
+    try:
+        if options.calls < 1:
+            raise ValueError(f"--calls must be positive, got {options.calls}")
+        for name in names:
+            check_name(ValueError, "provider", name, providers.known_names())
+        chosen = cases(options.ops, options.samples, dtype, (2**20, 1e8) if cpu else None)
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    clock = Clock(device)
     peak = ceilings(clock, dtype, quick=cpu)
     print(
         f"a large copy: {peak.copy_bytes_per_second / 1e12:.2f} TB/s, read and written", flush=True
     )
-    for case in cases(options.ops, options.samples, dtype, (2**20, 1e8) if cpu else None):
+    for case in chosen:
         for name in names:
             for text in provider_lines(case, name, options.calls, dtype, clock, peak):
                 print(text, flush=True)
@@ -99,6 +103,7 @@ def provider_lines(
     return [
         operator_line(case, name, direction, [one[direction] for one in calls], least, peak)
         for direction, least in least_bytes(case.work(dtype)).items()
+        if direction in calls[0]
     ]
 
 
@@ -135,10 +140,10 @@ def traced(runner: Any, clock: Any) -> dict[str, list[Span]]:
 
     with runner.provider.scope():
         arguments = runner.prepare()
-        return {
-            "forward": emptied(lambda: kept.append(runner.forward(arguments))),
-            "backward": emptied(lambda: runner.backward(kept[0])),
-        }
+        kernels = {"forward": emptied(lambda: kept.append(runner.forward(arguments)))}
+        if runner.leaves:
+            kernels["backward"] = emptied(lambda: runner.backward(kept[0]))
+        return kernels
 
 
 def plain(name: str) -> str:

@@ -70,7 +70,7 @@ def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
     return table_rows
 
 
-def beside(lines: Iterable[Cells]) -> list[list[str]]:
+def by_provider(lines: Iterable[Cells]) -> list[list[str]]:
     """Forward and backward of one shape and provider as one row, with the longest kernels."""
     table_rows = []
     for names, ways in grouped((cells[:3], cells[3:]) for cells in lines).items():
@@ -100,7 +100,7 @@ HEAD = (
     rf"{NUMBER} ms +(?:x([\d.]+) +)?\(least [\d.]+\) +peak{NUMBER} MiB(?: \(gradients{NUMBER}\))?"
 )
 HEAD_HEADS = ("shape", "what", "ms", "over the GEMMs", "peak beyond inputs, MiB", "of it gradients")
-PIECE = rf"(\S+): (.+?) {NUMBER} ms"
+TIMED = rf"(\S+): (.+?) {NUMBER} ms"
 HYBRID = (
     rf"([^:]*), ([^,:]+): fwd{NUMBER} ms, fwd\+bwd:?(?:{NUMBER} ms, peak{NUMBER} MiB, error "
     rf"(?:on \S+ tokens )?(\S+) .*| (out of memory).*)"
@@ -155,7 +155,7 @@ NOTES = {
             "% of peak",
             "longest kernels, us",
         ),
-        rf"(\w+) (.+?)(?: by ours)? (?:forward|backward): (\d+) launches,{NUMBER} us"
+        rf"(\w+) ((?:(?! by ).)+)(?: by ours)? (?:forward|backward): (\d+) launches,{NUMBER} us"
         rf"(?:, least{NUMBER} MiB ={NUMBER} us:\s*\d+ %)?; (.*)",
         both_ways,
     ),
@@ -163,7 +163,7 @@ NOTES = {
         "peer-kernels",
         ("operator", "shape", "who", "launches", "kernels, us", "longest kernels, us"),
         rf"(\w+) (.+) by (\S+) (?:forward|backward): (\d+) launches,{NUMBER} us[^;]*; (.*)",
-        beside,
+        by_provider,
     ),
     "sparse-layers": Table(
         "sparse-layers",
@@ -189,8 +189,8 @@ NOTES = {
         rf"(?:(\S+): )?(three whole GEMMs|lean, \S+ ignored) +{HEAD}",
         of_shapes,
     ),
-    "row-parts": Table("head-row-parts", ("shape", "what", "ms"), PIECE, one_each),
-    "lean-gemms": Table("lean-gemms", ("rows, width, classes", "GEMM", "ms"), PIECE, one_each),
+    "row-parts": Table("head-row-parts", ("shape", "what", "ms"), TIMED, one_each),
+    "lean-gemms": Table("lean-gemms", ("rows, width, classes", "GEMM", "ms"), TIMED, one_each),
     "head-chunks": Table(
         "head-chunks",
         HEAD_HEADS,

@@ -1,5 +1,6 @@
 """The benchmark runner: what it writes, what it refuses, and its arithmetic; and two benchmarks."""
 
+import contextlib
 import dataclasses
 import gc
 import importlib
@@ -577,10 +578,30 @@ def test_a_trial_on_a_cpu(capsys):
     assert {len(row) for row in rows} == {len(table.heads)}
 
 
-def test_traces_know_providers(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--providers", "ours,nobody"], "unknown provider 'nobody'"),
+        (["--ops", "nobodys"], "unknown operator 'nobodys'"),
+        (["--calls", "0"], "--calls must be positive, got 0"),
+    ],
+)
+def test_command_lines_of_traces_that_are_refused(arguments, error, capsys):
     with pytest.raises(SystemExit):
-        traces.main(["--providers", "ours,nobody"])
-    assert "nobody" in capsys.readouterr().err
+        traces.main(arguments)
+    assert error in capsys.readouterr().err
+
+
+def test_an_operator_without_gradients_is_traced_forward():
+    runner = SimpleNamespace(
+        provider=SimpleNamespace(scope=contextlib.nullcontext),
+        prepare=lambda: torch.ones(3),
+        forward=torch.exp,
+        leaves={},
+    )
+    kernels = traces.traced(runner, SimpleNamespace(cpu=True, device=torch.device("cpu")))
+    assert [span.name for span in kernels.pop("forward")] == ["aten::exp"]
+    assert not kernels
 
 
 def test_a_peer_that_fails_is_a_line_of_the_traces(monkeypatch, capsys):
