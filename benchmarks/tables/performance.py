@@ -1,7 +1,7 @@
 """Tables of ``docs/performance.md`` and README's headline, each from the newest results alone.
 
 Every table answers one question and names the card, the date and the versions of its rows. A row is
-of one run, in which all variants took turns; where several cards have it, the newest run counts.
+of one run, in which all variants took turns; of several runs, the newest counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
 PEOPLE = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
 ABSENT = "-"
+NOT_THERE = ("No module named", "has no such")
+"""How failures of a provider begin that was not installed, or that lacks the function."""
 NOISE, TOO_NOISY = 15.0, 40.0
 """Percent between the fastest and the slowest step: what is shown, and what makes no headline."""
 
@@ -100,6 +102,8 @@ def number(row: Mapping[str, Any] | None, unit: str) -> str:
     if value:
         return shown(value)
     why = str(row.get("failure") or row.get("status") or ABSENT).partition(":")[0]
+    if why.startswith(NOT_THERE):
+        return ABSENT
     return why if why in (ABSENT, "out of memory", "not supported") else "failed"
 
 
@@ -238,10 +242,14 @@ def _over(ours: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 def losses() -> str:
     """Losses on hidden states beside the GEMMs that they need, TRL, Liger-Kernel and PyTorch."""
-    newest_rows = newest("losses", lambda _, row: (row["case"], store.shape(row)), "provider")
+    newest_rows = newest(
+        "losses",
+        lambda data, row: (row["case"], store.shape(row), store.device(data)),
+        "provider",
+    )
     lines = []
     who = ("ours", "products", "trl", "liger", "torch")
-    for (case, shape), (data, rows) in sorted(newest_rows.items()):
+    for (case, shape, _), (data, rows) in sorted(newest_rows.items()):
         lines.append(
             [
                 case,

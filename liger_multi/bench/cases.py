@@ -106,9 +106,14 @@ def _row_tensors(sample: Sample) -> tuple[str, ...]:
     )
 
 
+def _vocabulary(sample: Sample) -> int:
+    """Classes of the ids; integers of a fixed dtype are codes, which have no axis of classes."""
+    return max((t.classes for t in sample.tensors.values() if t.dtype is None), default=0)
+
+
 def _divide(sample: Sample, divisors: Mapping[str, int]) -> Sample:
     """The sample with fewer rows and a smaller vocabulary."""
-    rows, classes = _row_tensors(sample), max(t.classes for t in sample.tensors.values())
+    rows, classes = _row_tensors(sample), _vocabulary(sample)
     fewer = max(1, classes // divisors.get("V", 1))
     tensors = {}
     for name, t in sample.tensors.items():
@@ -118,19 +123,25 @@ def _divide(sample: Sample, divisors: Mapping[str, int]) -> Sample:
                 shape[0] = max(1, length // divisors.get("rows", 1))
             elif classes and length == classes:
                 shape[axis] = fewer
-        tensors[name] = replace(t, shape=tuple(shape), classes=fewer if t.classes else 0)
+        is_id = t.classes and t.dtype is None
+        tensors[name] = replace(t, shape=tuple(shape), classes=fewer if is_id else t.classes)
     return replace(sample, tensors=tensors)
 
 
 def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operations: float) -> Case:
-    """Halve rows and vocabulary in turn until the sample is small enough for a CPU."""
+    """Halve rows and vocabulary in turn until the sample is small enough for a CPU.
+
+    A sample whose shapes only fit each other as they are stays whole.
+    """
     divisors: dict[str, int] = {}
+    if sample.is_whole:
+        return Case(op, sample, divisors)
     while True:
         small = _divide(sample, divisors)
         shapes = {n: t.shape for n, t in small.tensors.items()}
         work = work_of(op, shapes, itemsize, sample.options)
         rows = next(iter(shapes.values()))[0]
-        classes = max(t.classes for t in small.tensors.values())
+        classes = _vocabulary(small)
         fits = small.elements * itemsize <= limit_bytes and work.both_operations <= operations
         if fits or (rows <= 1 and classes <= 1):
             return Case(op, small, divisors)
@@ -216,7 +227,11 @@ def of_pairs(angles: Tensor, rotated: Tensor, style: object) -> Tensor:
 
 
 def upstream(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A gradient for every result: random, or 1 for a scalar loss, as a training step has."""
+    """A gradient for every result: random, or 1 for a scalar loss, as a training step has.
+
+    Results of a dtype that the sample asks for have gradients of that one.
+    """
+    dtype = case.sample.options.get("dtype", dtype)
     none = torch.device("meta")
     meta = {n: t.empty(none, torch.float64) for n, t in case.sample.tensors.items()}
     generator = torch.Generator(device).manual_seed(1)
@@ -296,7 +311,7 @@ def truth(
         ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
         pairs = [(r, up) for r, up in zip(results, ups, strict=True) if r.requires_grad]
         smooth, args = ([pair[i] for pair in pairs] for i in (0, 1))
-        gradients = torch.autograd.grad(smooth, [wide[n] for n in grads], args)
+        gradients = torch.autograd.grad(smooth, [wide[n] for n in grads], args) if grads else ()
         for name, grad in zip(grads, gradients, strict=True):
             if name in rows or not grads[name]:
                 grads[name].append(grad)

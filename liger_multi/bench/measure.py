@@ -95,8 +95,10 @@ class Runner:
         return differentiable(self.provider.call(**arguments))
 
     def backward(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Gradients of all leaves."""
+        """Gradients of all leaves, which may be none."""
         leaves = self.leaves
+        if not leaves:
+            return {}
         if any(d.dtype != r.dtype for d, r in zip(self.douts, results, strict=True)):
             # once, in a call that is not timed
             self.douts = tuple(d.to(r.dtype) for d, r in zip(self.douts, results, strict=True))

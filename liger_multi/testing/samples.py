@@ -120,6 +120,7 @@ class Sample:
         options: Keyword options of the call.
         size: ``small``, ``thin`` or ``bench``.
         path: The kernel path that its shape reaches and other samples do not.
+        is_whole: Fewer rows would not fit the other shapes, so that nothing scales it down.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Sample:
     options: Mapping[str, Any] = field(default_factory=dict)
     size: str = "small"
     path: str = ""
+    is_whole: bool = False
 
     def make(
         self, device: torch.device | str, dtype: torch.dtype, seed: int = 0

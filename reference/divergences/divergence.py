@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
-from liger_multi.reference.cross_entropy.reduction import divide
 from liger_multi.reference.cross_entropy.rows import LogSumExp, log_sum_exp
 
 # --- what a backend supplies ---
@@ -213,18 +212,23 @@ class ReferenceRows:
     loss_and_gradient_ = staticmethod(loss_and_gradient_)
 
 
-def valid_rows(target: Tensor | None, loss: Tensor, ignore_index: int) -> Tensor:
-    """How many rows count, without axes, in the dtype of the loss."""
+def divisor(
+    target: Tensor | None, rows: int, dtype: torch.dtype, ignore_index: int
+) -> Tensor | int:
+    """How many rows count, at least 1: without any, losses and gradients are 0 by themselves.
+
+    All rows count without a target, and nothing has to be computed on the device.
+    """
     if target is None:
-        return torch.full((), loss.shape[0], dtype=loss.dtype, device=loss.device)
-    return (target != ignore_index).sum(dtype=loss.dtype)
+        return max(1, rows)
+    return (target != ignore_index).sum(dtype=dtype).clamp_(min=1)
 
 
-def reduced(loss: Tensor, count: Tensor, reduction: str) -> Tensor:
-    """Losses of rows, their sum, or their mean over valid rows (0 without any)."""
+def reduced(loss: Tensor, count: Tensor | int, reduction: str) -> Tensor:
+    """Losses of rows, their sum, or their mean over the rows that count."""
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else divide(loss.sum(), count)
+    return loss.sum() if reduction == "sum" else loss.sum() / count
 
 
 def forward_and_backward(
@@ -245,7 +249,7 @@ def forward_and_backward(
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         rows = kernels.statistics(student, teacher, target, spec)
-        count = valid_rows(target, rows.loss, ignore_index)
+        count = divisor(target, student.shape[0], rows.loss.dtype, ignore_index)
         return reduced(rows.loss, count, reduction), *rows[1:]
 
     def backward(
@@ -267,8 +271,7 @@ def forward_and_backward(
     ) -> Tensor:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         if reduction == "mean":
-            loss = dloss.new_empty(student.shape[0])
-            dloss = divide(dloss, valid_rows(target, loss, ignore_index))
+            dloss = dloss / divisor(target, student.shape[0], dloss.dtype, ignore_index)
         out = student.new_empty(student.shape)
         statistics = (lse, lse_low, teacher_lse, teacher_lse_low, slope)
         rows = DivergenceStats(lse.new_empty(0), *statistics)
@@ -293,11 +296,10 @@ def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
         reduction: str,
     ) -> Tensor:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
-        count = valid_rows(
-            target, DivergenceStats.empty(student.shape[0], spec, student).loss, ignore_index
-        )
-        unit = torch.ones_like(count)
-        factor = divide(unit, count) if reduction == "mean" else unit
+        dtype = statistics_dtype(student.dtype)
+        count = divisor(target, student.shape[0], dtype, ignore_index)
+        unit = student.new_ones((), dtype=dtype)
+        factor = unit / count if reduction == "mean" else unit
         loss = kernels.loss_and_gradient_(student, teacher, target, spec, factor)
         return reduced(loss, count, reduction)
 

@@ -28,9 +28,9 @@ from liger_multi.reference.divergences.divergence import (
     DivergenceKernels,
     DivergenceSpec,
     DivergenceStats,
+    divisor,
     reduced,
     spec_of,
-    valid_rows,
 )
 
 # --- the loop over both heads ---
@@ -138,8 +138,8 @@ def _forward_of(
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
         chunks = Pairs(hidden, weight, target, bias, teacher, spec, chunk_spec)
         loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.like).loss.zero_()
-        count = valid_rows(target, loss, ignore_index)
-        gain = torch.full_like(count, FP16_GAIN if chunks.dtype == torch.float16 else 1.0)
+        count = divisor(target, loss.shape[0], loss.dtype, ignore_index)
+        gain = loss.new_full((), FP16_GAIN if chunks.dtype == torch.float16 else 1.0)
         accumulator = Accumulator(chunks, hidden, weight, accumulate, needs)
         for chunk_slice, rows_of_chunk, h, t, raw in chunks:
             chunk_loss = loss.new_empty(raw.shape[0])
@@ -152,8 +152,8 @@ def _forward_of(
             loss[rows_of_chunk] = chunk_loss
             if any(needs):
                 accumulator.add(chunk_slice, rows_of_chunk, h, raw)
-        divisor = count if reduction == "mean" else torch.ones_like(count)
-        return reduced(loss, count, reduction), *accumulator.gradients, divisor * gain
+        divided = gain * count if reduction == "mean" else gain
+        return reduced(loss, count, reduction), *accumulator.gradients, divided
 
     return forward
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import gc
 import importlib
 import importlib.util
@@ -345,9 +346,32 @@ def test_scaled_samples_fit_and_keep_their_form(op):
         rows = {shapes[n][0] for n in bench_case.row_tensors}
         assert len(rows) == 1, "rows must stay equal"
         # where one row is left, the weights of a model are what they are
-        assert bench_case.sample.elements * 2 <= 16e6 or rows == {1}
+        whole = bench_case.sample.is_whole
+        assert bench_case.sample.elements * 2 <= 16e6 or rows == {1} or whole
+        assert not whole or not bench_case.divisors
+        specs = next(s for s in samples.of(op) if s.name == bench_case.sample.name).tensors
+        for name, spec in bench_case.sample.tensors.items():
+            if spec.dtype is not None:
+                assert spec.classes == specs[name].classes, "codes are no vocabulary"
         if "weight" in shapes:
             assert shapes["weight"][-1] == full["weight"][-1], "widths are not rows"
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "int4", "double-quantized", "14336x4096-*"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_four_bits_are_right(name, dtype):
+    """Some have no input that gets a gradient; results have the dtype that a sample asks for."""
+    found = [s for s in samples.of("dequantize") if fnmatch.fnmatchcase(s.name, name)]
+    for sample in (s for s in found if not s.is_whole):
+        bench_case = bench_cases.scaled("dequantize", sample, dtype.itemsize, 1e6, 1e9)
+        device = torch.device("cpu")
+        tensors = bench_cases.draw(bench_case.sample, device, dtype)
+        douts = bench_cases.upstream(bench_case, device, dtype)
+        expected = bench_cases.truth(bench_case, tensors, douts, torch.float64)
+        ours = bench_providers.find("ours", bench_case, device, dtype)
+        row = bench_runner._checked(bench_case, ours, tensors, douts, expected, dtype)
+        assert row["status"] == "ok", row
+        assert expected.grads.keys() == {n for n, t in tensors.items() if t.requires_grad}
 
 
 def test_truth_in_chunks_is_truth(monkeypatch):

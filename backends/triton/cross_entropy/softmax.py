@@ -240,7 +240,8 @@ def backward_of(dy: Tensor, y: Tensor, sparse: bool) -> Tensor:
     count, cols = dy2d.shape
     if not dx.numel():
         return dx
-    k = launch_config("softmax.backward", tile_config, dy.device, rows=count, cols=cols, arrays=2)
+    name = "sparsemax.backward" if sparse else "softmax.backward"
+    k = launch_config(name, tile_config, dy.device, rows=count, cols=cols, arrays=2)
     strides = (dy2d.stride(0), y2d.stride(0))
     if k.block < cols:
         launch(
