@@ -27,7 +27,7 @@ def train_sharded(run: Run, variant: str, steps: int) -> dict[str, Any]:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
-    model = VARIANTS[variant](build(run, device, torch.float32))
+    model = VARIANTS[variant](build(run, device, torch.float32), run)
     shard(model, mesh, None if device.type == "cpu" else torch.bfloat16)
     optimizer = adamw(model.parameters(), device)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())

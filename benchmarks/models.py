@@ -68,8 +68,8 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Run, list[str]], argparse.Name
     )
     parser.add_argument(
         "--variants",
-        help="by default stock,liger,ours, or those of the table; ours+keep_attention is measured "
-        "where a run has +checkpointing",
+        help="by default stock,liger,ours, or those of the table; ours+keep_attention and "
+        "ours+choose_within are measured where a run has +checkpointing",
     )
     parser.add_argument("--steps", type=int, default=4, help="of a turn, beside those to warm up")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every variant")

@@ -69,7 +69,7 @@ class Training:
         limit_memory(device, (self.limit_gb or 0) * 1e9)
         start = time.perf_counter()
         if self.model is None:
-            self.model = VARIANTS[self.variant](build(self.run, device))
+            self.model = VARIANTS[self.variant](build(self.run, device), self.run)
         spent["build"] = time.perf_counter() - start
         optimizer = adamw(self.model.parameters(), device)
         generator = torch.Generator(device).manual_seed(1)

@@ -24,6 +24,7 @@ NAMES = {
     **PEOPLE,
     "ours+float8": "ours, FP8",
     "ours+keep_attention": "ours, `keep_attention`",
+    "ours+choose_within": "ours, `choose_within`",
     "ours+attention": "ours, `register_attention`",
 }
 """Variants as heads of columns."""

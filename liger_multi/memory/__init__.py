@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from liger_multi.memory.breakdown import Profile, compare, profile
-from liger_multi.memory.choosing import adapt, choose, layer_stats
+from liger_multi.memory.choosing import adapt, choose, choose_within, layer_stats
 from liger_multi.memory.estimation import Estimate, estimate
 from liger_multi.memory.measure import format_bytes, measure, peak_memory
 from liger_multi.memory.offload import compress_activations, offload_activations
@@ -24,6 +24,7 @@ __all__ = [
     "apply",
     "apply_recompute",
     "choose",
+    "choose_within",
     "compare",
     "compress_activations",
     "decoder_layers",

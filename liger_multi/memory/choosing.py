@@ -5,9 +5,10 @@ What a layer keeps and recomputes under each policy follows from shapes alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from liger_multi._torch_private import tree_leaves, tree_map
 from liger_multi.checks import describe
 from liger_multi.errors import check_name
-from liger_multi.memory.estimation import meta_model
+from liger_multi.memory.estimation import estimate, meta_model
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.recompute import (
     POLICIES,
@@ -25,9 +26,12 @@ from liger_multi.memory.recompute import (
     undo_all,
 )
 from liger_multi.memory.recorder import FORWARD, RECOMPUTE
-from liger_multi.memory.setup import DTYPES
+from liger_multi.memory.setup import DTYPES, SetupOptions, TrainingSetup, positive, setup_of
 from liger_multi.memory.simulation import Simulation, backward
 from liger_multi.patcher import patcher
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # --- costs ---
 
@@ -105,15 +109,11 @@ def layer_stats(
         bandwidth: Bytes read and written per second.
     """
     param_dtype, autocast, _ = DTYPES[check_name(ValueError, "dtype", dtype, DTYPES)]
-    model = meta_model(model_or_config, param_dtype, attention, sequence)
-    undo_all(model)
+    model = _unwrapped(meta_model(model_or_config, param_dtype, attention, sequence))
     if patched:
         patcher().patch(model, **(patched if isinstance(patched, Mapping) else {}))
     model.train()
     layers = [layer for _, layer in decoder_layers(model)]
-    for layer in layers:
-        if getattr(layer, "gradient_checkpointing", False):
-            layer.__dict__["gradient_checkpointing"] = False
     calls = _calls(model, layers, batch, sequence, device, autocast)
     costs: dict[Any, dict[str, Cost]] = {}
     for layer, (args, kwargs) in zip(layers, calls, strict=True):
@@ -124,6 +124,15 @@ def layer_stats(
                 counter = _Count(device, None, layer, None, sequence, autocast)
                 costs[key][name] = counter.cost(name, args, kwargs, flops, bandwidth)
     return Stats(tuple(costs[_cost_key(layer)] for layer in layers), batch * sequence)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The same copy of a model, with neither policies nor checkpointing of its own."""
+    undo_all(model)
+    for _, layer in decoder_layers(model):
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.__dict__["gradient_checkpointing"] = False
+    return model
 
 
 def _cost_key(layer: nn.Module) -> Any:
@@ -276,6 +285,67 @@ def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
             rate, _, name = min(rates)
             yield rate, index, name
             cost = layer[name]
+
+
+def choose_within(
+    model_or_config: Any,
+    peak_bytes: int,
+    batch: int,
+    sequence: int,
+    setup: TrainingSetup | None = None,
+    **options: Unpack[SetupOptions],
+) -> Choice:
+    """The cheapest policies with which a step is estimated to need at most so many bytes.
+
+    :func:`choose` counts what layers keep. Here, the whole step counts: weights, optimizer states,
+    the loss, and the gradients that come in backward where activations of the last layers have
+    gone, so that these layers may keep more. It takes the steps of :func:`choose` until the
+    estimated peak fits, and then takes them back for as many of the last layers as it can.
+
+    Args:
+        model_or_config: As of :func:`liger_multi.memory.estimate`; policies that a model has
+            already, and checkpointing of its own, are left out.
+        peak_bytes: Of one device, for all that the estimate counts.
+        batch: Sequences of one device and one step.
+        sequence: Tokens of each.
+        setup: How it is trained, as for the estimate.
+        **options: Attributes of :class:`TrainingSetup`, which take the place of those in ``setup``.
+
+    Raises:
+        ValueError: As for the estimate; or a setup with ``checkpointing``, which is chosen here.
+        TypeError: As for the estimate.
+    """
+    setup = setup_of(setup, **options)
+    if setup.checkpointing:
+        raise ValueError("choose_within chooses what is recomputed; got checkpointing=True as well")
+    positive(batch=batch, sequence=sequence)
+    dtype = DTYPES[setup.dtype][0]
+    model = _unwrapped(meta_model(model_or_config, dtype, setup.attention, sequence))
+    stats = layer_stats(
+        model,
+        batch,
+        sequence,
+        dtype=setup.dtype,
+        patched=setup.patched,
+        attention=setup.attention,
+        device=setup.device,
+    )
+    steps = sorted(_steps(stats))
+    count = len(stats.layers)
+
+    def policies(taken: int, whole: int = 0) -> tuple[str, ...]:
+        named = {layer: name for _, layer, name in steps[:taken]}
+        return tuple(named.get(i, "none") if i < count - whole else "none" for i in range(count))
+
+    def fits(chosen: tuple[str, ...]) -> bool:
+        with apply_recompute(model, chosen):
+            return estimate(model, batch, sequence, setup).peak_bytes <= peak_bytes
+
+    taken = bisect_left(range(len(steps)), True, key=lambda taken: fits(policies(taken)))
+    whole = bisect_left(range(1, count), True, key=lambda n: not fits(policies(taken, n)))
+    chosen = policies(taken, whole)
+    kept_bytes, seconds = stats.kept_bytes(chosen), stats.seconds(chosen)
+    return Choice(chosen, kept_bytes, seconds, taken < len(steps) or fits(chosen))
 
 
 class Adaptive(Recompute):

@@ -280,6 +280,31 @@ def test_fewest_layers_recompute():
     assert 0 < some[0].settings.layers < LAYERS
 
 
+def test_a_batch_in_one_pass_has_no_gradients_that_wait():
+    """It needs less than its parts one after the other, where gradients are most of the memory."""
+    length = 32
+    predictor = Predictor(Shapes(config_of(), length), CARDS["h200"], "cpu")
+    policy = {"recompute": "full", "layers": LAYERS}
+    settings = replace(BASE, sequence=length, micro_batch=2, chunk=64, **policy)
+    peak = predictor.predict(settings).peak_bytes
+    parts = replace(settings, micro_batch=1, accumulation=2)
+    assert predictor.predict(parts).peak_bytes > peak
+    training_plan = plan(
+        config_of(),
+        peak,
+        1,
+        2,
+        length,
+        device="cpu",
+        space=replace(SMALL, policies=("full",)),
+        headroom=0,
+        limits=False,
+        optimizer="adamw_loop",
+    )
+    best = training_plan.best.settings
+    assert (best.micro_batch, best.accumulation) == (2, 1)
+
+
 def test_refuses_with_the_nearest():
     with pytest.raises(PlanError, match=r"nothing fits into 2\.0 MiB.*nearest plan") as raised:
         plan(config_of(), "2MiB", 1, 2, LENGTH, device="cpu", space=SMALL, headroom=0)

@@ -106,7 +106,7 @@ def test_sets_name_known_runs_and_variants(monkeypatch):
     for run, variants in planned.items():
         assert variants == [
             *("stock", "ours", "ours+float8"),  # no Liger-Kernel
-            *["ours+keep_attention"] * run.checkpointing,
+            *["ours+keep_attention", "ours+choose_within"] * run.checkpointing,
             *["ours+attention"] * ("gpt-oss" in run.model),
         ]
     assert options.parts
@@ -150,19 +150,19 @@ def test_a_peer_without_a_patch_is_a_row_with_the_reason(monkeypatch):
     assert "failure" not in turns.Training(run, "liger", None).turn(1)
 
 
-def test_keep_attention_replaces_the_checkpointing_of_the_model():
+def test_policies_replace_the_checkpointing_of_the_model():
     run = Run.parse("tiny:2x32+checkpointing")
     device, losses = torch.device("cpu"), []
     ids = torch.arange(64).reshape(2, 32)
-    for variant in ("ours", "ours+keep_attention"):
-        model = VARIANTS[variant](configs.build(run, device))
+    for variant in ("ours", *configs.CHECKPOINTED):
+        model = VARIANTS[variant](configs.build(run, device), run)
         checkpointed = [layer.gradient_checkpointing for layer in model.model.layers]
         assert checkpointed == [variant == "ours"] * 2
         wrapped = [type(vars(layer).get("forward")).__name__ for layer in model.model.layers]
         assert (wrapped == ["_Recomputed"] * 2) == (variant != "ours")
         losses.append(model(input_ids=ids, labels=ids).loss)
         losses[-1].backward()
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]
 
 
 # --- turns ---
@@ -176,7 +176,7 @@ def test_models_are_measured_in_turns(monkeypatch):
     assert report["parts"]["span_ms"] > 0
     assert set(report["spent"]) == {"build", "steps", "trace"}
     assert training.model is None, "the next process has the memory"
-    monkeypatch.setitem(VARIANTS, "stock+compile", lambda model: model)
+    monkeypatch.setitem(VARIANTS, "stock+compile", lambda model, run: model)
     compiled = turns.Training(run, "stock+compile", None)
     assert compiled.turn(0)["seconds"] == []
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def test_models_are_measured_in_turns(monkeypatch):
         compiled.model.parameters(), fresh.parameters(), strict=True
     ):
         assert torch.equal(compiled_weight, eager_weight), "compiling trains nothing"
-    monkeypatch.setitem(VARIANTS, "liger", lambda model: 1 / 0)
+    monkeypatch.setitem(VARIANTS, "liger", lambda model, run: 1 / 0)
     assert "division by zero" in turns.Training(run, "liger", None).turn(1)["failure"]
 
 

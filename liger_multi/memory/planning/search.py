@@ -373,17 +373,27 @@ class _Search:
     def _micros(
         self, settings: Settings, batch: int | None, largest: int, spreads: Sequence[str]
     ) -> None:
-        """One sequence at a time, and as many as fit, by powers of two."""
+        """One sequence at a time, and as many as fit, by powers of two.
+
+        A batch in one pass is tried whatever fits: it has no gradients that wait for other passes.
+        """
+        tried = set()
 
         def fits(micro: int) -> bool:
+            tried.add(micro)
             passes = batch // settings.data // micro if batch else self._passes(settings)
             variant = replace(settings, micro_batch=micro, accumulation=passes)
             results = [self._spread(variant, spread) for spread in spreads]  # every one is noted
             return any(results)
 
-        if not fits(1) or largest == 1:
-            return
-        micro = min(largest, max(2, self._guess(settings, 1)))
+        if fits(1) and largest > 1:
+            self._more_sequences(fits, largest, max(2, self._guess(settings, 1)))
+        if batch == largest * settings.data and largest not in tried:
+            fits(largest)
+
+    def _more_sequences(self, fits: Callable[[int], bool], largest: int, guess: int) -> None:
+        """Two sequences at a time and more, up or down from a guess."""
+        micro = min(largest, guess)
         if fits(micro):
             while micro < largest and fits(2 * micro):
                 micro *= 2
