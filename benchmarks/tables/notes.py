@@ -128,6 +128,13 @@ NOTES = {
         r"after: (\S+) ours / unpatched, .*; median ([\d.]+);.*",
         one_each,
     ),
+    "make-bench": Table(
+        "make-bench",
+        ("run", "who", "tokens/s", "of unpatched", "GiB", "loss", "± %", "first turn, s"),
+        rf"(\S+:\S+) +(stock|liger|ours){NUMBER} tok/s{NUMBER} x stock{NUMBER} GiB  loss{NUMBER}  "
+        rf"\+-{NUMBER} %  turns of{NUMBER} s .*",
+        one_each,
+    ),
     "ahead": Table("stalls-ahead", ("logits", *STALL_HEADS), rf"(\w+) +{STALL}", one_each),
     "stalls": Table("stalls", STALL_HEADS, rf"new +{STALL}", one_each),
     "heads": Table(
