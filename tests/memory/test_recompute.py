@@ -15,6 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 pytest.importorskip("transformers")
 
 import liger_multi
+from benchmarks.harness import tracked_peak
 from benchmarks.memory import Case
 from liger_multi._torch_private import TorchDispatchMode, top_saved_tensor_hooks
 from liger_multi.memory import (
@@ -425,6 +426,33 @@ def test_choice_within_a_peak():
         choose_within(config, limit, *sizes, checkpointing=True)
     with pytest.raises(ValueError, match="batch must be a positive integer, got 0"):
         choose_within(config, limit, 0, 32)
+
+
+def test_a_step_needs_the_peak_that_it_was_chosen_for():
+    """Measured from live storages: no more than the checkpointing of all layers, for less work."""
+    model = case("gqa", True).build("cpu")
+    config = model.config
+    config.num_hidden_layers = 9
+    torch.manual_seed(0)
+    model = type(model)(config).train()
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    ids = ids_of(model)
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def measured(policies):
+        with apply_recompute(model, policies):
+            step()
+            return tracked_peak(model, optimizer, step)
+
+    full, none = measured("full"), measured("none")
+    options = {"dtype": "float32", "optimizer": "sgd", "device": "cpu"}
+    limit = estimate(config, 2, 32, **options, checkpointing=True).peak_bytes
+    choice = choose_within(config, limit, 2, 32, **options)
+    assert measured(choice.policies) <= 1.01 * full < none
 
 
 def test_adapt_to_free_memory():
