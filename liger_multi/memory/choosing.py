@@ -302,6 +302,9 @@ def choose_within(
     gone, so that these layers may keep more. It takes the steps of :func:`choose` until the
     estimated peak fits, and then takes them back for as many of the last layers as it can.
 
+    The step has one pass. Where passes accumulate, gradients stand beside what all layers keep:
+    give :func:`choose` the bytes that are free then.
+
     Args:
         model_or_config: As of :func:`liger_multi.memory.estimate`; policies that a model has
             already, and checkpointing of its own, are left out.
@@ -312,13 +315,15 @@ def choose_within(
         **options: Attributes of :class:`TrainingSetup`, which take the place of those in ``setup``.
 
     Raises:
-        ValueError: As for the estimate; or a setup with ``checkpointing``, which is chosen here.
+        ValueError: As for the estimate; a peak that is no positive integer; or a setup with
+            ``checkpointing``, which is chosen here.
         TypeError: As for the estimate.
     """
     setup = setup_of(setup, **options)
     if setup.checkpointing:
         raise ValueError("choose_within chooses what is recomputed; got checkpointing=True as well")
     positive(batch=batch, sequence=sequence)
+    positive(2**63, peak_bytes=peak_bytes)
     dtype = DTYPES[setup.dtype][0]
     model = _unwrapped(meta_model(model_or_config, dtype, setup.attention, sequence))
     stats = layer_stats(

@@ -424,6 +424,8 @@ def test_choice_within_a_peak():
         choose_within(config, limit, *sizes, checkpointing=True)
     with pytest.raises(ValueError, match="batch must be a positive integer, got 0"):
         choose_within(config, limit, 0, 32)
+    with pytest.raises(ValueError, match="peak_bytes must be a positive integer, got '5GiB'"):
+        choose_within(config, "5GiB", 1, 32)
 
 
 def test_a_step_needs_the_peak_that_it_was_chosen_for():
