@@ -174,16 +174,22 @@ def test_towers_with_inputs_run_and_learn(tmp_path, name, modalities, dead):
 
 
 WRONG = """
+from unittest import mock
+
 from liger_multi.patching import norms
 from liger_multi.reference.norms import rms_norm
 from tests.sweep.cases import Pair
 from tests.sweep.run import sweep
 
 right = rms_norm._scaled
-rms_norm._scaled = lambda *args: right(*args) * 1.001
-# the probe would refuse it
-norms._agrees = lambda m, settings, size: settings.spec.op == "rms_norm"
-norms._settled = lambda m, settings, size: settings
+planted = [
+    mock.patch.object(rms_norm, "_scaled", lambda *args: right(*args) * 1.001),
+    # the probe would refuse it
+    mock.patch.object(norms, "_agrees", lambda m, settings, row: settings.spec.op == "rms_norm"),
+    mock.patch.object(norms, "_with_signature", lambda m, settings, row: settings),
+]
+for patch in planted:
+    patch.start()  # raises where the name is gone
 (outcome,) = sweep([Pair("causal", "llama", "LlamaForCausalLM")])
 print(outcome.status, outcome.why)
 """
