@@ -27,7 +27,7 @@ from liger_multi.memory.recompute import (
 )
 from liger_multi.memory.recorder import FORWARD, RECOMPUTE
 from liger_multi.memory.setup import DTYPES, SetupOptions, TrainingSetup, positive, setup_of
-from liger_multi.memory.simulation import Simulation, backward
+from liger_multi.memory.simulation import Simulation, backward, in_training
 from liger_multi.patcher import patcher
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Stats:
 FLOPS, BANDWIDTH = 6.9e14, 4.24e12
 
 
+@in_training
 def layer_stats(
     model_or_config: Any,
     batch: int,
@@ -287,6 +288,7 @@ def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
             cost = layer[name]
 
 
+@in_training
 def choose_within(
     model_or_config: Any,
     peak_bytes: int,
@@ -347,7 +349,8 @@ def choose_within(
             return estimate(model, batch, sequence, setup).peak_bytes <= peak_bytes
 
     taken = bisect_left(range(len(steps)), True, key=lambda taken: fits(policies(taken)))
-    whole = bisect_left(range(1, count), True, key=lambda n: not fits(policies(taken, n)))
+    others = range(1, count) if taken else range(0)  # where something is recomputed at all
+    whole = bisect_left(others, True, key=lambda n: not fits(policies(taken, n)))
     chosen = policies(taken, whole)
     kept_bytes, seconds = stats.kept_bytes(chosen), stats.seconds(chosen)
     return Choice(chosen, kept_bytes, seconds, taken < len(steps) or fits(chosen))

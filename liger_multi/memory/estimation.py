@@ -38,7 +38,7 @@ from liger_multi.memory.setup import (
     positive,
     setup_of,
 )
-from liger_multi.memory.simulation import Simulation, on_meta
+from liger_multi.memory.simulation import Simulation, in_training, on_meta
 from liger_multi.ops import QuantizedWeight
 from liger_multi.ops.dequantize import FORMATS
 from liger_multi.patcher import patcher, sharder
@@ -169,6 +169,7 @@ class Estimate(Paged):
         )
 
 
+@in_training
 def estimate(
     config_or_model: Any,
     batch: int,

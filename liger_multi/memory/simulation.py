@@ -13,7 +13,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from liger_multi.memory.recorder import Block, Recorder
 if TYPE_CHECKING:
     from liger_multi.reference.activations.gated_mlp import CodedGradients
     from liger_multi.reference.float8.rows import Float8Rows
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # --- operators on the meta device as a card runs them: references around kernels ---
 
@@ -798,6 +801,11 @@ def _meta_has_no_autocast() -> Iterator[None]:
     finally:
         torch.is_autocast_enabled = stock
         torch.autocast = entered  # type: ignore[misc]
+
+
+def in_training(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with gradients, though its caller may have turned them off."""
+    return torch.inference_mode(False)(torch.enable_grad()(function))
 
 
 def backward(loss: Tensor) -> None:

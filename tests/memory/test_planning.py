@@ -305,6 +305,16 @@ def test_a_batch_in_one_pass_has_no_gradients_that_wait():
     assert (best.micro_batch, best.accumulation) == (2, 1)
 
 
+def test_a_batch_that_is_no_power_of_two_is_tried_in_one_pass():
+    training_plan = plan(
+        config_of(), "64MiB", 1, 3, 32, device="cpu", space=SMALL, headroom=0, limits=False
+    )
+    assert (training_plan.best.settings.micro_batch, training_plan.best.settings.accumulation) == (
+        3,
+        1,
+    )
+
+
 def test_refuses_with_the_nearest():
     with pytest.raises(PlanError, match=r"nothing fits into 2\.0 MiB.*nearest plan") as raised:
         plan(config_of(), "2MiB", 1, 2, LENGTH, device="cpu", space=SMALL, headroom=0)

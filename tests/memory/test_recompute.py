@@ -428,6 +428,19 @@ def test_choice_within_a_peak():
         choose_within(config, "5GiB", 1, 32)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_simulates_training_has_gradients(mode):
+    model = case().build("cpu")
+    options = {"dtype": "float32", "device": "cpu"}
+    limit = estimate(model, 1, 8, **options).peak_bytes
+    stats = layer_stats(model, 1, 8, **options)
+    with mode():
+        assert estimate(model, 1, 8, **options).peak_bytes == limit
+        assert layer_stats(model, 1, 8, **options) == stats
+        assert choose_within(model, limit, 1, 8, **options).fits
+        assert torch.is_grad_enabled() is False
+
+
 def test_a_step_needs_the_peak_that_it_was_chosen_for():
     """Measured from live storages: no more than the checkpointing of all layers, for less work."""
     model = case("gqa", True).build("cpu")

@@ -361,8 +361,8 @@ def test_scaled_samples_fit_and_keep_their_form(op):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_in_four_bits_are_right(name, dtype):
     """Some have no input that gets a gradient; results have the dtype that a sample asks for."""
-    found = [s for s in samples.of("dequantize") if fnmatch.fnmatchcase(s.name, name)]
-    for sample in (s for s in found if not s.is_whole):
+    named = [s for s in samples.of("dequantize") if fnmatch.fnmatchcase(s.name, name)]
+    for sample in (s for s in named if not s.is_whole):
         bench_case = bench_cases.scaled("dequantize", sample, dtype.itemsize, 1e6, 1e9)
         device = torch.device("cpu")
         tensors = bench_cases.draw(bench_case.sample, device, dtype)

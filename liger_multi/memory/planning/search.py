@@ -35,6 +35,7 @@ from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.recompute import POLICIES
 from liger_multi.memory.setup import OPTIMIZERS, positive
+from liger_multi.memory.simulation import in_training
 from liger_multi.memory.sizes import Source, beyond
 
 # --- the search ---
@@ -81,6 +82,7 @@ class Space:
     ranks: tuple[int, ...] = (1,)
 
 
+@in_training
 def plan(
     model_or_config: Any,
     memory: str | int | Card,
@@ -388,8 +390,8 @@ class _Search:
 
         if fits(1) and largest > 1:
             self._more_sequences(fits, largest, max(2, self._guess(settings, 1)))
-        if batch == largest * settings.data and largest not in tried:
-            fits(largest)
+        if batch and batch // settings.data not in tried:
+            fits(batch // settings.data)
 
     def _more_sequences(self, fits: Callable[[int], bool], largest: int, guess: int) -> None:
         """Two sequences at a time and more, up or down from a guess."""
